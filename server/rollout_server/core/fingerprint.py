@@ -1,0 +1,74 @@
+"""The fingerprint of a request: the same payload, the same fingerprint (D5)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from rollout_server.core.message import JSON, MalformedMessage, Message
+from rollout_server.core.spec import Spec, Target, TokenizerName
+
+VERSION = "1"
+
+
+def fingerprint(spec: Spec) -> str:
+    """A versioned SHA-256, in hexadecimal, over what the rollout is.
+
+    JSON is compared by what it says, not by how it is written. Left out: credentials and tracing, which are no part of a spec, and
+    what only concerns the waiting (`cancel_after_detach`).
+    """
+    text = json.dumps(_normalised(spec), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return f"{VERSION}:{hashlib.sha256(text.encode('ascii')).hexdigest()}"
+
+
+def _normalised(spec: Spec) -> JSON:
+    limits, sampling, tokenizer = spec.limits, spec.sampling, spec.tokenizer
+    return {
+        "rollout_id": spec.rollout_id,
+        "group_id": spec.group_id,
+        "agent": spec.agent,
+        "messages": [_message(m) for m in spec.messages],
+        "targets": [_target(t) for t in (spec.completions, spec.outcome, spec.tools)],
+        "sampling": [
+            sampling.temperature,
+            sampling.top_p,
+            sampling.max_tokens,
+            list(sampling.stop),
+            sampling.logprobs,
+            _json(sampling.extra_json),
+        ],
+        "limits": [
+            limits.turns,
+            limits.generated_tokens,
+            limits.seconds,
+            limits.calls_per_turn,
+            limits.tool_turns,
+            limits.bytes,
+        ],
+        "tokenizer": _tokenizer(tokenizer),
+        "modes": [spec.typed, spec.on_drift and spec.on_drift.value, spec.on_interrupt, spec.token_mode, spec.priority],
+        "metadata": _json(spec.metadata_json),
+        "labels": dict(spec.labels),
+    }
+
+
+def _message(message: Message) -> JSON:
+    return _json(message.text)
+
+
+def _target(target: Target | None) -> JSON:
+    return None if target is None else [target.url, target.dialect.value, target.replays_turn_keys]
+
+
+def _tokenizer(name: TokenizerName | None) -> JSON:
+    return None if name is None else [name.name, name.revision, _json(name.template_kwargs_json)]
+
+
+def _json(text: str) -> JSON:
+    if not text:
+        return None
+    try:
+        value: JSON = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedMessage(str(error)) from None
+    return value

@@ -1,0 +1,302 @@
+"""The machine: the referee between an agent, a trainer and the tools.
+
+Theory. An agent says what it wants (`ask`, `start_calls`), the world says what happened (an answer, a tool's result, a timer, a
+cancel), and all of it is written down as one list of records. The machine reads records and nothing else: the state of a
+rollout is a fold over its log, so the same records give the same outcome, and a log can be replayed. It holds no clock and does
+no I/O; whoever drives it performs what `Asked` and `ToolStarted` want and comes back with the result.
+
+    OPEN --Asked--> ASKING --Answered--> OPEN --ToolStarted--> CALLING --last ToolReturned--> OPEN
+    any state but ENDED --Ended--> ENDED
+
+Laws (tests/core/test_machine.py): each intent takes its own result and nothing else; no new intent once a limit is met; exactly one
+outcome, which always holds messages, ledger and metrics so far; the same records give the same outcome.
+
+A record that does not fit the state is a fault in our code, never of a trainer or an author: `IllegalRecord`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from rollout_server.core.ledger import Ledger, Turn
+from rollout_server.core.limits import Limits
+from rollout_server.core.message import Message, ToolCall
+from rollout_server.core.outcome import Failure, Metrics, Outcome, Stop, Warned
+from rollout_server.core.record import (
+    Accepted,
+    Answered,
+    Appended,
+    Asked,
+    Consequence,
+    DriftFound,
+    Ended,
+    Input,
+    Note,
+    Record,
+    SegmentOpened,
+    ToolReturned,
+    ToolStarted,
+)
+
+
+class IllegalRecord(Exception):
+    """A record that does not fit the state it meets: our fault."""
+
+
+class State(Enum):
+    """Where a rollout is, as seen by its machine."""
+
+    OPEN = "open"
+    ASKING = "asking"
+    CALLING = "calling"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The machine's answer to a wish that a limit forbids."""
+
+    stop: Stop
+
+
+class Machine:
+    """One rollout. `accept` is the only way in."""
+
+    def __init__(self, uid: str, messages: Sequence[Message], limits: Limits) -> None:
+        self.uid = uid
+        self.limits = limits
+        self.ledger = Ledger()
+        self.state = State.OPEN
+        self.turn = 0
+        self._messages = list(messages)
+        self._bytes = sum(_size(m) for m in messages)
+        self._metrics = Metrics()
+        self._warnings: list[Warned] = []
+        self._tool_turns = 0
+        self._called_in = 0
+        self._pending: dict[int, ToolStarted] = {}
+        self._returned: dict[int, ToolReturned] = {}
+        self._last_answer: Answered | None = None
+        self._outcome: Outcome | None = None
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far. Only the machine adds to it."""
+        return self._messages
+
+    @property
+    def metrics(self) -> Metrics:
+        """What was used so far."""
+        return self._metrics
+
+    @property
+    def last_answer(self) -> Answered | None:
+        """The newest answer."""
+        return self._last_answer
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """The terminal value, once there is one."""
+        return self._outcome
+
+    def ask(self) -> Asked | Over:
+        """What a completion at this point would be, or why there is none to be."""
+        over = self._exhausted(turns=True)
+        if over is not None:
+            return over
+        turn, segment = self.turn + 1, self.ledger.current_id
+        return Asked(turn, segment, f"{self.uid}/{segment}/{turn}", len(self._messages))
+
+    def start_calls(self, calls: Iterable[ToolCall]) -> tuple[ToolStarted, ...] | Over:
+        """What running these calls would be, or why they do not run."""
+        over = self._exhausted(turns=False)
+        if over is not None:
+            return over
+        limit = self.limits.tool_turns
+        if limit is not None and self._called_in != self.turn and self._tool_turns >= limit:
+            return Over(self._stop("max_turns"))
+        return tuple(ToolStarted(self.turn, index, call) for index, call in enumerate(calls))
+
+    def natural_stop(self) -> Stop:
+        """How a rollout ends whose agent has nothing more to do: a token limit that was met goes first."""
+        over = self._exhausted(turns=False)
+        return over.stop if over is not None else self._stop("stop")
+
+    def accept(self, record: Input) -> tuple[Record, ...]:
+        """Applies a record. Returns what belongs into the log: what follows from it, then the record. Raises `IllegalRecord`."""
+        if self.state is State.ENDED:
+            raise IllegalRecord(f"{type(record).__name__} after the end")
+        match record:
+            case Answered():
+                return (*self._answered(record), record)
+            case Asked():
+                self._asked(record)
+            case Appended():
+                self._appended(record)
+            case ToolStarted():
+                self._tool_started(record)
+            case ToolReturned():
+                self._tool_returned(record)
+            case Ended():
+                self._ended(record)
+            case Accepted():
+                self._require(self.turn == 0 and self.state is State.OPEN, record)
+            case Note():
+                pass
+        return (record,)
+
+    def _asked(self, record: Asked) -> None:
+        self._require(self.state is State.OPEN and record == self.ask(), record)
+        self.turn = record.turn
+        self.state = State.ASKING
+
+    def _answered(self, record: Answered) -> tuple[Consequence, ...]:
+        self._require(self.state is State.ASKING and record.turn == self.turn, record)
+        follows = self._commit(record) if record.token_ids is not None else ()
+        self._count_answer(record)
+        self._warnings.extend(Warned(code, text, record.turn) for code, text in record.notes)
+        self._add((record.message,))
+        self._last_answer = record
+        self.state = State.OPEN
+        return follows
+
+    def _commit(self, record: Answered) -> tuple[Consequence, ...]:
+        answer = record.token_ids
+        if answer is None or (record.predicted is None and record.reported is None):
+            return ()
+        asked_in, segments = self.ledger.current_id, len(self.ledger.segments)
+        drift = self.ledger.commit(
+            Turn(record.turn, answer, record.logprobs, record.predicted, record.reported, record.policy_version)
+        )
+        follows: list[Consequence] = []
+        if drift is not None:
+            follows.append(DriftFound(record.turn, asked_in, drift))
+            text = (
+                f"turn {record.turn}: the trainer's prompt parts from ours at token {drift.index} ({drift.kind.value})"
+            )
+            self._warnings.append(Warned("token_drift", text, record.turn, drift.index))
+        if len(self.ledger.segments) > segments:
+            opened = self.ledger.segments[-1]
+            prompt = len(record.reported) if record.reported is not None else opened.spans[0].stop
+            follows.append(SegmentOpened(record.turn, opened.id, opened.origin, prompt))
+        return tuple(follows)
+
+    def _count_answer(self, record: Answered) -> None:
+        generated, prompt = self._lengths(record)
+        m = self._metrics
+        self._metrics = replace(
+            m,
+            turns=m.turns + 1,
+            completion_ms=m.completion_ms + record.elapsed_ms,
+            completion_attempts=m.completion_attempts + record.attempts,
+            generated_tokens=m.generated_tokens + generated,
+            prompt_tokens=m.prompt_tokens + prompt,
+            max_context_tokens=max(m.max_context_tokens, prompt + generated),
+        )
+
+    def _lengths(self, record: Answered) -> tuple[int, int]:
+        usage = record.usage or (0, 0)
+        generated = len(record.token_ids) if record.token_ids is not None else usage[1]
+        if record.reported is not None:
+            return generated, len(record.reported)
+        segment = self.ledger.current
+        if record.token_ids is not None and record.predicted is not None and segment is not None:
+            return generated, len(segment) - generated
+        return generated, usage[0]
+
+    def _appended(self, record: Appended) -> None:
+        self._require(self.state is State.OPEN, record)
+        self._add(record.messages)
+
+    def _tool_started(self, record: ToolStarted) -> None:
+        fits = record.index == len(self._pending) + len(self._returned) and record.turn == self.turn
+        self._require(self.state in (State.OPEN, State.CALLING) and fits, record)
+        if self._called_in != self.turn:
+            self._called_in = self.turn
+            self._tool_turns += 1
+        self._pending[record.index] = record
+        self.state = State.CALLING
+
+    def _tool_returned(self, record: ToolReturned) -> None:
+        started = self._pending.pop(record.index, None) if self.state is State.CALLING else None
+        self._require(started is not None and started.call == record.call and started.turn == record.turn, record)
+        self._returned[record.index] = record
+        if not self._pending:
+            self._finish_calls()
+
+    def _finish_calls(self) -> None:
+        returned = [self._returned[index] for index in sorted(self._returned)]
+        self._add(tuple(r.message for r in returned))
+        m = self._metrics
+        self._metrics = replace(
+            m,
+            tool_calls=m.tool_calls + len(returned),
+            tool_failures=m.tool_failures + sum(r.failed for r in returned),
+            tool_ms=m.tool_ms + max(r.elapsed_ms for r in returned),
+        )
+        self._returned.clear()
+        self.state = State.OPEN
+
+    def _ended(self, record: Ended) -> None:
+        self._count_unfinished_calls()
+        self._metrics = replace(self._metrics, total_ms=record.total_ms, queued_ms=record.queued_ms)
+        self._outcome = Outcome(
+            end=replace(record.end, turn=self.turn) if isinstance(record.end, Failure) else record.end,
+            messages=tuple(self._messages),
+            segments=self.ledger.segments,
+            metrics=self._metrics,
+            verdict=record.verdict,
+            warnings=tuple(self._warnings),
+        )
+        self.state = State.ENDED
+
+    def _count_unfinished_calls(self) -> None:
+        """Calls that had returned when the rollout ended among them were answered; those still running were not."""
+        returned = self._returned.values()
+        m = self._metrics
+        self._metrics = replace(
+            m,
+            tool_calls=m.tool_calls + len(returned),
+            tool_failures=m.tool_failures + sum(r.failed for r in returned),
+            tool_ms=m.tool_ms + max((r.elapsed_ms for r in returned), default=0.0),
+        )
+
+    def _add(self, messages: Sequence[Message]) -> None:
+        self._messages.extend(messages)
+        self._bytes += sum(_size(m) for m in messages)
+
+    def _exhausted(self, *, turns: bool) -> Over | None:
+        limits, used = self.limits, self._metrics
+        if limits.generated_tokens is not None and used.generated_tokens >= limits.generated_tokens:
+            return Over(self._stop("max_tokens"))
+        if turns and limits.turns is not None and self.turn >= limits.turns:
+            return Over(self._stop("max_turns"))
+        if turns and limits.bytes is not None and self._bytes >= limits.bytes:
+            return Over(self._stop("max_bytes"))
+        return None
+
+    def _stop(self, reason: str) -> Stop:
+        return Stop(reason, truncated=self._last_answer is not None and self._last_answer.finish_reason == "length")
+
+    def _require(self, fits: bool, record: Record) -> None:
+        if not fits:
+            raise IllegalRecord(f"{record!r} in state {self.state.value}, turn {self.turn}")
+
+
+def replay(machine: Machine, records: Iterable[Record]) -> Machine:
+    """Feeds a log to a fresh machine. Raises `IllegalRecord` where what follows is not what the log says."""
+    logged: list[Record] = []
+    for record in records:
+        if isinstance(record, SegmentOpened | DriftFound):
+            logged.append(record)
+        elif machine.accept(record) != (*logged, record):
+            raise IllegalRecord(f"the log says {logged!r} before {record!r}")
+        else:
+            logged.clear()
+    return machine
+
+
+def _size(message: Message) -> int:
+    return len(message.text.encode("utf-8", "surrogatepass"))

@@ -1,0 +1,97 @@
+"""Messages as JSON text, carried verbatim (D13).
+
+A message is never parsed and written again: key order, white space, unknown keys, large integers and the difference between
+absent, null and empty all survive. Parsing happens beside the text, where somebody needs to know what it says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
+
+
+class MalformedMessage(ValueError):
+    """The text is not a message. The text of the error says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call as the model wrote it. `arguments` is text, usually JSON, or the object that a trainer had already parsed."""
+
+    id: str
+    name: str
+    arguments: str | Mapping[str, JSON]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message: its JSON text, and its role."""
+
+    text: str
+    role: str
+
+    @classmethod
+    def parse(cls, text: str) -> Message:
+        """Takes a JSON object with a non-blank string under "role". Raises `MalformedMessage`."""
+        role = parse_object(text).get("role")
+        if not isinstance(role, str) or not role.strip():
+            raise MalformedMessage('"role" is missing or not a string')
+        return cls(text, role)
+
+    @classmethod
+    def write(cls, fields: Mapping[str, JSON]) -> Message:
+        """Writes a message of our own."""
+        return cls.parse(json.dumps(fields, ensure_ascii=False, allow_nan=False))
+
+    def fields(self) -> Mapping[str, JSON]:
+        """What the text says. Parsed anew at each call."""
+        return parse_object(self.text)
+
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of an assistant message, in order. Raises `MalformedMessage` naming the field."""
+        calls = self.fields().get("tool_calls")
+        if calls is None:
+            return ()
+        if not isinstance(calls, list):
+            raise MalformedMessage("tool_calls is not a list")
+        return tuple(_tool_call(call, index) for index, call in enumerate(calls))
+
+
+def parse_object(text: str) -> dict[str, JSON]:
+    """Parses one JSON object. Unlike `json.loads` it refuses NaN and Infinity, which are not JSON. Raises `MalformedMessage`."""
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise MalformedMessage("nested too deeply") from None
+    except ValueError as error:
+        raise MalformedMessage(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise MalformedMessage(f"a JSON object is needed, this is {type(value).__name__}")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _tool_call(call: JSON, index: int) -> ToolCall:
+    where = f"tool_calls[{index}]"
+    if not isinstance(call, dict):
+        raise MalformedMessage(f"{where} is not an object")
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise MalformedMessage(f"{where}.function is missing or not an object")
+    name, arguments, call_id = function.get("name"), function.get("arguments", ""), call.get("id")
+    if not isinstance(name, str):
+        raise MalformedMessage(f"{where}.function.name is missing or not a string")
+    if not isinstance(call_id, str):
+        raise MalformedMessage(f"{where}.id is missing or not a string")
+    if arguments is None:
+        arguments = ""
+    if not isinstance(arguments, str | dict):
+        raise MalformedMessage(f"{where}.function.arguments is neither a string nor an object")
+    return ToolCall(call_id, name, arguments)

@@ -1,0 +1,138 @@
+"""Records: the inputs of a rollout's machine, in order (D1).
+
+An event is the view of a record, and its sequence number is the record's place in the log, from 1. `Asked` and `ToolStarted`
+are also intents: records that wait for their result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rollout_server.core.ledger import Drift, Logprobs, Origin, Prediction, Tokens
+from rollout_server.core.message import Message, ToolCall
+from rollout_server.core.outcome import End, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The rollout was accepted."""
+
+    messages: int
+    agent: str
+    agent_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A completion is wanted. `turn_key` stays the same on each attempt; `messages` counts the conversation."""
+
+    turn: int
+    segment_id: str
+    turn_key: str
+    messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The trainer answered the open `Asked`.
+
+    Args:
+        message: the answer, verbatim.
+        finish_reason: the trainer's word; empty: none.
+        token_ids: the sampled tokens; None where the trainer sends none.
+        logprobs: as long as `token_ids`; None: unknown.
+        predicted: what our rendering expected to stand before the answer.
+        reported: the prompt as the trainer reports it.
+        mask_length: length of the mask that was sent; None: none was.
+        attempts: requests that were sent.
+        elapsed_ms: from the first request to the answer.
+        usage: prompt and completion tokens as the trainer counts them, where it sends no ids.
+        policy_version: the policy that answered, in the trainer's words.
+        notes: what the edge noticed about the answer, as (code, text).
+    """
+
+    turn: int
+    message: Message
+    finish_reason: str
+    token_ids: Tokens | None
+    logprobs: Logprobs | None = None
+    predicted: Prediction | None = None
+    reported: Tokens | None = None
+    mask_length: int | None = None
+    attempts: int = 1
+    elapsed_ms: float = 0.0
+    usage: tuple[int, int] | None = None
+    policy_version: str = ""
+    notes: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """The agent added messages to the conversation."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolStarted:
+    """A tool call is to run. `index` is its place among the calls of the turn, from 0."""
+
+    turn: int
+    index: int
+    call: ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReturned:
+    """A tool call ended with a message for the model; `failed` says that it is an error text."""
+
+    turn: int
+    index: int
+    call: ToolCall
+    message: Message
+    failed: bool
+    elapsed_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentOpened:
+    """A segment began. Follows from an `Answered`."""
+
+    turn: int
+    segment_id: str
+    origin: Origin
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DriftFound:
+    """The trainer's prompt is not what was expected. Follows from an `Answered`."""
+
+    turn: int
+    segment_id: str
+    drift: Drift
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """The agent or the server remarks something. `code` is a stable word."""
+
+    turn: int
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The rollout ends. Always the last record. Times in milliseconds."""
+
+    end: End
+    verdict: Verdict = Verdict()
+    total_ms: float = 0.0
+    queued_ms: float = 0.0
+
+
+Input: TypeAlias = "Accepted | Asked | Answered | Appended | ToolStarted | ToolReturned | Note | Ended"
+Consequence: TypeAlias = "SegmentOpened | DriftFound"
+Record: TypeAlias = "Input | Consequence"
