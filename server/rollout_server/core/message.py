@@ -44,8 +44,9 @@ class Message:
 
     @classmethod
     def write(cls, fields: Mapping[str, JSON]) -> Message:
-        """Writes a message of our own."""
-        return cls.parse(json.dumps(fields, ensure_ascii=False, allow_nan=False))
+        """Writes a message of our own. Halves of surrogate pairs, which UTF-8 does not have, become question marks."""
+        text = json.dumps(fields, ensure_ascii=False, allow_nan=False)
+        return cls.parse(text.encode("utf-8", "replace").decode("utf-8"))
 
     def fields(self) -> Mapping[str, JSON]:
         """What the text says. Parsed anew at each call."""
@@ -61,14 +62,20 @@ class Message:
         return tuple(_tool_call(call, index) for index, call in enumerate(calls))
 
 
-def parse_object(text: str) -> dict[str, JSON]:
-    """Parses one JSON object. Unlike `json.loads` it refuses NaN and Infinity, which are not JSON. Raises `MalformedMessage`."""
+def parse_json(text: str) -> JSON:
+    """Parses JSON. Unlike `json.loads` it refuses NaN and Infinity, which are not JSON. Raises `MalformedMessage`."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value: JSON = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise MalformedMessage("nested too deeply") from None
     except ValueError as error:
-        raise MalformedMessage(f"not JSON: {error}") from None
+        raise MalformedMessage(str(error)) from None
+    return value
+
+
+def parse_object(text: str) -> dict[str, JSON]:
+    """Parses one JSON object. Raises `MalformedMessage`."""
+    value = parse_json(text)
     if not isinstance(value, dict):
         raise MalformedMessage(f"a JSON object is needed, this is {type(value).__name__}")
     return value

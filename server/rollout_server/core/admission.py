@@ -1,0 +1,162 @@
+"""Which rollouts are taken: the rules for the fields of a spec, and what the server fills in.
+
+Pure; whether an agent, a tokenizer or an endpoint exists is for others to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from urllib.parse import urlsplit
+
+from rollout_server.core.error import Violation
+from rollout_server.core.limits import Limits
+from rollout_server.core.message import MalformedMessage, parse_object
+from rollout_server.core.spec import Dialect, DriftPolicy, Sampling, Spec, Target
+
+ID_LENGTH = 256
+HTTP_ROLES = ("system", "user", "assistant", "tool", "function")
+_SCHEMES = {
+    Dialect.GRPC: ("grpc", "grpcs"),
+    Dialect.HTTP_MASKED: ("http", "https"),
+    Dialect.HTTP_PLAIN: ("http", "https"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the server allows and assumes.
+
+    Args:
+        seconds: the longest time of any rollout.
+        default_seconds: the time of a rollout that asks for none, by the dialect of its trainer.
+        on_drift: the policy of a rollout that names none.
+        metadata_bytes: the largest metadata.
+    """
+
+    seconds: float = 86_400.0
+    default_seconds: Mapping[Dialect, float] = field(default=MappingProxyType({Dialect.HTTP_MASKED: 600.0}))
+    on_drift: DriftPolicy = DriftPolicy.WARN
+    metadata_bytes: int = 1024 * 1024
+
+
+def settle(spec: Spec, agent: str, limits: Limits, bounds: Bounds) -> Spec:
+    """Fills in what the request left open: agent, limits (of the request's and the agent's the lower holds), drift policy."""
+    seconds = spec.limits.seconds
+    if seconds is None:
+        seconds = bounds.default_seconds.get(spec.completions.dialect, bounds.seconds)
+    asked = replace(spec.limits, seconds=min(seconds, bounds.seconds))
+    return replace(spec, agent=agent, limits=asked.lower(limits), on_drift=spec.on_drift or bounds.on_drift)
+
+
+def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
+    """What is wrong with a spec, field by field, in the contract's names."""
+    yield from _identity(spec)
+    yield from _conversation(spec)
+    yield from target_violations(spec.completions, "spec.completions")
+    for name, target in (("outcome", spec.outcome), ("tools", spec.tools)):
+        if target is not None:
+            yield from target_violations(target, f"spec.{name}")
+    yield from _sampling(spec.sampling, masked=spec.completions.dialect is Dialect.HTTP_MASKED)
+    yield from _limits(spec.limits)
+    yield from _tokenizer(spec)
+    yield from _metadata(spec, bounds)
+
+
+def target_violations(target: Target, where: str) -> Iterator[Violation]:
+    """What is wrong with an endpoint's URL. The URL itself is never repeated: it may hold a password."""
+    where = f"{where}.url"
+    try:
+        url = urlsplit(target.url)
+        port = url.port
+    except ValueError:
+        yield Violation(where, "is not a URL")
+        return
+    schemes = _SCHEMES[target.dialect]
+    if url.scheme.lower() not in schemes:
+        yield Violation(where, f"needs the scheme {' or '.join(schemes)}")
+    if not url.hostname or port == 0:
+        yield Violation(where, "needs a host")
+    if "@" in url.netloc:
+        yield Violation(where, "must not hold a user name or password; use credentials")
+    if any(c.isspace() or ord(c) < 32 for c in target.url):
+        yield Violation(where, "must not hold white space")
+    if url.query or url.fragment:
+        yield Violation(where, "must not have a query or fragment")
+
+
+def _identity(spec: Spec) -> Iterator[Violation]:
+    if not spec.rollout_id.strip():
+        yield Violation("spec.rollout_id", "must not be blank")
+    for name, value in (("rollout_id", spec.rollout_id), ("group_id", spec.group_id), ("agent", spec.agent)):
+        if len(value) > ID_LENGTH:
+            yield Violation(f"spec.{name}", f"has {len(value)} characters, at most {ID_LENGTH} are allowed")
+    if len(spec.labels) > 64:
+        yield Violation("spec.labels", f"has {len(spec.labels)} entries, at most 64 are allowed")
+    if any(len(text) > ID_LENGTH for item in spec.labels.items() for text in item):
+        yield Violation("spec.labels", f"keys and values have at most {ID_LENGTH} characters")
+
+
+def _conversation(spec: Spec) -> Iterator[Violation]:
+    if not spec.messages:
+        yield Violation("spec.messages", "needs at least one message")
+    if spec.completions.dialect is not Dialect.HTTP_MASKED:
+        return
+    for index, message in enumerate(spec.messages):
+        if message.role not in HTTP_ROLES:
+            yield Violation(f"spec.messages[{index}].role", f"must be one of {', '.join(HTTP_ROLES)}")
+
+
+def _sampling(sampling: Sampling, *, masked: bool) -> Iterator[Violation]:
+    if sampling.temperature is not None and not 0 <= sampling.temperature <= 2:
+        yield Violation("spec.sampling.temperature", "must be from 0 to 2")
+    if sampling.top_p is not None and not 0 <= sampling.top_p <= 1:
+        yield Violation("spec.sampling.top_p", "must be from 0 to 1")
+    most = 32_768 if masked else 2**31 - 1
+    if sampling.max_tokens is not None and not 1 <= sampling.max_tokens <= most:
+        yield Violation("spec.sampling.max_tokens", f"must be from 1 to {most}")
+    if len(sampling.stop) > 64:
+        yield Violation("spec.sampling.stop", f"has {len(sampling.stop)} entries, at most 64 are allowed")
+    yield from _json_object(sampling.extra_json, "spec.sampling.extra_json")
+
+
+def _limits(limits: Limits) -> Iterator[Violation]:
+    for name in ("turns", "generated_tokens", "calls_per_turn", "bytes"):
+        value = getattr(limits, name)
+        if value is not None and value < 1:
+            yield Violation(f"spec.limits.{name}", "must be at least 1")
+    if limits.seconds is not None and limits.seconds <= 0:
+        yield Violation("spec.limits.time", "must be positive")
+
+
+def _tokenizer(spec: Spec) -> Iterator[Violation]:
+    if spec.tokenizer is None:
+        if spec.completions.dialect is Dialect.HTTP_MASKED:
+            yield Violation("spec.tokenizer", "is needed: masks are counted with the trainer's tokenizer")
+        return
+    if not spec.tokenizer.name.strip():
+        yield Violation("spec.tokenizer.name", "must not be blank")
+    for name, value in (("name", spec.tokenizer.name), ("revision", spec.tokenizer.revision)):
+        if len(value) > ID_LENGTH:
+            yield Violation(f"spec.tokenizer.{name}", f"has at most {ID_LENGTH} characters")
+    yield from _json_object(spec.tokenizer.template_kwargs_json, "spec.tokenizer.template_kwargs_json")
+
+
+def _metadata(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
+    size = len(spec.metadata_json.encode("utf-8", "surrogatepass"))
+    if size > bounds.metadata_bytes:
+        yield Violation("spec.metadata_json", f"has {size} bytes, at most {bounds.metadata_bytes} are allowed")
+    else:
+        yield from _json_object(spec.metadata_json, "spec.metadata_json")
+    if spec.cancel_after_detach is not None and spec.cancel_after_detach < 0:
+        yield Violation("spec.cancel_after_detach", "must not be negative")
+
+
+def _json_object(text: str, where: str) -> Iterator[Violation]:
+    if not text:
+        return
+    try:
+        parse_object(text)
+    except MalformedMessage as error:
+        yield Violation(where, f"must be one JSON object: {error}")

@@ -1,0 +1,60 @@
+"""The log of a rollout: the one list that watchers, replay and recordings read (D1)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+
+from rollout_server.core.error import Gone
+from rollout_server.core.record import Ended, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record at its place. `sequence` counts from 1 without gaps; `time` is in seconds since 1970."""
+
+    sequence: int
+    time: float
+    record: Record
+
+
+class Log:
+    """Append-only. Readers pull and are woken; none has a buffer of its own, so a slow one costs nothing."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._grown = asyncio.Event()
+
+    @property
+    def last_sequence(self) -> int:
+        """The number of the newest entry, 0 if there is none."""
+        return len(self._entries)
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """All entries so far."""
+        return self._entries
+
+    def append(self, records: Iterable[Record], time: float) -> None:
+        """Adds records and wakes the readers."""
+        for record in records:
+            self._entries.append(Entry(len(self._entries) + 1, time, record))
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+    async def follow(self, after: int) -> AsyncIterator[Entry]:
+        """The entries after a sequence number, until the last record of the rollout. Raises `Gone` for numbers not reached yet."""
+        if after > self.last_sequence:
+            raise Gone(f"there is no event {after} yet", oldest=1, newest=self.last_sequence)
+        position = after
+        while True:
+            while position < len(self._entries):
+                entry = self._entries[position]
+                position += 1
+                yield entry
+                if isinstance(entry.record, Ended):
+                    return
+            if self._entries and isinstance(self._entries[-1].record, Ended):
+                return
+            await self._grown.wait()

@@ -1,0 +1,122 @@
+"""What the runtime needs of the world."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from rollout_server.core.limits import Limits
+from rollout_server.core.message import JSON, Message
+from rollout_server.core.outcome import Failure, Verdict
+from rollout_server.core.record import Answered, Asked
+from rollout_server.core.spec import Spec
+
+
+class Failed(Exception):
+    """What was asked of the world failed, and with it the rollout. Classified once, where the failure crossed into our code."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class ToolError(Exception):
+    """A tool's own error: its text goes to the model after "Error: ", and the rollout goes on."""
+
+
+class ArgumentError(ToolError):
+    """The arguments do not fit the tool: the model reads "Error: Invalid arguments for NAME: " and this text."""
+
+
+class Tool(Protocol):
+    """A tool that an agent offers to the model."""
+
+    @property
+    def name(self) -> str:
+        """Unique within the agent."""
+
+    @property
+    def description(self) -> str:
+        """What the model reads."""
+
+    @property
+    def parameters_json_schema(self) -> str:
+        """JSON Schema of the arguments object."""
+
+    async def run(self, arguments: Mapping[str, JSON]) -> str:
+        """Runs one call and returns the content of the tool message. Raises `ToolError`; any other exception is told likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Bearer tokens for the endpoints of a rollout; empty: none. They never show in a repr."""
+
+    completions: str = field(default="", repr=False)
+    outcome: str = field(default="", repr=False)
+    tools: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One completion that is wanted.
+
+    Args:
+        asked: the record that waits for the answer.
+        messages: the whole conversation. Only its first `asked.messages` messages belong to this turn.
+        last: the answer before, or None.
+        last_messages: how many messages had been asked for then.
+        credential: bearer token of the trainer; empty: none.
+    """
+
+    asked: Asked
+    messages: Sequence[Message]
+    last: Answered | None
+    last_messages: int
+    credential: str = field(default="", repr=False)
+
+
+class Sampler(Protocol):
+    """Asks one rollout's trainer for completions. Keeps what it learns about that trainer between turns."""
+
+    async def sample(self, ask: Ask) -> Answered:
+        """The answer. Raises `Failed`."""
+
+
+OpenSampler: TypeAlias = Callable[[str, Spec, Sequence[Tool]], Sampler]
+"""Makes the sampler of a rollout from its uid, its spec and the tools that its model is told."""
+
+
+class PlaysRuns(Protocol):
+    """An agent, as the runtime sees it. `play` and `reward` get a `Run`."""
+
+    @property
+    def name(self) -> str:
+        """Unique within the server."""
+
+    @property
+    def version(self) -> str:
+        """As its author gives it."""
+
+    @property
+    def limits(self) -> Limits:
+        """Its own limits."""
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """Its tools, in the order in which the model is told."""
+
+    async def perform(self, run: object) -> None:
+        """Plays the rollout to its end."""
+
+    async def judge(self, run: object) -> Verdict:
+        """Judges a rollout that came to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Where time comes from: `wall` in seconds since 1970, `monotonic` in seconds since whenever."""
+
+    wall: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
