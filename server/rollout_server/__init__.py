@@ -1,0 +1,24 @@
+"""Runs agent rollouts for the reinforcement learning of language models, and knows who wrote every token.
+
+What authors of agents need is here; `rollout_server.calculator` is an example.
+"""
+
+from __future__ import annotations
+
+from rollout_server.agent import Agent
+from rollout_server.core.limits import Limits
+from rollout_server.core.outcome import Verdict
+from rollout_server.runtime.port import ToolError
+from rollout_server.runtime.run import Run
+from rollout_server.tool import tool
+
+__all__ = ["Agent", "Limits", "Run", "ToolError", "Verdict", "__version__", "serve", "tool"]
+
+__version__ = "0.1.0"
+
+
+def serve(*agents: Agent, **settings: object) -> None:
+    """Serves agents until the process is told to stop; the first one is the default. The settings are those of `rollout serve`."""
+    from rollout_server import app  # authors and their tests need no server, and it takes a second to load
+
+    app.serve(*agents, **settings)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from rollout_server.core.error import Violation
@@ -36,7 +35,7 @@ class Bounds:
     """
 
     seconds: float = 86_400.0
-    default_seconds: Mapping[Dialect, float] = field(default=MappingProxyType({Dialect.HTTP_MASKED: 600.0}))
+    default_seconds: Mapping[Dialect, float] = field(default_factory=lambda: {Dialect.HTTP_MASKED: 600.0})
     on_drift: DriftPolicy = DriftPolicy.WARN
     metadata_bytes: int = 1024 * 1024
 

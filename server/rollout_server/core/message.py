@@ -37,7 +37,12 @@ class Message:
     @classmethod
     def parse(cls, text: str) -> Message:
         """Takes a JSON object with a non-blank string under "role". Raises `MalformedMessage`."""
-        role = parse_object(text).get("role")
+        return cls.parsed(text, parse_object(text))
+
+    @classmethod
+    def parsed(cls, text: str, fields: Mapping[str, JSON]) -> Message:
+        """The message whose text says `fields`. Raises `MalformedMessage`."""
+        role = fields.get("role")
         if not isinstance(role, str) or not role.strip():
             raise MalformedMessage('"role" is missing or not a string')
         return cls(text, role)
@@ -52,14 +57,15 @@ class Message:
         """What the text says. Parsed anew at each call."""
         return parse_object(self.text)
 
-    def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls of an assistant message, in order. Raises `MalformedMessage` naming the field."""
-        calls = self.fields().get("tool_calls")
-        if calls is None:
-            return ()
-        if not isinstance(calls, list):
-            raise MalformedMessage("tool_calls is not a list")
-        return tuple(_tool_call(call, index) for index, call in enumerate(calls))
+
+def tool_calls(fields: Mapping[str, JSON]) -> tuple[ToolCall, ...]:
+    """The calls of an assistant message, in order. Raises `MalformedMessage` naming the field."""
+    calls = fields.get("tool_calls")
+    if calls is None:
+        return ()
+    if not isinstance(calls, list):
+        raise MalformedMessage("tool_calls is not a list")
+    return tuple(_tool_call(call, index) for index, call in enumerate(calls))
 
 
 def parse_json(text: str) -> JSON:

@@ -50,6 +50,7 @@ class Answered:
         usage: prompt and completion tokens as the trainer counts them, where it sends no ids.
         policy_version: the policy that answered, in the trainer's words.
         notes: what the edge noticed about the answer, as (code, text).
+        tool_calls: how many calls the answer holds.
     """
 
     turn: int
@@ -65,6 +66,7 @@ class Answered:
     usage: tuple[int, int] | None = None
     policy_version: str = ""
     notes: tuple[tuple[str, str], ...] = ()
+    tool_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)

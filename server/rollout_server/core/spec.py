@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
@@ -56,9 +55,6 @@ class TokenizerName:
     template_kwargs_json: str = ""
 
 
-_NO_LABELS: Mapping[str, str] = MappingProxyType({})
-
-
 @dataclass(frozen=True, slots=True)
 class Spec:
     """A rollout as its caller wants it.
@@ -97,4 +93,4 @@ class Spec:
     cancel_after_detach: float | None = None
     priority: int = 0
     metadata_json: str = ""
-    labels: Mapping[str, str] = field(default=_NO_LABELS)
+    labels: Mapping[str, str] = field(default_factory=dict)

@@ -26,7 +26,7 @@ async def drive(rollout: Rollout, sampler: Sampler) -> None:
     started = rollout.clock.monotonic()
     queued_ms = rollout.queued_ms()
     run = Run(rollout, sampler, Toolbox(rollout.agent.tools))
-    play = asyncio.create_task(_play(rollout, run), name=f"play {rollout.uid}")
+    play = asyncio.create_task(_play(rollout, run), name=f"play {rollout.uid}")  # begins at the first await
     end: End = Failure(Category.INTERRUPTED, "The server stopped before the rollout had ended; ask for it again")
     verdict = Verdict()
     try:
@@ -58,6 +58,7 @@ def _time_limit(rollout: Rollout) -> Iterator[None]:
     if seconds is None:
         yield
         return
+    rollout.deadline = rollout.clock.monotonic() + seconds
     timer = asyncio.get_running_loop().call_later(seconds, _time_over, rollout, seconds)
     try:
         yield

@@ -67,6 +67,7 @@ class Ask:
         messages: the whole conversation. Only its first `asked.messages` messages belong to this turn.
         last: the answer before, or None.
         last_messages: how many messages had been asked for then.
+        deadline: when the rollout's time is over, on the monotonic clock; None: never.
         credential: bearer token of the trainer; empty: none.
     """
 
@@ -74,6 +75,7 @@ class Ask:
     messages: Sequence[Message]
     last: Answered | None
     last_messages: int
+    deadline: float | None = None
     credential: str = field(default="", repr=False)
 
 
@@ -98,6 +100,14 @@ class PlaysRuns(Protocol):
     @property
     def version(self) -> str:
         """As its author gives it."""
+
+    @property
+    def description(self) -> str:
+        """What it does, for a person."""
+
+    @property
+    def replayable(self) -> bool:
+        """Its `play` can run again over a log (D3)."""
 
     @property
     def limits(self) -> Limits:

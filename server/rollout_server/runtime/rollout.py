@@ -38,6 +38,7 @@ class Rollout:
         self.received = False
         self.created = clock.wall()
         self.finished: float | None = None
+        self.deadline: float | None = None
         self.ending: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._queued_at = clock.monotonic()
         self._attached = 0

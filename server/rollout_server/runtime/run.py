@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from rollout_server.core.machine import Over, State
-from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_object
+from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_object, tool_calls
 from rollout_server.core.outcome import Category, End, Failure, Stop
 from rollout_server.core.record import (
     Answered,
@@ -105,6 +105,7 @@ class Run:
             self._machine.messages,
             self._machine.last_answer,
             self._asked_messages,
+            self._rollout.deadline,
             self._rollout.credentials.completions,
         )
         self._record(asked)
@@ -182,7 +183,8 @@ class Run:
 
     def _reply(self, answered: Answered) -> Reply:
         try:
-            return Reply(answered.message.fields(), answered.message.tool_calls(), answered.finish_reason)
+            fields = answered.message.fields()
+            return Reply(fields, tool_calls(fields), answered.finish_reason)
         except MalformedMessage as error:
             text = f"turn {answered.turn}: the trainer's message is malformed: {error}"
             self._end(Failure(Category.VALIDATION, text, answered.turn))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from rollout_server.core.spec import Spec
 from rollout_server.runtime.port import Credentials
 from rollout_server.runtime.rollout import Rollout, RolloutState
-
-_NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ class Selection:
     group_id: str = ""
     agent: str = ""
     states: tuple[RolloutState, ...] = ()
-    labels: Mapping[str, str] = field(default=_NO_LABELS)
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def matches(self, entry: Place) -> bool:
         """Whether the rollout meets every condition."""

@@ -1,0 +1,223 @@
+"""Bodies of the synchronous dialect: their models, and reading one without losing a character of its messages.
+
+A body is read twice: parsed and validated as usual, and cut into the raw texts of its messages and metadata, which is
+what travels on. Parsing and writing again would lose key order, white space, repeated keys and large integers.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+
+MAX_ROLLOUT_ID: Final = 256
+# CPython refuses to convert longer decimals; every bound is far below, so a value of the right sign stands for them.
+_MAX_DIGITS: Final = 4300
+_HUGE: Final = 10**30
+
+EXAMPLE: Final[dict[str, Any]] = {
+    "rollout_id": "test-rollout-001",
+    "server_url": "http://localhost:9001",
+    "messages": [
+        {"role": "system", "content": "You are a helpful calculator assistant with access to calculator tools."},
+        {"role": "user", "content": "Please calculate 5 plus 3."},
+    ],
+    "sampling_params": {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512, "logprobs": True},
+    "tokenizer_name": "Qwen/Qwen3-8B",
+    "max_turns": 10,
+    "max_tokens_total": 8192,
+}
+
+
+class InvalidBody(ValueError):
+    """A body that does not validate; `violations` are FastAPI's `{"type", "loc", "msg"}`.
+
+    What was sent is not repeated in them: it may be large, and it may hold the callback key.
+    """
+
+    def __init__(self, violations: list[dict[str, Any]]) -> None:
+        super().__init__("the body does not validate")
+        self.violations = violations
+
+
+def _not_blank(value: str) -> str:
+    if not value.strip():
+        raise ValueError("must not be blank")
+    return value
+
+
+def _http_url(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("must be an http or https URL with a host")
+    return value.rstrip("/")
+
+
+Hint = Annotated[int, Field(strict=True, ge=1)]
+
+
+class Function(BaseModel):
+    """What a tool call calls. Unknown keys are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    arguments: str | dict[str, Any] = Field(description="JSON as the model wrote it, or already an object.")
+
+
+class ToolCall(BaseModel):
+    """One call of a tool by the model. Unknown keys are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str = "function"
+    function: Function
+
+
+class ChatMessage(BaseModel):
+    """A message of the conversation. It goes through untouched, unknown keys included."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class SamplingParams(BaseModel):
+    """How the model samples."""
+
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, ge=0, le=1)
+    max_tokens: int = Field(512, ge=1, le=32768, description="The most tokens of one answer.")
+    stop: list[str] | None = None
+    logprobs: bool = True
+
+
+class Metadata(BaseModel):
+    """For agents and tools; the keys below also mean something to the server. A key that is null counts as absent."""
+
+    model_config = ConfigDict(extra="allow")
+
+    agent: str | None = Field(None, description="The agent to run; the server's default one if absent.")
+    debug_trace: Annotated[Any, WithJsonSchema({"type": "boolean"})] = Field(
+        False, description="true: `extra_fields.trace` of the answer tells turn by turn what happened."
+    )
+    max_assistant_turns: Hint | None = Field(None, description="Lowers max_turns.")
+    max_user_turns: Hint | None = Field(None, description="Bounds the turns that ran tools.")
+    budget_tokens: Hint | None = Field(None, description="Lowers max_tokens_total.")
+    timeout_seconds: Annotated[float, Field(strict=True, gt=0, le=10**8)] | None = Field(
+        None, description="Time limit of the rollout."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Switches of the chat template.")
+    on_drift: Literal["warn", "fail"] | None = Field(
+        None, description="What to do when the prompt that the trainer saw is not the one predicted."
+    )
+
+
+class RolloutBody(BaseModel):
+    """Asks for a rollout of the synchronous dialect. Unknown keys are ignored."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
+
+    rollout_id: Annotated[str, Field(min_length=1, max_length=MAX_ROLLOUT_ID), AfterValidator(_not_blank)]
+    server_url: Annotated[str, AfterValidator(_http_url)] = Field(
+        description="The trainer; it answers POST {server_url}/v1/chat/completions."
+    )
+    messages: list[ChatMessage] = Field(min_length=1)
+    sampling_params: SamplingParams
+    tokenizer_name: str = Field(description="The tokenizer of the trainer's model.")
+    tokenizer_revision: str | None = None
+    max_turns: int = Field(10, ge=1, le=100)
+    max_tokens_total: int = Field(8192, ge=1, le=1_000_000, description="Generated tokens of all turns together.")
+    tool_server_url: str | None = None
+    callback_api_key: str | None = Field(None, description="Sent to the trainer as a bearer token.")
+    metadata: Metadata = Field(default_factory=Metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRollout:
+    """A valid body: its values, and the texts that travel on verbatim (empty where the body has none)."""
+
+    body: RolloutBody
+    messages: tuple[str, ...]
+    metadata_json: str
+    template_kwargs_json: str
+
+
+class _Slices(msgspec.Struct):
+    messages: msgspec.Raw
+    metadata: msgspec.Raw = msgspec.Raw()
+
+
+class _MetadataSlices(msgspec.Struct):
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw()
+
+
+def parse_rollout(content: bytes, max_metadata_bytes: int) -> ParsedRollout:
+    """Reads the body of `POST /rollout`.
+
+    Raises InvalidBody. JSON is what RFC 8259 calls so (no NaN, no lone surrogates), in UTF-8, with integers of any size.
+    """
+    values = _decoded(content)
+    try:
+        body = RolloutBody.model_validate(values)
+    except ValidationError as error:
+        raise InvalidBody([_violation(each) for each in error.errors(include_url=False, include_input=False)]) from None
+    slices = msgspec.json.decode(content, type=_Slices)
+    metadata = bytes(slices.metadata)
+    if len(metadata) > max_metadata_bytes:
+        raise InvalidBody([violation("too_long", ("metadata",), f"At most {max_metadata_bytes} bytes as JSON")])
+    kwargs = b""
+    if body.metadata.chat_template_kwargs is not None:
+        kwargs = bytes(msgspec.json.decode(metadata, type=_MetadataSlices).chat_template_kwargs)
+    messages = msgspec.json.decode(slices.messages, type=list[msgspec.Raw])
+    return ParsedRollout(
+        body=body,
+        messages=tuple(bytes(message).decode() for message in messages),
+        metadata_json=metadata.decode(),
+        template_kwargs_json=kwargs.decode(),
+    )
+
+
+def violation(kind: str, loc: tuple[str | int, ...], message: str) -> dict[str, Any]:
+    """One entry of a 422's `detail`; `loc` is the place within the body."""
+    return {"type": kind, "loc": ("body", *loc), "msg": message}
+
+
+def _violation(error: Any) -> dict[str, Any]:
+    found = violation(error["type"], error["loc"], error["msg"])
+    # Of a validator of ours it holds the exception itself, which says no more than the message.
+    if "ctx" in error and error["type"] != "value_error":
+        found["ctx"] = error["ctx"]
+    return found
+
+
+def _decoded(content: bytes) -> Any:
+    try:
+        values = json.loads(content.decode(), parse_int=_integer)
+        # The stricter reader: it also refuses what json.loads lets pass, in every corner of the body.
+        msgspec.json.decode(content, type=msgspec.Raw)
+    except json.JSONDecodeError as error:
+        raise _not_json((error.pos,), error.msg) from None
+    except UnicodeDecodeError as error:
+        raise _not_json((error.start,), "not UTF-8") from None
+    except msgspec.DecodeError as error:
+        raise _not_json((), str(error)) from None
+    except RecursionError:
+        raise _not_json((), "nested too deeply") from None
+    return values
+
+
+def _not_json(loc: tuple[int, ...], reason: str) -> InvalidBody:
+    return InvalidBody([violation("json_invalid", loc, f"JSON decode error: {reason}")])
+
+
+def _integer(digits: str) -> int:
+    if len(digits) <= _MAX_DIGITS:
+        return int(digits)
+    return -_HUGE if digits.startswith("-") else _HUGE

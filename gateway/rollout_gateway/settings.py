@@ -1,0 +1,19 @@
+"""What the gateway can be told; the composition root reads it from wherever settings live."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Settings of one gateway. Seconds are wall-clock seconds, sizes are bytes."""
+
+    #: How long a rollout goes on after its HTTP client hung up; 0 cancels it at once.
+    detach_grace_seconds: float = 10.0
+    #: Time limit of a rollout of the synchronous dialect that names none itself; None leaves it to the server.
+    rollout_seconds: float | None = None
+    #: A larger request body is answered with 413.
+    max_body_bytes: int = 64 << 20
+    #: A larger `metadata`, as it stands in the body, is answered with 422.
+    max_metadata_bytes: int = 1 << 20
+    #: Deadline of the short calls to the server: tools, health, acknowledgements.
+    call_seconds: float = 10.0

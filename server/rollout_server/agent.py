@@ -1,0 +1,167 @@
+"""Agents: what their authors write."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABCMeta
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any, cast
+
+from rollout_server.core.admission import ID_LENGTH
+from rollout_server.core.limits import Limits
+from rollout_server.core.message import MalformedMessage, parse_object
+from rollout_server.core.outcome import Verdict
+from rollout_server.runtime.port import Tool
+from rollout_server.runtime.run import Run
+from rollout_server.tool import FunctionTool, tool
+
+_CHECKED = ("name", "version", "description", "tools", "limits", "replayable")
+
+
+class _AgentClass(ABCMeta):
+    """Checks an agent once it is built: then nothing depends on what its own `__init__` sets, or whether it calls ours."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        agent = super().__call__(*args, **kwargs)
+        owner = f"agent class {cls.__name__}"
+        for attribute in _CHECKED:
+            value = getattr(agent, attribute, None)
+            settled = _settled(owner, attribute, value)
+            if settled is not value:
+                object.__setattr__(agent, attribute, settled)  # a frozen dataclass may be an agent, too
+        return agent
+
+
+class Agent(metaclass=_AgentClass):
+    """An agent: subclass it, give it a name and tools, and where the default loop is not enough, a `play` of its own.
+
+    One object plays many rollouts at the same time: what belongs to one of them lives in `play`, not in `self`. A class is
+    checked where it is defined, an object when it is made; what is wrong is a TypeError or ValueError.
+
+    Attributes:
+        name: unique within a server, at most 256 characters.
+        version: changes whenever the agent plays differently.
+        description: for people; the class's docstring unless it is given.
+        tools: what the model may call, in the order in which it is told; functions become tools.
+        limits: the agent's own; of these and a request's the lower holds.
+        replayable: `play` does the same over again when it is fed with the same answers. True for the default loop; an
+            own `play` has to say so.
+    """
+
+    name: str
+    version: str = "1"
+    description: str = ""
+    tools: Sequence[Tool] = ()
+    limits: Limits = Limits()
+    replayable: bool = True
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "description" not in vars(cls) and cls.__doc__:
+            cls.description = inspect.cleandoc(cls.__doc__)
+        cls.replayable = _is_replayable(cls)
+        for attribute in _CHECKED:
+            value = vars(cls).get(attribute)
+            if value is not None and not isinstance(value, property):
+                setattr(cls, attribute, _settled(f"agent class {cls.__name__}", attribute, value))
+        for method in ("play", "reward"):
+            if not inspect.iscoroutinefunction(getattr(cls, method)):
+                raise TypeError(f"agent class {cls.__name__}: {method} must be `async def`")
+
+    async def play(self, run: Run) -> None:
+        """Plays one rollout: samples and calls tools until the model calls none."""
+        while calls := (await run.sample()).tool_calls:
+            await run.call(calls)
+
+    async def reward(self, run: Run) -> float | Verdict | None:
+        """Judges a rollout that came to its end: a finite number, a `Verdict`, or None for no judgement."""
+        return None
+
+    async def perform(self, run: object) -> None:
+        """How the runtime calls `play`."""
+        await self.play(cast("Run", run))
+
+    async def judge(self, run: object) -> Verdict:
+        """How the runtime calls `reward`. Raises TypeError or ValueError for what is no judgement."""
+        return _verdict(await self.reward(cast("Run", run)), f"agent {self.name!r}: reward")
+
+
+def _is_replayable(cls: type[Agent]) -> bool:
+    """What the nearest class says that has a word on it; a `play` without one counts as no."""
+    for base in cls.__mro__:
+        if "replayable" in vars(base):
+            return bool(vars(base)["replayable"])
+        if "play" in vars(base):
+            return False
+    return False
+
+
+def _settled(owner: str, attribute: str, value: object) -> object:
+    """The checked value of an attribute; tools become a tuple of tools."""
+    if attribute == "tools":
+        return _as_tools(value, owner)
+    wanted = {"limits": Limits, "replayable": bool}.get(attribute, str)
+    if not isinstance(value, wanted):
+        said = "is missing" if value is None else f"is {value!r}"
+        raise TypeError(f"{owner}: {attribute} {said}, a {wanted.__name__} is needed")
+    if attribute in ("name", "version") and isinstance(value, str):
+        if not value.strip():
+            raise ValueError(f"{owner}: {attribute} must not be blank")
+        if len(value) > ID_LENGTH:
+            raise ValueError(f"{owner}: {attribute} has {len(value)} characters, at most {ID_LENGTH} are allowed")
+    return value
+
+
+def _as_tools(candidates: object, owner: str) -> Sequence[Tool]:
+    if not isinstance(candidates, Sequence) or isinstance(candidates, str):
+        raise TypeError(f"{owner}: tools must be a list or tuple of tools, not {candidates!r}")
+    tools = tuple(_as_tool(candidate, owner) for candidate in candidates)
+    names = [tool.name for tool in tools]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise ValueError(f"{owner}: more than one tool has the name {', '.join(map(repr, doubled))}")
+    return candidates if candidates == tools else tools
+
+
+def _as_tool(candidate: object, owner: str) -> Tool:
+    if isinstance(candidate, FunctionTool):
+        return candidate
+    if inspect.isfunction(candidate) or inspect.ismethod(candidate):
+        return tool(candidate)
+    texts = [getattr(candidate, name, None) for name in ("name", "description", "parameters_json_schema")]
+    if isinstance(candidate, type) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{owner}: {candidate!r} is neither a tool nor a function")
+    if not inspect.iscoroutinefunction(getattr(candidate, "run", None)):
+        raise TypeError(f"{owner}: tool {texts[0]!r} has no `async def run`")
+    return cast("Tool", candidate)
+
+
+def _verdict(judgement: object, where: str) -> Verdict:
+    if judgement is None:
+        return Verdict()
+    if not isinstance(judgement, Verdict):
+        return Verdict(_number(judgement, where))
+    if judgement.reward is not None:
+        _number(judgement.reward, f"{where} in a Verdict")
+    for name, score in (judgement.scores or {}).items():
+        _number(score, f"{where} with score {name!r}")
+    try:
+        if judgement.extra_json:
+            parse_object(judgement.extra_json)
+    except MalformedMessage as error:
+        raise ValueError(f"{where} in a Verdict: extra_json must be one JSON object: {error}") from None
+    return judgement
+
+
+def _number(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{where} returned {value!r}; a finite number, a Verdict or None is needed")
+    try:
+        number = float(cast("float", value))
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{where} returned {value!r}, which is not a finite number")
+    return number

@@ -1,0 +1,5 @@
+"""`python -m rollout_server.cli`."""
+
+from rollout_server.cli import main
+
+main()

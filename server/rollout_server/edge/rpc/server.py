@@ -1,0 +1,78 @@
+"""The grpc.aio server: options, health, reflection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+from osmosis.rollout.v1 import rollout_service_pb2, rollout_service_pb2_grpc
+
+from rollout_server.edge.rpc.interceptor import Boundary
+from rollout_server.edge.rpc.service import RolloutService
+
+SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@dataclass(frozen=True, slots=True)
+class RpcSettings:
+    """Where to listen (`host:port`, `unix:PATH`; port 0: any) and the largest message in bytes."""
+
+    addresses: Sequence[str]
+    max_message_bytes: int = 64 * 1024 * 1024
+
+
+class RpcServer:
+    """Serves RolloutService, health and reflection."""
+
+    def __init__(self, service: RolloutService, settings: RpcSettings) -> None:
+        self._settings = settings
+        self._health = HealthServicer()
+        self._server = grpc.aio.server(interceptors=[Boundary()], options=_options(settings))
+        rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(service, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self) -> Sequence[int]:
+        """Listens. Returns the ports, 0 for Unix sockets. Raises RuntimeError where an address cannot be had."""
+        ports = [self._listen(address) for address in self._settings.addresses]
+        await self._server.start()
+        await self._health.set("", _SERVING)
+        await self._health.set(SERVICE, _SERVING)
+        return ports
+
+    async def say_not_serving(self) -> None:
+        """Tells health checks that this server is going away."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace: float) -> None:
+        """Ends the calls that are left after `grace` seconds."""
+        await self._server.stop(grace)
+
+    def _listen(self, address: str) -> int:
+        port = self._server.add_insecure_port(address)
+        if address.startswith("unix:"):
+            return 0
+        if port == 0:
+            raise RuntimeError(f"cannot listen on {address}")
+        return port
+
+
+def _options(settings: RpcSettings) -> list[tuple[str, int]]:
+    return [
+        # A second server on the same port would share it silently.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        # gRPC drops calls without a word when more than a thousand wait to be picked up; the roster admits instead.
+        ("grpc.server.max_pending_requests", 100_000),
+        ("grpc.server.max_pending_requests_hard_limit", 100_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]

@@ -1,0 +1,182 @@
+"""RolloutService: one short method for each rpc. What it may raise, the interceptor turns into statuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeAlias
+
+import grpc
+from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from osmosis.rollout.v1 import rollout_service_pb2_grpc
+
+from rollout_server.core.error import InvalidRequest, NotFound, Violation
+from rollout_server.core.outcome import Outcome
+from rollout_server.edge.rpc.wire import request as wire
+from rollout_server.edge.rpc.wire.event import event, timestamp
+from rollout_server.edge.rpc.wire.message import tool_to_proto
+from rollout_server.edge.rpc.wire.rollout import agent_to_proto, rollout_to_proto, started
+from rollout_server.edge.rpc.wire.spec import duration
+from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.roster import Roster
+from rollout_server.runtime.wish import Wish
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+LONGEST_WAIT = 3600.0
+DEFAULT_WAIT = 30.0
+MAX_PAGE = 1000
+DEFAULT_PAGE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What GetServerInfo says beside the roster's numbers. `check` raises where this server cannot run a spec."""
+
+    version: str
+    features: Sequence[str]
+    max_request_bytes: int
+    start_time: float
+    check: Callable[[Wish], None]
+
+
+class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
+    """Serves a roster."""
+
+    def __init__(self, roster: Roster, facts: ServerFacts) -> None:
+        self._roster = roster
+        self._facts = facts
+
+    async def StartRollout(self, request: pb.StartRolloutRequest, context: _Context) -> pb.StartRolloutResponse:
+        """Accepts a rollout or finds it."""
+        rollout, attached = self._start(request, context)
+        return started(rollout, attached=attached)
+
+    async def RunRollout(
+        self, request: pb.RunRolloutRequest, context: _Context
+    ) -> AsyncIterator[pb.RunRolloutResponse]:
+        """Accepts a rollout or finds it, and streams its events."""
+        rollout, attached = self._start(request.start, context)
+        with rollout.attached():
+            yield pb.RunRolloutResponse(started=started(rollout, attached=attached))
+            async for entry in rollout.log.follow(request.after_sequence):
+                shown = event(rollout, entry, request.detail)
+                if shown is not None:
+                    yield pb.RunRolloutResponse(event=shown)
+
+    async def WatchRollout(
+        self, request: pb.WatchRolloutRequest, context: _Context
+    ) -> AsyncIterator[pb.WatchRolloutResponse]:
+        """Streams the events after a sequence number."""
+        rollout = self._roster.get(request.uid, caller(context))
+        with rollout.attached():
+            async for entry in rollout.log.follow(request.after_sequence):
+                shown = event(rollout, entry, request.detail)
+                if shown is not None:
+                    yield pb.WatchRolloutResponse(event=shown)
+
+    async def WaitRollout(self, request: pb.WaitRolloutRequest, context: _Context) -> pb.WaitRolloutResponse:
+        """Waits for the outcome."""
+        rollout = self._roster.get(request.uid, caller(context))
+        seconds = _patience(request, context)
+        with rollout.attached():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(_outcome(rollout), seconds)
+            return pb.WaitRolloutResponse(rollout=rollout_to_proto(rollout, request.view))
+
+    async def GetRollout(self, request: pb.GetRolloutRequest, context: _Context) -> pb.GetRolloutResponse:
+        """Reads one rollout."""
+        rollout = self._roster.get(request.uid, caller(context))
+        return pb.GetRolloutResponse(rollout=rollout_to_proto(rollout, request.view))
+
+    async def ListRollouts(self, request: pb.ListRolloutsRequest, context: _Context) -> pb.ListRolloutsResponse:
+        """Reads a page."""
+        if request.page_size > MAX_PAGE:
+            raise InvalidRequest(Violation("page_size", f"at most {MAX_PAGE} are allowed"))
+        size = request.page_size or DEFAULT_PAGE
+        before = wire.page_start(request.page_token, request.selection)
+        selected = self._roster.select(wire.selection(request.selection, caller(context)), before=before)
+        page = list(islice(selected, size + 1))
+        token = wire.page_token(page[size - 1][0], request.selection) if len(page) > size else ""
+        shown = [rollout_to_proto(rollout, request.view) for _, rollout in page[:size]]
+        return pb.ListRolloutsResponse(rollouts=shown, next_page_token=token)
+
+    async def CancelRollouts(self, request: pb.CancelRolloutsRequest, context: _Context) -> pb.CancelRolloutsResponse:
+        """Asks rollouts to end."""
+        if wire.is_empty(request.selection):
+            raise InvalidRequest(Violation("selection", "is empty; set `all` to cancel all rollouts of yours"))
+        if len(request.reason) > 1000:
+            raise InvalidRequest(Violation("reason", "has at most 1000 characters"))
+        selection = wire.selection(request.selection, caller(context))
+        for uid in selection.uids:
+            self._roster.get(uid, caller(context))
+        return pb.CancelRolloutsResponse(uids=self._roster.cancel(selection, request.reason or "cancelled"))
+
+    async def AcknowledgeOutcome(
+        self, request: pb.AcknowledgeOutcomeRequest, context: _Context
+    ) -> pb.AcknowledgeOutcomeResponse:
+        """Takes note that an outcome was received."""
+        self._roster.acknowledge(request.uid, caller(context))
+        return pb.AcknowledgeOutcomeResponse()
+
+    async def ListTools(self, request: pb.ListToolsRequest, context: _Context) -> pb.ListToolsResponse:
+        """The tools of an agent."""
+        agent = self._roster.agent(request.agent)
+        return pb.ListToolsResponse(tools=[tool_to_proto(tool) for tool in agent.tools])
+
+    async def ListAgents(self, request: pb.ListAgentsRequest, context: _Context) -> pb.ListAgentsResponse:
+        """The agents of this server."""
+        roster = self._roster
+        agents = sorted(roster.agents.items())
+        return pb.ListAgentsResponse(
+            agents=[agent_to_proto(agent, default=name == roster.default_agent) for name, agent in agents]
+        )
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: _Context) -> pb.GetServerInfoResponse:
+        """What this server is and can do."""
+        roster, facts = self._roster, self._facts
+        return pb.GetServerInfoResponse(
+            version=facts.version,
+            features=facts.features,
+            max_running=roster.capacity.running,
+            max_queued=roster.capacity.queued,
+            max_request_bytes=facts.max_request_bytes,
+            max_rollout_time=duration(roster.bounds.seconds),
+            start_time=timestamp(facts.start_time),
+            running=roster.running,
+            queued=roster.queued,
+            finished=roster.finished,
+        )
+
+    def _start(self, request: pb.StartRolloutRequest, context: _Context) -> tuple[Rollout, bool]:
+        wish = wire.wish(request, caller(context))
+        self._facts.check(wish)
+        return self._roster.start(wish)
+
+
+def caller(context: _Context) -> str:
+    """Who calls. Without API keys everybody is the same caller."""
+    return "anonymous"
+
+
+async def _outcome(rollout: Rollout) -> Outcome:
+    async for _ in rollout.log.follow(rollout.log.last_sequence):
+        pass
+    if rollout.outcome is None:
+        raise NotFound(f"rollout {rollout.uid} has gone")
+    return rollout.outcome
+
+
+def _patience(request: pb.WaitRolloutRequest, context: _Context) -> float:
+    """How long to wait, in seconds: a little less than the call's deadline, so that the answer arrives before it."""
+    remaining = context.time_remaining()
+    asked = wire.seconds(request.timeout) if request.HasField("timeout") else None
+    if asked is not None and asked < 0:
+        raise InvalidRequest(Violation("timeout", "must not be negative"))
+    if asked is None:
+        asked = DEFAULT_WAIT if remaining is None else remaining
+    if remaining is not None:
+        asked = min(asked, remaining - min(0.5, 0.1 * remaining))
+    return max(0.0, min(asked, LONGEST_WAIT))

@@ -1,0 +1,86 @@
+"""Errors of the core -> gRPC statuses with rich details: one table."""
+
+from __future__ import annotations
+
+from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2
+from google.rpc.status_pb2 import Status
+from grpc import StatusCode
+
+from rollout_server.core.error import (
+    Busy,
+    Conflict,
+    Draining,
+    Gone,
+    InvalidRequest,
+    NotFound,
+    NotPossible,
+    RolloutError,
+)
+
+DOMAIN = "rollout.osmosis"
+_CODES: dict[type[RolloutError], StatusCode] = {
+    InvalidRequest: StatusCode.INVALID_ARGUMENT,
+    NotFound: StatusCode.NOT_FOUND,
+    Conflict: StatusCode.ALREADY_EXISTS,
+    NotPossible: StatusCode.FAILED_PRECONDITION,
+    Gone: StatusCode.OUT_OF_RANGE,
+    Busy: StatusCode.RESOURCE_EXHAUSTED,
+    Draining: StatusCode.UNAVAILABLE,
+}
+# Statuses travel in HTTP/2 trailers, which are limited to 8 KB.
+_MOST_VIOLATIONS = 16
+_LONGEST_TEXT = 300
+
+
+def code_of(error: RolloutError) -> StatusCode:
+    """The status code of an error."""
+    return next((code for kind, code in _CODES.items() if isinstance(error, kind)), StatusCode.INTERNAL)
+
+
+def status_of(error: RolloutError, request_id: str) -> Status:
+    """The rich status of an error: ErrorInfo always, BadRequest for fields, RetryInfo where waiting helps."""
+    metadata = {"request_id": request_id}
+    if isinstance(error, Gone):
+        metadata |= {"oldest": str(error.oldest), "newest": str(error.newest)}
+    details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))]
+    if isinstance(error, InvalidRequest):
+        details.append(_pack(_bad_request(error)))
+    if isinstance(error, Busy | Draining):
+        delay = Duration(nanos=0)
+        delay.FromMilliseconds(round(1000 * error.retry_after))
+        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    number: int = code_of(error).value[0]
+    return Status(code=number, message=_short(error.message, 2 * _LONGEST_TEXT), details=details)
+
+
+def internal(request_id: str) -> Status:
+    """The status of a fault of ours: nothing of its insides."""
+    info = error_details_pb2.ErrorInfo(reason="INTERNAL", domain=DOMAIN, metadata={"request_id": request_id})
+    text = f"internal error; the server's log has it under request {request_id}"
+    number: int = StatusCode.INTERNAL.value[0]
+    return Status(code=number, message=text, details=[_pack(info)])
+
+
+def _bad_request(error: InvalidRequest) -> error_details_pb2.BadRequest:
+    violation = error_details_pb2.BadRequest.FieldViolation
+    return error_details_pb2.BadRequest(
+        field_violations=[
+            violation(field=_short(v.field, _LONGEST_TEXT), description=_short(v.description, _LONGEST_TEXT))
+            for v in error.violations[:_MOST_VIOLATIONS]
+        ]
+    )
+
+
+def _short(text: str, length: int) -> str:
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _pack(
+    detail: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo,
+) -> Any:
+    packed = Any()
+    packed.Pack(detail)
+    return packed

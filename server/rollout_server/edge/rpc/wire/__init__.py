@@ -1,0 +1,1 @@
+"""Protos <-> core, and nowhere else."""

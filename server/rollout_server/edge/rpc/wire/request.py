@@ -1,0 +1,159 @@
+"""Requests -> core. What is wrong with a request is collected, field by field, and raised at once."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from urllib.parse import urlsplit
+
+from google.protobuf.duration_pb2 import Duration
+from osmosis.rollout.v1 import rollout_service_pb2, spec_pb2
+
+from rollout_server.core.error import InvalidRequest, Violation
+from rollout_server.core.limits import Limits
+from rollout_server.core.message import Message
+from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
+from rollout_server.edge.rpc.wire import enums
+from rollout_server.edge.rpc.wire.message import messages_from_proto
+from rollout_server.runtime.port import Credentials
+from rollout_server.runtime.wish import Selection, Wish
+
+_DIALECTS = {value: dialect for dialect, value in enums.DIALECTS.items()}
+_DRIFT_POLICIES = {value: policy for policy, value in enums.DRIFT_POLICIES.items()}
+_STATES = {value: state for state, value in enums.STATES.items()}
+MAX_SELECTED = 1000
+
+
+def wish(request: rollout_service_pb2.StartRolloutRequest, caller: str) -> Wish:
+    """A request for a rollout. Raises `InvalidRequest`."""
+    messages, typed, wrong = messages_from_proto(request.spec.messages, "spec.messages")
+    if not request.spec.HasField("completions"):
+        wrong.append(Violation("spec.completions", "is needed: who completes?"))
+    if len(request.request_id) > 256:
+        wrong.append(Violation("request_id", "has at most 256 characters"))
+    if wrong:
+        raise InvalidRequest(*wrong)
+    credentials = request.credentials
+    return Wish(
+        spec=_spec(request.spec, messages, typed),
+        caller=caller,
+        request_id=request.request_id,
+        until_received=request.request_memory == rollout_service_pb2.REQUEST_MEMORY_UNTIL_RECEIVED,
+        credentials=Credentials(credentials.completions_bearer, credentials.outcome_bearer, credentials.tools_bearer),
+    )
+
+
+def selection(proto: rollout_service_pb2.Selection, caller: str) -> Selection:
+    """Which rollouts. Raises `InvalidRequest`."""
+    for name, values in (("uids", proto.uids), ("rollout_ids", proto.rollout_ids)):
+        if len(values) > MAX_SELECTED:
+            raise InvalidRequest(Violation(f"selection.{name}", f"at most {MAX_SELECTED} are allowed"))
+    unknown = [state for state in proto.states if state not in _STATES]
+    if unknown:
+        raise InvalidRequest(Violation("selection.states", f"unknown: {unknown}"))
+    return Selection(
+        caller=caller,
+        uids=tuple(proto.uids),
+        rollout_ids=tuple(proto.rollout_ids),
+        group_id=proto.group_id,
+        agent=proto.agent,
+        states=tuple(_STATES[state] for state in proto.states),
+        labels=dict(proto.labels),
+    )
+
+
+def is_empty(proto: rollout_service_pb2.Selection) -> bool:
+    """No condition is set, and `all` neither."""
+    return not proto.ByteSize()
+
+
+def page_token(number: int, proto: rollout_service_pb2.Selection) -> str:
+    """A token for the page after a rollout's number. It fits this selection only."""
+    return base64.urlsafe_b64encode(f"{number}.{_digest(proto)}".encode()).decode()
+
+
+def page_start(token: str, proto: rollout_service_pb2.Selection) -> int | None:
+    """The number before which the page begins; None for the first page. Raises `InvalidRequest`."""
+    if not token:
+        return None
+    try:
+        number, _, digest = base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode().partition(".")
+        start = int(number)
+    except (ValueError, binascii.Error):
+        raise InvalidRequest(Violation("page_token", "is not one of ours")) from None
+    if digest != _digest(proto):
+        raise InvalidRequest(Violation("page_token", "belongs to another selection"))
+    return start
+
+
+def seconds(duration: Duration) -> float:
+    """A duration in seconds."""
+    return duration.seconds + duration.nanos / 1e9
+
+
+def _digest(proto: rollout_service_pb2.Selection) -> str:
+    return hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()[:16]
+
+
+def _spec(proto: spec_pb2.RolloutSpec, messages: tuple[Message, ...], typed: bool) -> Spec:
+    return Spec(
+        rollout_id=proto.rollout_id,
+        messages=messages,
+        completions=_target(proto.completions),
+        group_id=proto.group_id,
+        agent=proto.agent,
+        typed=typed,
+        outcome=_target(proto.outcome) if proto.HasField("outcome") else None,
+        tools=_target(proto.tools) if proto.HasField("tools") else None,
+        sampling=_sampling(proto.sampling),
+        limits=_limits(proto.limits),
+        tokenizer=_tokenizer(proto.tokenizer) if proto.HasField("tokenizer") else None,
+        on_drift=_DRIFT_POLICIES.get(proto.on_drift),
+        on_interrupt=proto.on_interrupt,
+        token_mode=proto.token_mode,
+        cancel_after_detach=seconds(proto.cancel_after_detach) if proto.HasField("cancel_after_detach") else None,
+        priority=proto.priority,
+        metadata_json=proto.metadata_json,
+        labels=dict(proto.labels),
+    )
+
+
+def _target(proto: spec_pb2.Target) -> Target:
+    dialect = _DIALECTS.get(proto.dialect)
+    if dialect is None:
+        dialect = Dialect.GRPC if _scheme(proto.url).startswith("grpc") else Dialect.HTTP_MASKED
+    return Target(proto.url.rstrip("/"), dialect, proto.replays_turn_keys)
+
+
+def _scheme(url: str) -> str:
+    try:
+        return urlsplit(url).scheme
+    except ValueError:
+        return ""
+
+
+def _sampling(proto: spec_pb2.Sampling) -> Sampling:
+    return Sampling(
+        temperature=proto.temperature if proto.HasField("temperature") else None,
+        top_p=proto.top_p if proto.HasField("top_p") else None,
+        max_tokens=proto.max_tokens if proto.HasField("max_tokens") else None,
+        stop=tuple(proto.stop),
+        logprobs=proto.logprobs if proto.HasField("logprobs") else None,
+        extra_json=proto.extra_json,
+    )
+
+
+def _limits(proto: spec_pb2.Limits) -> Limits:
+    return Limits(
+        turns=proto.turns if proto.HasField("turns") else None,
+        generated_tokens=proto.generated_tokens if proto.HasField("generated_tokens") else None,
+        seconds=seconds(proto.time) if proto.HasField("time") else None,
+        calls_per_turn=proto.calls_per_turn if proto.HasField("calls_per_turn") else None,
+        tool_turns=proto.tool_turns if proto.HasField("tool_turns") else None,
+        bytes=proto.bytes if proto.HasField("bytes") else None,
+    )
+
+
+def _tokenizer(proto: spec_pb2.Tokenizer) -> TokenizerName:
+    return TokenizerName(proto.name, proto.revision, proto.template_kwargs_json)

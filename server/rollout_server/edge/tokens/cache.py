@@ -1,0 +1,62 @@
+"""The tokenizers of this server: each is loaded once and shared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
+
+from rollout_server.core.spec import TokenizerName
+from rollout_server.edge.tokens.loaded import LoadedTokenizer
+from rollout_server.edge.tokens.source import TokenizerSettings, read_tokenizer
+
+_Key: TypeAlias = tuple[str, str]
+
+
+class Tokenizers:
+    """Loads tokenizers and keeps those used last. Lives on one event loop; its threads do the work.
+
+    Loading has threads of its own: a slow download must not hold up the rendering of rollouts that run.
+    """
+
+    def __init__(self, settings: TokenizerSettings) -> None:
+        if settings.cache_size < 1 or settings.threads < 1:
+            raise ValueError("cache_size and threads are at least 1")
+        self._settings = settings
+        self._loaders = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokens-load")
+        self._renderers = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokens-render")
+        self._kept: OrderedDict[_Key, LoadedTokenizer] = OrderedDict()
+        self._loading: dict[_Key, asyncio.Future[LoadedTokenizer]] = {}
+
+    async def load(self, name: TokenizerName) -> LoadedTokenizer:
+        """The tokenizer of that name and revision, loaded if need be.
+
+        All who ask at the same time share one load, which goes on when one of them is cancelled. A load that failed is not
+        remembered. Raises `Failed` (TOKENIZER) with what to do about it.
+        """
+        key = (name.name, "" if name.name in self._settings.directories else name.revision)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        if key not in self._loading:
+            loading = asyncio.get_running_loop().run_in_executor(self._loaders, self._load, name)
+            self._loading[key] = loading
+            loading.add_done_callback(lambda done: self._loaded(key, done))
+        return await asyncio.shield(self._loading[key])
+
+    async def close(self) -> None:
+        """Waits for what is being rendered. Loads are left to themselves: they may hang in the network."""
+        self._loaders.shutdown(wait=False)
+        await asyncio.to_thread(self._renderers.shutdown)
+
+    def _load(self, name: TokenizerName) -> LoadedTokenizer:
+        return LoadedTokenizer(name.name, read_tokenizer(name, self._settings), self._renderers)
+
+    def _loaded(self, key: _Key, done: asyncio.Future[LoadedTokenizer]) -> None:
+        del self._loading[key]
+        if done.cancelled() or done.exception() is not None:
+            return
+        self._kept[key] = done.result()
+        if len(self._kept) > self._settings.cache_size:
+            self._kept.popitem(last=False)

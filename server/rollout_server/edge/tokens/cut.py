@@ -1,0 +1,70 @@
+"""Where the last answer ends in a rendered conversation, which is where the environment begins (tokens.md, R1).
+
+The stop token behind the answer cannot be looked for from the end: tool output may contain its text. So the conversation is
+rendered once more with a mark in the first message after the answer, and the last stop before the mark is the one. The mark
+must not have changed anything before that place, or a template looked at what stands around it; then another place in
+the message is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import TypeAlias
+
+from rollout_server.core.message import JSON
+from rollout_server.runtime.port import Failed
+
+Fields: TypeAlias = Mapping[str, JSON]
+Render: TypeAlias = Callable[[Sequence[Fields], bool], str]
+"""Renders messages, with a generation prompt or without."""
+
+
+def environment_text(render: Render, messages: Sequence[Fields], first: int, stop: str, full: str) -> str | None:
+    """What `full`, the rendering of `messages` with a generation prompt, holds after the stop of the last answer.
+
+    `first` is the index of the first message after the answer. None where the place cannot be told.
+    """
+    if first >= len(messages):
+        return _after_stop(_try(render, messages, False), None, stop, full)
+    mark = next(mark for number in count() if (mark := f"Zq{number}EnvironmentBegins") not in full)
+    for marked in _marked(messages[first], mark, stop):
+        text = _try(render, [*messages[:first], marked, *messages[first + 1 :]], True)
+        if text is not None and (at := text.find(mark)) >= 0:
+            found = _after_stop(text, at, stop, full)
+            if found is not None:
+                return found
+    return None
+
+
+def _try(render: Render, messages: Sequence[Fields], generation_prompt: bool) -> str | None:
+    try:
+        return render(messages, generation_prompt)
+    except Failed:
+        return None
+
+
+def _after_stop(text: str | None, before: int | None, stop: str, full: str) -> str | None:
+    if text is None or (found := text.rfind(stop)) < 0:
+        return None
+    end = found + len(stop)
+    return full[end:] if text[:end] == full[:end] else None
+
+
+def _marked(message: Fields, mark: str, stop: str) -> Iterator[Fields]:
+    """The message with the mark in its text, at several places."""
+    content = message.get("content")
+    if isinstance(content, str):
+        yield from ({**message, "content": text} for text in _places(content, mark, stop))
+    elif isinstance(content, list) and content and isinstance(part := content[0], Mapping):
+        for text in _places(str(part.get("text", "")), mark, stop):
+            yield {**message, "content": [{**part, "text": text}, *content[1:]]}
+    else:
+        yield {**message, "content": mark}
+
+
+def _places(text: str, mark: str, stop: str) -> Iterator[str]:
+    """The text with the mark in front, in the middle and at the end, as long as no stop comes before it."""
+    for at in sorted({0, len(text) // 2, len(text)}):
+        if stop not in text[:at]:
+            yield text[:at] + mark + text[at:]

@@ -1,0 +1,1 @@
+"""Trainers: who completes."""

@@ -1,0 +1,31 @@
+"""Logging: text for people, JSON for machines. Lines carry ids and turns, never contents, tokens or keys."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Literal
+
+from pythonjsonlogger.json import JsonFormatter
+
+_IDS = ("rollout_uid", "rollout_id", "turn", "request_id")
+
+
+class _TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        ids = " ".join(f"{name}={value}" for name in _IDS if (value := getattr(record, name, None)) is not None)
+        text = super().format(record)
+        return f"{text} [{ids}]" if ids else text
+
+
+def set_up(log_format: Literal["text", "json"], level: str) -> None:
+    """Sends the root logger to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "json":
+        names = {"asctime": "time", "levelname": "level", "name": "logger"}
+        handler.setFormatter(JsonFormatter("{asctime}{levelname}{name}{message}", style="{", rename_fields=names))
+    else:
+        handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for noisy in ("httpx", "httpcore", "uvicorn.access", "asyncio", "filelock", "urllib3"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -1,0 +1,149 @@
+"""Reads arithmetic out of English sentences: ``5 plus 3, and then multiply the result by 2`` is two operations.
+
+A sentence is cut into clauses at "then" and at sentence ends, a clause into phrases in front of its verbs. A phrase is a
+verb with its operands ("add 5 and 3", "subtract 2 from 10", "multiply it by 4") or a chain of infix operators ("5 plus 3
+minus 1"); everything is read from left to right. "The result" stands for what the operation before gave, and so does an
+operand that is missing.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+Number: TypeAlias = int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call of `add`, `subtract`, `multiply` or `divide`; None stands for the result of the operation before."""
+
+    name: str
+    a: Number | None
+    b: Number | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    kind: str
+    name: str = ""
+    number: Number | None = None
+
+
+_INFIX: Final = {
+    "plus": "add",
+    "+": "add",
+    "minus": "subtract",
+    "-": "subtract",
+    "times": "multiply",
+    "multiplied": "multiply",
+    "*": "multiply",
+    "×": "multiply",
+    "x": "multiply",
+    "divided": "divide",
+    "over": "divide",
+    "/": "divide",
+    "÷": "divide",
+}
+_VERBS: Final = {
+    "add": "add",
+    "sum": "add",
+    "subtract": "subtract",
+    "difference": "subtract",
+    "multiply": "multiply",
+    "product": "multiply",
+    "divide": "divide",
+    "quotient": "divide",
+}
+_COMMUTE: Final = frozenset({"add", "multiply"})
+_PREVIOUS: Final = frozenset({"result", "it", "that"})
+_CLAUSE: Final = re.compile(r"\bthen\b|[.;?!](?:\s|$)|\n", re.IGNORECASE)
+_TOKEN: Final = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)|(?P<word>[a-z]+|[-+*/×÷])", re.IGNORECASE)
+_JOINED: Final = re.compile(r"(?<=\d),(?=\d{3}\b)")
+
+
+def operations(text: str) -> tuple[Operation, ...]:
+    """The operations of `text` in order; empty if there is nothing to calculate."""
+    found: list[Operation] = []
+    for clause in _CLAUSE.split(_JOINED.sub("", text)):
+        for phrase in _phrases(_words(clause)):
+            read = _with_verb(phrase) if phrase[0].kind == "verb" else _infix(phrase)
+            startable = bool(read) and read[0].a is not None and read[0].b is not None
+            if found or startable:
+                found.extend(read)
+    return tuple(found)
+
+
+def number(text: str) -> Number | None:
+    """`text` as an int where it is written as one, else as a float; None where it is no finite number."""
+    for kind in (int, float):
+        try:
+            read = kind(text)
+        except ValueError:
+            continue
+        return read if math.isfinite(read) else None
+    return None
+
+
+def _words(clause: str) -> list[_Word]:
+    words: list[_Word] = []
+    sign, follows_operand = "", False
+    for match in _TOKEN.finditer(clause):
+        text, rest = match[0].lower(), clause[match.end() :]
+        sign_of_next = "-" if text == "-" and not follows_operand and rest[:1].isdigit() else ""
+        word = None if sign_of_next else _word(text, sign, rest)
+        sign, follows_operand = sign_of_next, word is not None and word.kind == "operand"
+        if word:
+            words.append(word)
+    return words
+
+
+def _word(text: str, sign: str, rest: str) -> _Word | None:
+    if text[0].isdigit():
+        return _Word("operand", number=number(sign + text))
+    if text in _PREVIOUS and not rest.lstrip().lower().startswith("of "):
+        return _Word("operand")
+    if text in _VERBS:
+        return _Word("verb", _VERBS[text])
+    if text in _INFIX:
+        return _Word("infix", _INFIX[text])
+    return _Word("from") if text == "from" else None
+
+
+def _phrases(words: list[_Word]) -> list[list[_Word]]:
+    """The words, cut in front of each verb; never an empty phrase."""
+    phrases: list[list[_Word]] = []
+    for word in words:
+        if word.kind == "verb" or not phrases:
+            phrases.append([])
+        phrases[-1].append(word)
+    return phrases
+
+
+def _with_verb(phrase: list[_Word]) -> list[Operation]:
+    verb = phrase[0].name
+    end = next((index for index, word in enumerate(phrase) if word.kind == "infix"), len(phrase))
+    operands = [word.number for word in phrase[:end] if word.kind == "operand"]
+    if len(operands) == 1:
+        operands.insert(0, None)
+    elif any(word.kind == "from" for word in phrase) or (verb in _COMMUTE and operands[1:] == [None]):
+        operands.reverse()
+    if len(operands) < 2 or (len(operands) > 2 and verb not in _COMMUTE):
+        return []
+    chain = [Operation(verb, operands[0], operands[1])]
+    chain.extend(Operation(verb, None, operand) for operand in operands[2:])
+    return chain + _infix(phrase[end:])
+
+
+def _infix(phrase: list[_Word]) -> list[Operation]:
+    chain: list[Operation] = []
+    last = -1
+    for index, word in enumerate(phrase):
+        if word.kind != "infix" or index + 1 == len(phrase) or phrase[index + 1].kind != "operand":
+            continue
+        if chain and last != index - 1:
+            break  # a second expression, not a continuation of the first
+        left = phrase[index - 1].number if index and not chain and phrase[index - 1].kind == "operand" else None
+        last = index + 1
+        chain.append(Operation(word.name, left, phrase[last].number))
+    return chain

@@ -1,0 +1,78 @@
+"""Responses that break their connection, for `FaultKind.RESET`, `SILENCE` and `TRUNCATED`.
+
+They work on the server of `serving` only, which puts the transport and an event for its own end into the scope's state.
+"""
+
+import asyncio
+import os
+import socket
+import struct
+from typing import Final
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rollout_server.testing.script import Fault
+
+_RESET_AT_CLOSE: Final = struct.pack("ii", 1, 0)  # SO_LINGER on, for 0 seconds
+_MISSING_BYTES: Final = 4096
+
+
+class Held(Response):
+    """Another response, sent after `delay` seconds unless caller or server are gone by then; None: never sent."""
+
+    def __init__(self, response: Response | None, delay: float | None) -> None:
+        super().__init__()
+        self._response = response
+        self._delay = delay
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = await _gone(scope, receive, self._delay) if self._delay != 0 else False
+        if self._response is None or gone:
+            await _abort(scope, receive)
+        else:
+            await self._response(scope, receive, send)
+
+
+class Reset(Response):
+    """A TCP reset in place of an answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = scope["state"]["transport"].get_extra_info("socket")
+        # A duplicate has the same options; event loops differ in what they let one do to their own socket.
+        with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+            duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
+        await _abort(scope, receive)
+
+
+class Truncated(Response):
+    """The beginning of a body, then the connection is closed, `_MISSING_BYTES` before the announced end."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.body, fault.status, dict(fault.headers))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.headers["content-length"] = str(len(self.body) + _MISSING_BYTES)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        scope["state"]["transport"].close()
+        await _disconnected(receive)
+
+
+async def _gone(scope: Scope, receive: Receive, seconds: float | None) -> bool:
+    """Whether caller or server went away within `seconds`; waits that long, or for ever."""
+    ends = {asyncio.create_task(_disconnected(receive)), asyncio.create_task(scope["state"]["closing"].wait())}
+    done, waiting = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
+    return bool(done)
+
+
+async def _abort(scope: Scope, receive: Receive) -> None:
+    scope["state"]["transport"].abort()
+    await _disconnected(receive)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,45 @@
+"""The values of one turn on the trainer's side: what was asked, what it was found to be, what is answered."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout_server.testing.renderer import Message, Tools
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call for a completion, as received.
+
+    `mask` is the `response_mask` of the body, None where there was none. A dialect without masks says `masked=False`:
+    then only the messages are judged. `tools` are those that the prompt is rendered with.
+    """
+
+    rollout_id: str
+    messages: Sequence[Message]
+    mask: object = None
+    tools: Tools | None = None
+    masked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A call that was found right: the ids that the model sees, and how many of them are new since the last answer.
+
+    `begins` says that the turn is the first of a rollout; its `new_tokens` is 0.
+    """
+
+    call: Call
+    ids: list[int]
+    new_tokens: int
+    begins: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is sent back, before anything is left out of it: one negative logprob, exact as float32, for each token id."""
+
+    message: Message
+    finish_reason: str
+    token_ids: list[int]
+    logprobs: list[float]
+    prompt_ids: list[int]

@@ -1,0 +1,130 @@
+"""Which conversation a gRPC call continues: segments, bases and tool sets of the rollouts that a trainer knows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from osmosis.rollout.v1 import completion_service_pb2 as pb
+from osmosis.rollout.v1 import message_pb2, token_pb2
+
+from rollout_server.testing.completion_ledger import SegmentLedger
+from rollout_server.testing.completion_status import StatusError, base_unknown, invalid, mismatch
+from rollout_server.testing.completion_wire import message_from_proto, tool_from_proto
+from rollout_server.testing.renderer import Message, Tools
+
+
+@dataclass(slots=True)
+class _Rollout:
+    segments: dict[str, SegmentLedger] = field(default_factory=dict)
+    tools: dict[bytes, Tools] = field(default_factory=dict)
+
+
+class Segments:
+    """The last `rollouts_kept` rollouts by uid. The event loop's thread only."""
+
+    def __init__(self, rollouts_kept: int) -> None:
+        self._rollouts: dict[str, _Rollout] = {}
+        self._uids: dict[str, str] = {}
+        self._rollouts_kept = rollouts_kept
+
+    def is_new(self, request: pb.CompleteRequest) -> bool:
+        """Whether the rollout's name was last used by another rollout, or by none."""
+        return self._uids.get(request.rollout_id) != request.uid
+
+    def segment(self, request: pb.CompleteRequest) -> SegmentLedger:
+        """The segment that the call continues, or a new one: empty, or what another held at the call's base.
+
+        StatusError: BASE_UNKNOWN for a base that no segment of this rollout ever had, LEDGER_MISMATCH where the segment
+        is known but stands elsewhere.
+        """
+        rollout = self._rollouts.get(request.uid) or self._begin(request)
+        known = rollout.segments.get(request.segment_id)
+        if not request.HasField("base"):
+            return known or self._open(rollout, request)
+        if known is not None:
+            return _at_base(known, request.base)
+        parent = next((each for each in rollout.segments.values() if each.has(request.base.digest)), None)
+        if parent is None:
+            raise base_unknown(f"segment {request.segment_id!r} of rollout {request.uid!r} is not known here")
+        branch = parent.branch(request.base.digest, self._rollout_key(rollout, request))
+        rollout.segments[request.segment_id] = branch
+        return branch
+
+    def find(self, uid: str, segment_id: str) -> SegmentLedger | None:
+        """A segment that is known."""
+        rollout = self._rollouts.get(uid)
+        return rollout.segments.get(segment_id) if rollout else None
+
+    def tools(self, request: pb.CompleteRequest) -> Tools | None:
+        """The tools that the call names by digest; None where it says nothing about tools."""
+        if not request.HasField("tools"):
+            return None
+        rollout = self._rollouts.get(request.uid) or self._begin(request)
+        if request.tools.tools:
+            rollout.tools[request.tools.digest] = [
+                _tool(index, tool) for index, tool in enumerate(request.tools.tools)
+            ]
+        return rollout.tools.get(request.tools.digest, ())
+
+    def _begin(self, request: pb.CompleteRequest) -> _Rollout:
+        rollout = self._rollouts[request.uid] = _Rollout()
+        self._uids[request.rollout_id] = request.uid
+        while len(self._rollouts) > self._rollouts_kept:
+            del self._rollouts[next(iter(self._rollouts))]
+        while len(self._uids) > self._rollouts_kept:
+            del self._uids[next(iter(self._uids))]
+        return rollout
+
+    def _open(self, rollout: _Rollout, request: pb.CompleteRequest) -> SegmentLedger:
+        typed = bool(request.new_messages) and request.new_messages[0].WhichOneof("form") == "chat"
+        ledger = SegmentLedger(self._rollout_key(rollout, request), typed=typed)
+        rollout.segments[request.segment_id] = ledger
+        return ledger
+
+    def _rollout_key(self, rollout: _Rollout, request: pb.CompleteRequest) -> str:
+        """The first segment goes by the rollout's name, and so does one that only continues it after drift."""
+        if not rollout.segments:
+            return request.rollout_id
+        parent = rollout.segments.get(request.origin.parent_id)
+        if parent is not None and request.origin.kind == token_pb2.SEGMENT_KIND_DRIFT:
+            return parent.rollout_key
+        return f"{request.rollout_id}/{request.segment_id}"
+
+
+def messages_of(request: pb.CompleteRequest, ledger: SegmentLedger) -> list[Message]:
+    """The whole conversation: the base's messages and the new ones. StatusError names a message that is none."""
+    new = [_message(index, message) for index, message in enumerate(request.new_messages)]
+    if not request.HasField("base"):
+        return new
+    if request.base.messages > len(ledger.messages):
+        raise invalid("base.messages", f"{request.base.messages} of {len(ledger.messages)} messages")
+    return [*ledger.messages[: request.base.messages], *new]
+
+
+def _at_base(ledger: SegmentLedger, base: token_pb2.Checkpoint) -> SegmentLedger:
+    if not ledger.marks:
+        raise base_unknown("the segment is known, but no turn of it was answered")
+    mark = ledger.marks[-1]
+    if (mark.tokens, mark.digest) != (base.tokens, base.digest):
+        raise mismatch(
+            f"the base has {base.tokens} tokens with digest {base.digest.hex()[:16]}, "
+            f"here the last turn ended at {mark.tokens} with {mark.digest.hex()[:16]}",
+            ledger.marks,
+        )
+    return ledger
+
+
+def _message(index: int, message: message_pb2.Message) -> Message:
+    try:
+        parsed = message_from_proto(message)
+    except ValueError as error:
+        raise invalid(f"new_messages[{index}]", str(error)) from error
+    if not isinstance(parsed.get("role"), str):
+        raise invalid(f"new_messages[{index}]", "there is no string under role")
+    return parsed
+
+
+def _tool(index: int, tool: message_pb2.Tool) -> dict[str, object]:
+    try:
+        return tool_from_proto(tool)
+    except ValueError as error:
+        raise invalid(f"tools.tools[{index}].parameters_json_schema", str(error)) from error

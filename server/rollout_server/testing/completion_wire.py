@@ -1,0 +1,148 @@
+"""Messages, tools, answers and ledgers of the gRPC contract, to and from the values of the strict trainer.
+
+The rules are those of message.proto and completion_service.proto.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from osmosis.rollout.v1 import completion_service_pb2 as pb
+from osmosis.rollout.v1 import message_pb2, token_pb2
+
+from rollout_server.testing.call import Answer
+from rollout_server.testing.completion_ledger import Mark, Run, SegmentLedger
+from rollout_server.testing.renderer import Message
+from rollout_server.testing.script import Reply
+
+_CALL_KEYS = {"id", "type", "function"}
+_FUNCTION_KEYS = {"name", "arguments"}
+
+
+def message_from_proto(message: message_pb2.Message) -> Message:
+    """A message as the chat template gets it, the verbatim form parsed. ValueError for one that breaks message.proto."""
+    match message.WhichOneof("form"):
+        case "json":
+            return _json_object(message.json)
+        case "chat":
+            return _chat_from_proto(message.chat)
+    raise ValueError("neither json nor chat is set")
+
+
+def tool_from_proto(tool: message_pb2.Tool) -> dict[str, Any]:
+    """A tool in the OpenAI form; ValueError if its schema is no JSON object."""
+    function: dict[str, Any] = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": _json_object(tool.parameters_json_schema),
+    }
+    return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
+
+
+def response(answer: Answer, reply: Reply, mark: Mark, *, typed: bool, with_logprobs: bool) -> pb.CompleteResponse:
+    """The answer of a turn in message mode, without what the reply omits.
+
+    `Reply.override` has no meaning here: it replaces fields of a JSON body.
+    """
+    filled = pb.CompleteResponse(message=message_to_proto(answer.message, typed=typed), finish_reason=reply.finish)
+    filled.after.CopyFrom(checkpoint(mark))
+    filled.usage.prompt_tokens = len(answer.prompt_ids)
+    filled.usage.completion_tokens = len(answer.token_ids)
+    if "token_ids" not in reply.omit:
+        filled.token_ids.extend(answer.token_ids)
+    if with_logprobs and "logprobs" not in reply.omit:
+        filled.logprobs.values.extend(answer.logprobs)
+        filled.logprobs.SetInParent()
+    if "prompt_token_ids" not in reply.omit:
+        filled.prompt_ids.values.extend(answer.prompt_ids)
+    return filled
+
+
+def message_to_proto(message: Message, *, typed: bool) -> message_pb2.Message:
+    """An assistant message in the form the rollout began with, or verbatim where the typed form cannot carry it."""
+    if typed and _fits_chat(message):
+        return message_pb2.Message(chat=_chat_to_proto(message))
+    return message_pb2.Message(json=json.dumps(message, ensure_ascii=False))
+
+
+def checkpoint(mark: Mark) -> token_pb2.Checkpoint:
+    return token_pb2.Checkpoint(messages=mark.messages, tokens=mark.tokens, digest=mark.digest)
+
+
+def ledger(held: SegmentLedger, offset: int) -> pb.ReadLedgerResponse:
+    """A segment from the token at `offset` on."""
+    return pb.ReadLedgerResponse(
+        spans=[_span(run) for run in held.runs(offset)], checkpoints=[checkpoint(mark) for mark in held.marks]
+    )
+
+
+def _span(run: Run) -> token_pb2.Span:
+    if run.by_model:
+        logprobs = token_pb2.Logprobs(values=run.logprobs)
+        return token_pb2.Span(
+            author=token_pb2.AUTHOR_MODEL, turn=run.turn, token_ids=run.token_ids, logprobs=logprobs
+        )
+    reason = token_pb2.MASK_REASON_PROMPT if run.opens else token_pb2.MASK_REASON_ENVIRONMENT
+    return token_pb2.Span(author=token_pb2.AUTHOR_OTHER, mask_reason=reason, turn=run.turn, token_ids=run.token_ids)
+
+
+def _chat_from_proto(chat: message_pb2.ChatMessage) -> Message:
+    if not chat.role.strip():
+        raise ValueError("the role is blank")
+    message: dict[str, Any] = {"role": chat.role}
+    parts = [_part_from_proto(part) for part in chat.parts]
+    if len(parts) == 1 and chat.parts[0].HasField("text"):
+        message["content"] = chat.parts[0].text
+    elif parts:
+        message["content"] = parts
+    if chat.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+            for call in chat.tool_calls
+        ]
+    for field, key in (("tool_call_id", "tool_call_id"), ("name", "name"), ("reasoning", "reasoning_content")):
+        if chat.HasField(field):
+            message[key] = getattr(chat, field)
+    return message
+
+
+def _part_from_proto(part: message_pb2.ContentPart) -> Mapping[str, Any]:
+    match part.WhichOneof("part"):
+        case "text":
+            return {"type": "text", "text": part.text}
+        case "blob":
+            return {"type": "blob", "media_type": part.blob.media_type}
+        case "json":
+            return _json_object(part.json)
+    raise ValueError("a content part is empty")
+
+
+def _fits_chat(message: Message) -> bool:
+    calls: Sequence[Any] = message.get("tool_calls") or ()
+    plain_calls = all(
+        set(call) == _CALL_KEYS and set(call["function"]) == _FUNCTION_KEYS and isinstance(call["function"]["arguments"], str)
+        for call in calls
+    )
+    known = {"role", "content", "tool_calls", "reasoning_content", "name"}
+    return plain_calls and set(message) <= known and isinstance(message.get("content"), str | None)
+
+
+def _chat_to_proto(message: Message) -> message_pb2.ChatMessage:
+    chat = message_pb2.ChatMessage(role="assistant")
+    if isinstance(message.get("content"), str):
+        chat.parts.add(text=message["content"])
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        chat.tool_calls.add(id=call["id"], name=function["name"], arguments_json=function["arguments"])
+    if "reasoning_content" in message:
+        chat.reasoning = message["reasoning_content"]
+    if "name" in message:
+        chat.name = message["name"]
+    return chat
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value

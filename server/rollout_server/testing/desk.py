@@ -1,0 +1,73 @@
+"""What the wires of a strict trainer share: one engine in one thread, and the tools that prompts are rendered with."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import httpx
+
+from rollout_server.testing.call import Call
+from rollout_server.testing.engine import Engine, Result
+from rollout_server.testing.judge import Judge
+from rollout_server.testing.renderer import Tools
+from rollout_server.testing.script import Script
+
+_T = TypeVar("_T")
+
+
+class ToolsUnavailableError(Exception):
+    """The tools could not be fetched from where they were to come from."""
+
+
+class ToolsTold:
+    """The tools that the trainer was told of: given, or fetched from a gateway once, on first use.
+
+    An empty list is no list: templates differ in what they make of one.
+    """
+
+    def __init__(self, tools: Tools | None, tools_from: str | None) -> None:
+        self._tools = tools
+        self._tools_from = tools_from
+        self._fetching = asyncio.Lock()
+
+    async def get(self) -> Tools | None:
+        """The tools, None if there are none. ToolsUnavailableError if the gateway does not hand them out."""
+        async with self._fetching:
+            if self._tools is None and self._tools_from is not None:
+                self._tools = await _fetch(f"{self._tools_from.rstrip('/')}/tools")
+        return self._tools or None
+
+
+class Desk:
+    """Takes calls from the event loop to the engine's own thread, where everything that counts tokens happens."""
+
+    def __init__(self, judge: Judge, engine: Engine, tools: ToolsTold, thread: ThreadPoolExecutor) -> None:
+        self.judge = judge
+        self.tools = tools
+        self._engine = engine
+        self._thread = thread
+
+    async def complete(self, call: Call) -> Result:
+        """Judges one call and answers it; RefusedError for a wrong one. Calls are taken in the order of arrival."""
+        return await self._in_thread(lambda: self._engine.complete(call))
+
+    async def put_script(self, rollout_id: str, script: Script) -> None:
+        """Gives a rollout its script; its next call is then a first one."""
+        await self._in_thread(lambda: self._engine.put_script(rollout_id, script))
+
+    async def _in_thread(self, job: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
+
+
+async def _fetch(url: str) -> Tools:
+    try:
+        async with httpx.AsyncClient(timeout=30.0) as client:
+            response = await client.get(url)
+            response.raise_for_status()
+            tools = response.json()["tools"]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        raise ToolsUnavailableError(f"no tools from {url}: {type(error).__name__}: {error}") from error
+    if not isinstance(tools, list):
+        raise ToolsUnavailableError(f"no tools from {url}: 'tools' is not a list")
+    return tools

@@ -1,0 +1,31 @@
+"""Whether a conversation only grew."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from rollout_server.testing.renderer import Message
+
+
+def canonical(message: Message) -> str:
+    """A message as a text that is equal for equal messages.
+
+    Keys whose value is null say the same as absent keys, and the order of keys says nothing, except inside of
+    `arguments`, which templates render in the order given. ``8`` and ``8.0`` differ.
+    """
+    return json.dumps(_ordered({key: value for key, value in message.items() if value is not None}))
+
+
+def first_difference(known: Sequence[str], messages: Sequence[Message]) -> int | None:
+    """The first index at which `messages` does not begin with the messages `known` by their canonical texts."""
+    for index, text in enumerate(known):
+        if index >= len(messages) or canonical(messages[index]) != text:
+            return index
+    return None
+
+
+def _ordered(value: object) -> object:
+    if isinstance(value, Mapping):
+        return [[key, value[key] if key == "arguments" else _ordered(value[key])] for key in sorted(value)]
+    if isinstance(value, list | tuple):
+        return ["", *(_ordered(item) for item in value)]
+    return value

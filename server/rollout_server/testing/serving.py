@@ -1,0 +1,77 @@
+"""A uvicorn server for the running event loop, whose connections an endpoint can break on purpose."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+from typing import Final
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+BACKLOG: Final = 4096
+KEEP_ALIVE: Final = 3600
+"""Seconds. A server that closes idle connections resets, now and then, one that was just taken for a call."""
+
+
+class _OpenProtocol(H11Protocol):
+    """Shows its transport to the application, as ``scope["state"]["transport"]``; see `breakage`."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "transport": transport}
+
+
+class _Server(uvicorn.Server):
+    """Waits for events instead of looking ten times a second, and leaves the signals to the program it runs in."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+        self.closing = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.lifespan.state["closing"] = self.closing
+        await super().startup(sockets=sockets)
+        self.ready.set()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.closing.wait()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class Listener:
+    """An HTTP server on a socket of its own, from `open` to `close`."""
+
+    def __init__(self, server: _Server, serving: "asyncio.Task[None]", port: int) -> None:
+        self._server = server
+        self._serving = serving
+        self.port = port
+
+    @classmethod
+    async def open(cls, app: ASGIApp, host: str, port: int) -> "Listener":
+        """Binds (port 0: any free one) and serves from now on. OSError if the address cannot be had."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        bound = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        config = uvicorn.Config(app, http=_OpenProtocol, ws="none", lifespan="off", log_config=None)
+        config.access_log = config.date_header = config.server_header = False
+        config.timeout_keep_alive = KEEP_ALIVE
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[bound]))
+        ready = asyncio.create_task(server.ready.wait())
+        await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            ready.cancel()
+            bound.close()
+            await serving
+        return cls(server, serving, bound.getsockname()[1])
+
+    async def close(self) -> None:
+        """Stops serving; answers that are held back are given up, and their connections aborted."""
+        self._server.closing.set()
+        await self._serving

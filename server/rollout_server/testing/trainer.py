@@ -1,0 +1,116 @@
+"""`StrictTrainer`: a real HTTP server that plays a trainer, judges whoever calls it, and fails on demand."""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rollout_server.testing.app import SeenRequest, TrainerApp
+from rollout_server.testing.calculator_model import CalculatorModel, Model
+from rollout_server.testing.desk import Desk, ToolsTold
+from rollout_server.testing.engine import Engine
+from rollout_server.testing.judge import Judge
+from rollout_server.testing.renderer import PlainRenderer, Tools
+from rollout_server.testing.script import Script
+from rollout_server.testing.serving import Listener
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+from rollout_server.testing.verdict import Verdict
+
+
+@dataclass(eq=False)
+class StrictTrainer:
+    """A trainer of the synchronous dialect (http-wire.md, A) on a port of its own.
+
+    ``async with StrictTrainer() as trainer:`` serves at `trainer.url` until the block ends:
+
+    * ``POST /v1/chat/completions``: judged, then answered by the rollout's script, or by `model` where there is none.
+      422 with ``{"detail": text}`` for a refused call, 401 for a wrong key, 502 where the tools cannot be had.
+    * ``GET /health``; ``GET /verdicts``, one summary for each rollout; ``GET /verdict?rollout_id=``, everything.
+    * ``PUT /script?rollout_id=``: a script as JSON, see `script_json`.
+
+    The arguments:
+
+    * `tokenizer_dir`: a local directory with a tokenizer and its chat template.
+    * `scripts`, by rollout id; `model` speaks for all other ids, in a thread of the trainer's.
+    * `tools` are rendered into every prompt; or those of `tools_from`, the base URL of a gateway whose ``GET /tools`` is
+      asked once, on first use. With neither, or with `render_tools` off, prompts are rendered without tools.
+    * `api_key`: demanded as ``Authorization: Bearer`` for completions, and for nothing else.
+    * `parse_arguments`: tool call arguments that came as JSON text are rendered as objects, as vLLM-style fronts do.
+    * `requests_kept`: of how many requests `requests` tells.
+
+    Entering raises OSError for an address that cannot be had, ValueError for a tokenizer without a chat template.
+    """
+
+    tokenizer_dir: Path = TOY_TOKENIZER
+    _: KW_ONLY
+    scripts: Mapping[str, Script] = field(default_factory=dict)
+    model: Model = field(default_factory=CalculatorModel)
+    tools: Tools | None = None
+    tools_from: str | None = None
+    render_tools: bool = True
+    api_key: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    parse_arguments: bool = False
+    requests_kept: int = 4096
+    _requests: "deque[SeenRequest]" = field(init=False, repr=False)
+    _desk: Desk = field(init=False, repr=False)
+    _open: AsyncExitStack = field(init=False, repr=False)
+
+    async def __aenter__(self) -> Self:
+        self._requests = deque(maxlen=self.requests_kept)
+        async with AsyncExitStack() as stack:
+            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strict-trainer")
+            stack.callback(thread.shutdown, wait=False)
+            self._desk = await self._make_desk(thread)
+            app = TrainerApp(self._desk, self.api_key, self._requests).asgi()
+            listener = await Listener.open(app, self.host, self.port)
+            stack.push_async_callback(listener.close)
+            self.port = listener.port
+            self._open = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._open.aclose()
+
+    @property
+    def url(self) -> str:
+        """The base URL, without a trailing slash: what goes into `server_url`."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def requests(self) -> tuple[SeenRequest, ...]:
+        """The requests for completions that came, oldest first, refused ones too."""
+        return tuple(self._requests)
+
+    def verdict(self, rollout_id: str) -> Verdict | None:
+        """What the judge found about one rollout; None where no call came under this id."""
+        return self._desk.judge.verdict(rollout_id)
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """The verdicts of all rollouts that are kept, the one called least recently first."""
+        return self._desk.judge.verdicts()
+
+    def start_anew(self, rollout_id: str) -> None:
+        """Ends a rollout on the trainer's side: the next call under this id is a first one."""
+        self._desk.judge.start_anew(rollout_id)
+
+    async def put_script(self, rollout_id: str, script: Script) -> None:
+        """Gives a rollout its script, and starts it anew."""
+        await self._desk.put_script(rollout_id, script)
+
+    async def _make_desk(self, thread: ThreadPoolExecutor) -> Desk:
+        load = asyncio.get_running_loop().run_in_executor(
+            thread, lambda: PlainRenderer.load(self.tokenizer_dir, parse_arguments=self.parse_arguments)
+        )
+        judge = Judge(await load)
+        told = ToolsTold(self.tools, self.tools_from) if self.render_tools else ToolsTold(None, None)
+        return Desk(judge, Engine(judge, self.model, self.scripts), told, thread)

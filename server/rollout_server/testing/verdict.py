@@ -1,0 +1,88 @@
+"""What the judge finds: frozen values, all of them counted in tokens of the trainer's own tokenizer."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class RefusalReason(StrEnum):
+    """Which law a refused call broke."""
+
+    MASK = "mask"
+    """`response_mask` is missing, of the wrong length, of the wrong type or has a value that is wrong."""
+    HISTORY = "history"
+    """The messages do not begin with those of the call before, followed by the answer that was given."""
+    SHRUNK = "shrunk"
+    """The messages render to fewer tokens than the prompt before and its answer had."""
+    TEMPLATE = "template"
+    """The chat template does not take the messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One refused call; `turn` (from 1) is the turn it would have been."""
+
+    turn: int
+    reason: RefusalReason
+    text: str
+
+
+class RefusedError(Exception):
+    """A call that breaks the protocol; over HTTP a 422 whose detail is the refusal's text."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.text)
+        self.refusal = refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answered call.
+
+    `prompt_tokens` is the length of the whole rendered prompt, `new_tokens` what of it entered since the last answer
+    (0 on the first turn), `answer_tokens` what was generated. `drift` is the first index at which the prompt is not the
+    last prompt + answer; None where it extends them.
+    """
+
+    number: int
+    prompt_tokens: int
+    new_tokens: int
+    answer_tokens: int
+    drift: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The training sample that a trainer accumulates: the first prompt, then answers and what came between them.
+
+    `response_ids`, `response_mask` and `logprobs` have equal length; the mask is 1 and the logprob negative exactly
+    where the model wrote, else both are 0. The sample ends with the last answer.
+    """
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    response_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """All that the judge knows of one rollout id.
+
+    `faults` names the failures that the trainer committed on purpose, as ``turn 2: reset``. `earlier` holds the verdicts
+    of earlier rollouts under the same id, oldest first and at most `EARLIER_KEPT` of them.
+    """
+
+    rollout_id: str
+    turns: tuple[Turn, ...]
+    refusals: tuple[Refusal, ...]
+    faults: tuple[str, ...]
+    sample: Sample
+    earlier: tuple["Verdict", ...] = ()
+
+    @property
+    def accepted(self) -> bool:
+        """Whether at least one turn was answered and none was refused."""
+        return bool(self.turns) and not self.refusals
+
+
+EARLIER_KEPT = 16

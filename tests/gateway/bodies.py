@@ -1,0 +1,33 @@
+"""Bodies of `POST /rollout` for tests."""
+
+import json
+from typing import Any
+
+import pytest
+from rollout_gateway.body import EXAMPLE, InvalidBody, ParsedRollout, parse_rollout
+
+LIMIT = 1 << 20
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {**EXAMPLE, **changes}
+
+
+def parse(value: Any, limit: int = LIMIT) -> ParsedRollout:
+    content = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return parse_rollout(content, limit)
+
+
+def locations(value: Any, limit: int = LIMIT) -> list[tuple[Any, ...]]:
+    with pytest.raises(InvalidBody) as caught:
+        parse(value, limit)
+    assert all(each["msg"] and each["type"] for each in caught.value.violations)
+    return [each["loc"] for each in caught.value.violations]
+
+
+def spliced(messages: str, rest: str = "") -> bytes:
+    """A body around the given text of its messages."""
+    return (
+        '{"rollout_id": "r", "server_url": "http://t", "tokenizer_name": "m", "sampling_params": {}, '
+        f'"messages" : {messages}{rest}}}'
+    ).encode()

@@ -1,0 +1,44 @@
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from osmosis.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
+from rollout_gateway.settings import GatewaySettings
+
+from tests.gateway.running import Gateway, serving
+from tests.gateway.scripted_server import ScriptedServer
+
+
+@pytest.fixture
+def settings() -> GatewaySettings:
+    return GatewaySettings(detach_grace_seconds=1.5, max_body_bytes=100_000, max_metadata_bytes=1_000)
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    """A Unix socket's address: its path must be short, which pytest's own folders are not."""
+    with tempfile.TemporaryDirectory(prefix="gw") as folder:
+        yield f"unix:{Path(folder) / 's'}"
+
+
+@pytest.fixture
+async def server(address: str) -> AsyncIterator[ScriptedServer]:
+    scripted = ScriptedServer()  # type: ignore[abstract]  # rpcs that the gateway does not call
+    grpc_server = grpc.aio.server()
+    add_RolloutServiceServicer_to_server(scripted, grpc_server)
+    grpc_server.add_insecure_port(address)
+    await grpc_server.start()
+    yield scripted
+    await grpc_server.stop(None)
+
+
+@pytest.fixture
+async def gateway(server: ScriptedServer, address: str, settings: GatewaySettings) -> AsyncIterator[Gateway]:
+    async with (
+        serving(address, settings) as (host, port),
+        httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False) as client,
+    ):
+        yield Gateway(server, client, host, port)

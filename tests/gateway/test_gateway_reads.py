@@ -1,0 +1,111 @@
+"""`GET /health`, `/tools` and the description, over real sockets."""
+
+import json
+from typing import Any
+
+import grpc
+import httpx
+from osmosis.rollout.v1 import message_pb2
+from rollout_gateway.body import EXAMPLE
+from rollout_gateway.settings import GatewaySettings
+
+from tests.gateway.running import Gateway, serving
+from tests.gateway.scripted_server import Refusal
+from tests.gateway.transcripts import client_exchange, needs_transcripts
+
+Code = grpc.StatusCode
+
+
+async def test_health_tells_agent_and_counts(gateway: Gateway) -> None:
+    response = await gateway.client.get("/health")
+    assert response.status_code == 200
+    assert response.json() == {
+        "status": "healthy",
+        "service": "rollout-server",
+        "agent_loop": "calculator",
+        "active_rollouts": 5,
+        "completed_rollouts": 7,
+    }
+
+
+async def test_health_is_open_where_the_server_demands_a_key(gateway: Gateway) -> None:
+    gateway.server.refusals["GetServerInfo"] = Refusal(Code.UNAUTHENTICATED)
+    response = await gateway.client.get("/health")
+    assert (response.status_code, response.json()) == (200, {"status": "healthy", "service": "rollout-server"})
+
+
+async def test_a_server_that_drains_is_unhealthy(gateway: Gateway) -> None:
+    gateway.server.refusals["ListAgents"] = Refusal(Code.UNAVAILABLE, "the server drains")
+    response = await gateway.client.get("/health")
+    expected = {"status": "unhealthy", "service": "rollout-server", "detail": "the server drains"}
+    assert (response.status_code, response.json()) == (503, expected)
+
+
+async def test_without_a_server_all_is_503_and_no_address_is_shown(address: str) -> None:
+    async with (
+        serving(address, GatewaySettings()) as (host, port),
+        httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False) as client,
+    ):
+        health, tools = await client.get("/health"), await client.get("/tools")
+        rollout = await client.post("/rollout", json=EXAMPLE)
+    assert health.json()["status"] == "unhealthy"
+    assert {health.status_code, tools.status_code, rollout.status_code} == {503}
+    assert tools.json() == rollout.json() == {"detail": "The rollout server is not available"}
+
+
+@needs_transcripts
+async def test_tools_are_those_of_the_transcript(gateway: Gateway) -> None:
+    recorded = client_exchange("tools")["response"]
+    for each in recorded["tools"]:
+        function = each["function"]
+        gateway.server.tools.append(
+            message_pb2.Tool(
+                name=function["name"],
+                description=function["description"],
+                parameters_json_schema=json.dumps(function["parameters"]),
+            )
+        )
+    response = await gateway.client.get("/tools")
+    assert (response.status_code, response.json()) == (200, recorded)
+    await gateway.client.get("/tools", params={"agent": "another"})
+    assert gateway.server.agents_asked == ["", "another"]
+
+
+async def test_an_unknown_agent_is_404(gateway: Gateway) -> None:
+    gateway.server.refusals["ListTools"] = Refusal(Code.NOT_FOUND, "there is no agent 'x'")
+    response = await gateway.client.get("/tools", params={"agent": "x"})
+    assert (response.status_code, response.json()) == (404, {"detail": "there is no agent 'x'"})
+
+
+async def test_an_unknown_path_is_404(gateway: Gateway) -> None:
+    response = await gateway.client.get("/nowhere")
+    assert (response.status_code, response.json()) == (404, {"detail": "Not Found"})
+    assert response.headers["x-request-id"]
+
+
+async def test_the_description_shows_a_body_that_works(gateway: Gateway) -> None:
+    assert (await gateway.client.get("/docs")).status_code == 200
+    described = (await gateway.client.get("/openapi.json")).json()
+    operation = described["paths"]["/rollout"]["post"]
+    content = operation["requestBody"]["content"]["application/json"]
+    assert (await gateway.post(content["example"])).status_code == 200
+    assert {"200", "409", "413", "422", "429", "503"} <= operation["responses"].keys()
+    schemas = described["components"]["schemas"]
+    assert schemas["RolloutBody"]["properties"]["max_turns"] == {
+        "default": 10,
+        "maximum": 100,
+        "minimum": 1,
+        "title": "Max Turns",
+        "type": "integer",
+    }
+    unresolved = [each for each in references(described) if each.removeprefix("#/components/schemas/") not in schemas]
+    assert unresolved == []
+
+
+def references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+        return own + [found for each in value.values() for found in references(each)]
+    if isinstance(value, list):
+        return [found for each in value for found in references(each)]
+    return []
