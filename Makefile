@@ -2,8 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/osmosis/*/v1/*.proto)
+UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate
 
-.PHONY: help setup demo test check format lint types contract fresh house bench protos release-protos lock clean
+.PHONY: help setup demo test bench check format lint types oldest protos release-protos lock clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,3 +32,41 @@ protos: .venv-protos/.ready ## Write generated/ from protos/
 	find generated -name '*_pb2*' -delete
 	PATH="$(CURDIR)/.venv-protos/bin:$$PATH" .venv-protos/bin/python -m grpc_tools.protoc -I protos \
 		--python_out=generated --grpc_python_out=generated --mypy_out=quiet:generated --mypy_grpc_out=quiet:generated $(PROTOS)
+
+release-protos: setup ## Replace the image that buf breaking compares with (only at a release, or before the first one)
+	$(BIN)/buf build -o protos/released.binpb
+
+lock: ## Resolve the lock files anew
+	$(BIN)/python -m pip install --quiet uv
+	$(UV) pyproject.toml --extra dev -o requirements/dev.lock
+	$(UV) requirements/protos.in -o requirements/protos.lock
+	$(UV) requirements/oldest.in -o requirements/oldest.lock
+
+demo: setup ## Run a rollout over gRPC and HTTP against a strict trainer, and show who wrote every token
+	$(BIN)/rollout demo
+
+test: setup .venv-protos/.ready ## Run all tests
+	$(BIN)/python -m pytest
+
+bench: setup ## Measure CPU per turn against a floor server
+	$(BIN)/python -m bench
+
+format: setup ## Check the format of Python and protos
+	$(BIN)/ruff format --check .
+	$(BIN)/buf format --diff --exit-code
+
+lint: setup ## Lint Python and protos
+	$(BIN)/ruff check .
+	$(BIN)/buf lint
+	$(BIN)/buf breaking --against protos/released.binpb
+
+types: setup ## Check types
+	$(BIN)/mypy
+
+oldest: .venv-oldest/.ready ## Run the contract tests on the oldest grpcio and protobuf that the generated code supports
+	PYTHONPATH=generated:server .venv-oldest/bin/python -m pytest tests/contract tests/core -p no:cacheprovider
+
+check: format lint types oldest test ## Everything that a landing needs
+
+clean: ## Remove environments and caches
+	rm -rf .venv .venv-protos .venv-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -27,5 +27,5 @@ def set_up(log_format: Literal["text", "json"], level: str) -> None:
     else:
         handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for noisy in ("httpx", "httpcore", "uvicorn.access", "asyncio", "filelock", "urllib3"):
+    for noisy in ("httpx", "httpcore", "uvicorn.error", "uvicorn.access", "asyncio", "filelock", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

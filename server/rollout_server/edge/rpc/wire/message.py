@@ -103,11 +103,14 @@ def _part_to_json(part: message_pb2.ContentPart) -> str:
 def _blob(blob: message_pb2.Blob) -> JSON:
     if blob.WhichOneof("source") is None:
         raise MalformedMessage("a blob needs `inline` or `uri`")
+    kind, _, subtype = blob.media_type.partition("/")
     encoded = base64.b64encode(blob.inline).decode("ascii")
+    if kind == "audio" and blob.WhichOneof("source") == "inline":
+        return {"type": "input_audio", "input_audio": {"data": encoded, "format": subtype}}
     uri = blob.uri if blob.WhichOneof("source") == "uri" else f"data:{blob.media_type};base64,{encoded}"
-    if blob.media_type.startswith("image/"):
+    if kind == "image":
         return {"type": "image_url", "image_url": {"url": uri}}
-    return {"type": "file", "file": {"media_type": blob.media_type, "url": uri}}
+    return {"type": "file", "file": {"file_data": uri}}
 
 
 def _call_to_json(call: message_pb2.ToolCall) -> str:
