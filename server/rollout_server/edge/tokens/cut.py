@@ -45,7 +45,7 @@ def _try(render: Render, messages: Sequence[Fields], generation_prompt: bool) ->
 
 
 def _after_stop(text: str | None, before: int | None, stop: str, full: str) -> str | None:
-    if text is None or (found := text.rfind(stop)) < 0:
+    if text is None or (found := text.rfind(stop, 0, before)) < 0:
         return None
     end = found + len(stop)
     return full[end:] if text[:end] == full[:end] else None

@@ -25,25 +25,11 @@ from rollout_server.runtime.port import Failed
 
 # Arguments of transformers' own, which a request must not set by naming a template variable like them.
 _RESERVED = frozenset(
-    [
-        "self",
-        "conversation",
-        "conversations",
-        "messages",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "sanitize_control_tokens",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    ]
+    {
+        *("self", "conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    }
 )
 
 # No tools in both ways of saying so, which some templates render differently.
@@ -132,18 +118,18 @@ class Renderer:
             prompt = len(self._loaded.encode(self._loaded.text(parsed[:last_messages], frame)))
         generated = last.token_ids
         mask_length = None if generated is None else len(ids) - prompt - len(generated)
-        truth = self._truth(parsed, last_messages, full, last)
+        truth = self._truth(parsed, frame, full, last, last_messages)
         if truth is None:
-            return Rendered(
-                Prediction(pack_tokens(), ids[-mask_length:] if mask_length else ids[:0]), mask_length, False
-            )
+            added = max(mask_length or 0, 0)
+            return Rendered(Prediction(pack_tokens(), ids[len(ids) - added :]), mask_length, exact=False)
         return Rendered(truth, mask_length)
 
-    def _truth(self, parsed: Sequence[Fields], answered: int, full: str, last: Answered) -> Prediction | None:
+    def _truth(
+        self, parsed: Sequence[Fields], frame: Frame, full: str, last: Answered, answered: int
+    ) -> Prediction | None:
         stop = self._loaded.probed.calls if parsed[answered].get("tool_calls") else self._loaded.probed.final
         if stop is None:
             return None
-        frame = self._frame
 
         def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
             return self._loaded.text(messages, frame, generation_prompt=generation_prompt)

@@ -86,7 +86,7 @@ def _on_hub(name: TokenizerName, shown: str) -> bool:
     Asking once with a short time limit comes first because the libraries retry each file of a tokenizer for half a minute.
     """
     _quiet()
-    from huggingface_hub import HfApi, errors  # see above
+    from huggingface_hub import HfApi, errors
 
     try:
         HfApi().model_info(name.name, revision=name.revision or None, timeout=_HUB_SECONDS)
@@ -110,7 +110,7 @@ def _on_hub(name: TokenizerName, shown: str) -> bool:
 
 def _load(source: str, revision: str | None, trust_remote_code: bool, local: bool) -> ChatTokenizer:
     _quiet()
-    from transformers import AutoTokenizer  # takes seconds
+    from transformers import AutoTokenizer
 
     tokenizer: ChatTokenizer = AutoTokenizer.from_pretrained(
         source, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local
@@ -129,7 +129,7 @@ def _why(error: Exception, settings: TokenizerSettings, mapped: bool, local: boo
             "is not on this server, and the Hugging Face Hub was not there to be asked for it; check the name, give the server "
             "a network, or map the name to a directory with its setting ROLLOUT_TOKENIZERS"
         )
-    where = "the directory it is mapped to" if mapped else "its files on the Hugging Face Hub"
+    where = "its directory" if mapped else "its files on the Hugging Face Hub"
     return f"cannot be loaded: {where} cannot be read as a tokenizer ({type(error).__name__})"
 
 

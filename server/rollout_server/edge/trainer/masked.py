@@ -12,7 +12,7 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.render import Renderer
+from rollout_server.edge.tokens.render import Rendered, Renderer
 from rollout_server.edge.trainer.chat import Answer, RequestWriter, read_answer
 from rollout_server.edge.trainer.client import TRAINER_TEXT, HttpAnswer, HttpClient, HttpRequest
 from rollout_server.runtime.port import Ask, Failed, Tool
@@ -72,7 +72,7 @@ class MaskedSampler:
             mask_length=rendered.mask_length or None,
             attempts=reply.attempts,
             elapsed_ms=elapsed,
-            notes=self._notes(answer, turn),
+            notes=self._notes(answer, rendered, turn),
             tool_calls=answer.tool_calls,
         )
 
@@ -92,8 +92,11 @@ class MaskedSampler:
             headers["authorization"] = f"Bearer {ask.credential}"
         return headers
 
-    def _notes(self, answer: Answer, turn: int) -> tuple[tuple[str, str], ...]:
+    def _notes(self, answer: Answer, rendered: Rendered, turn: int) -> tuple[tuple[str, str], ...]:
         notes = []
+        if not rendered.exact:
+            text = f"turn {turn}: the chat template shows no place at which the last answer ends; environment tokens are a guess"
+            notes.append(("rendering_inexact", text))
         if answer.reported is None:
             text = f"turn {turn}: the trainer sent no prompt_token_ids; prompt and environment tokens are our rendering"
             notes.append(("unverified", text))
