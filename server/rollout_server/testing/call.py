@@ -11,7 +11,8 @@ class Call:
     """One call for a completion, as received.
 
     `mask` is the `response_mask` of the body, None where there was none. A dialect without masks says `masked=False`:
-    then only the messages are judged. `tools` are those that the prompt is rendered with.
+    then only the messages are judged. `tools` are those that the prompt is rendered with. `judged_as` is the name under
+    which the conversation is judged, where that is not the rollout's id: a rollout may hold several conversations.
     """
 
     rollout_id: str
@@ -19,6 +20,12 @@ class Call:
     mask: object = None
     tools: Tools | None = None
     masked: bool = True
+    judged_as: str = ""
+
+    @property
+    def key(self) -> str:
+        """The name of the verdict that the call counts for."""
+        return self.judged_as or self.rollout_id
 
 
 @dataclass(frozen=True, slots=True)

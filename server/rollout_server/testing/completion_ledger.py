@@ -35,7 +35,8 @@ class Run:
 class SegmentLedger:
     """One segment. Each turn adds two runs, what is new in the prompt and the answer, and one mark.
 
-    `rollout_key` names the rollout to the judge; `typed` says that the segment began with typed messages.
+    `rollout_key` names the rollout to the judge; `typed` says that the segment began with typed messages, `drifted` that
+    a prompt did not extend it, so that a new sample began with that prompt.
     """
 
     def __init__(self, rollout_key: str, *, typed: bool) -> None:
@@ -43,12 +44,13 @@ class SegmentLedger:
         self.typed = typed
         self.messages: list[Message] = []
         self.marks: list[Mark] = []
+        self.drifted = False
         self._runs: list[Run] = []
         self._ids: list[int] = []
         self._digest = hashlib.sha256()
 
     def add(self, turn: int, messages: Sequence[Message], answer: Answer) -> Mark:
-        """Takes a turn in. A prompt that does not extend the ledger replaces it: a new sample begins with that prompt."""
+        """Takes a turn in. A prompt that does not extend the ledger replaces what it held."""
         if answer.prompt_ids[: len(self._ids)] != self._ids:
             self._clear()
         new = answer.prompt_ids[len(self._ids) :]
@@ -89,5 +91,6 @@ class SegmentLedger:
         self._ids += run.token_ids
 
     def _clear(self) -> None:
+        self.drifted = bool(self._runs)
         self._runs, self._ids, self.marks = [], [], []
         self._digest = hashlib.sha256()

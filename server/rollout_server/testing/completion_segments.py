@@ -1,13 +1,12 @@
 """Which conversation a gRPC call continues: segments, bases and tool sets of the rollouts that a trainer knows."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import message_pb2, token_pb2
 
 from rollout_server.testing.completion_ledger import SegmentLedger
-from rollout_server.testing.completion_status import StatusError, base_unknown, invalid, mismatch
+from rollout_server.testing.completion_status import base_unknown, invalid, mismatch
 from rollout_server.testing.completion_wire import message_from_proto, tool_from_proto
 from rollout_server.testing.renderer import Message, Tools
 
@@ -23,12 +22,11 @@ class Segments:
 
     def __init__(self, rollouts_kept: int) -> None:
         self._rollouts: dict[str, _Rollout] = {}
-        self._uids: dict[str, str] = {}
         self._rollouts_kept = rollouts_kept
 
-    def is_new(self, request: pb.CompleteRequest) -> bool:
-        """Whether the rollout's name was last used by another rollout, or by none."""
-        return self._uids.get(request.rollout_id) != request.uid
+    def is_new(self, uid: str) -> bool:
+        """Whether no call of this rollout came yet."""
+        return uid not in self._rollouts
 
     def segment(self, request: pb.CompleteRequest) -> SegmentLedger:
         """The segment that the call continues, or a new one: empty, or what another held at the call's base.
@@ -36,7 +34,7 @@ class Segments:
         StatusError: BASE_UNKNOWN for a base that no segment of this rollout ever had, LEDGER_MISMATCH where the segment
         is known but stands elsewhere.
         """
-        rollout = self._rollouts.get(request.uid) or self._begin(request)
+        rollout = self._rollout(request)
         known = rollout.segments.get(request.segment_id)
         if not request.HasField("base"):
             return known or self._open(rollout, request)
@@ -45,7 +43,8 @@ class Segments:
         parent = next((each for each in rollout.segments.values() if each.has(request.base.digest)), None)
         if parent is None:
             raise base_unknown(f"segment {request.segment_id!r} of rollout {request.uid!r} is not known here")
-        branch = parent.branch(request.base.digest, self._rollout_key(rollout, request))
+        continues = parent.drifted and parent.marks[-1].digest == request.base.digest
+        branch = parent.branch(request.base.digest, parent.rollout_key if continues else _key(rollout, request))
         rollout.segments[request.segment_id] = branch
         return branch
 
@@ -58,36 +57,30 @@ class Segments:
         """The tools that the call names by digest; None where it says nothing about tools."""
         if not request.HasField("tools"):
             return None
-        rollout = self._rollouts.get(request.uid) or self._begin(request)
+        rollout = self._rollout(request)
         if request.tools.tools:
-            rollout.tools[request.tools.digest] = [
-                _tool(index, tool) for index, tool in enumerate(request.tools.tools)
-            ]
+            rollout.tools[request.tools.digest] = [_tool(index, tool) for index, tool in enumerate(request.tools.tools)]
         return rollout.tools.get(request.tools.digest, ())
 
-    def _begin(self, request: pb.CompleteRequest) -> _Rollout:
+    def _rollout(self, request: pb.CompleteRequest) -> _Rollout:
+        known = self._rollouts.get(request.uid)
+        if known is not None:
+            return known
         rollout = self._rollouts[request.uid] = _Rollout()
-        self._uids[request.rollout_id] = request.uid
         while len(self._rollouts) > self._rollouts_kept:
             del self._rollouts[next(iter(self._rollouts))]
-        while len(self._uids) > self._rollouts_kept:
-            del self._uids[next(iter(self._uids))]
         return rollout
 
     def _open(self, rollout: _Rollout, request: pb.CompleteRequest) -> SegmentLedger:
         typed = bool(request.new_messages) and request.new_messages[0].WhichOneof("form") == "chat"
-        ledger = SegmentLedger(self._rollout_key(rollout, request), typed=typed)
+        ledger = SegmentLedger(_key(rollout, request), typed=typed)
         rollout.segments[request.segment_id] = ledger
         return ledger
 
-    def _rollout_key(self, rollout: _Rollout, request: pb.CompleteRequest) -> str:
-        """The first segment goes by the rollout's name, and so does one that only continues it after drift."""
-        if not rollout.segments:
-            return request.rollout_id
-        parent = rollout.segments.get(request.origin.parent_id)
-        if parent is not None and request.origin.kind == token_pb2.SEGMENT_KIND_DRIFT:
-            return parent.rollout_key
-        return f"{request.rollout_id}/{request.segment_id}"
+
+def _key(rollout: _Rollout, request: pb.CompleteRequest) -> str:
+    """What the judge calls a new conversation: the first one of a rollout goes by the rollout's name."""
+    return f"{request.rollout_id}/{request.segment_id}" if rollout.segments else request.rollout_id
 
 
 def messages_of(request: pb.CompleteRequest, ledger: SegmentLedger) -> list[Message]:

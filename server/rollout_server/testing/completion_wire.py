@@ -79,9 +79,7 @@ def ledger(held: SegmentLedger, offset: int) -> pb.ReadLedgerResponse:
 def _span(run: Run) -> token_pb2.Span:
     if run.by_model:
         logprobs = token_pb2.Logprobs(values=run.logprobs)
-        return token_pb2.Span(
-            author=token_pb2.AUTHOR_MODEL, turn=run.turn, token_ids=run.token_ids, logprobs=logprobs
-        )
+        return token_pb2.Span(author=token_pb2.AUTHOR_MODEL, turn=run.turn, token_ids=run.token_ids, logprobs=logprobs)
     reason = token_pb2.MASK_REASON_PROMPT if run.opens else token_pb2.MASK_REASON_ENVIRONMENT
     return token_pb2.Span(author=token_pb2.AUTHOR_OTHER, mask_reason=reason, turn=run.turn, token_ids=run.token_ids)
 
@@ -100,9 +98,12 @@ def _chat_from_proto(chat: message_pb2.ChatMessage) -> Message:
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
             for call in chat.tool_calls
         ]
-    for field, key in (("tool_call_id", "tool_call_id"), ("name", "name"), ("reasoning", "reasoning_content")):
-        if chat.HasField(field):
-            message[key] = getattr(chat, field)
+    if chat.HasField("tool_call_id"):
+        message["tool_call_id"] = chat.tool_call_id
+    if chat.HasField("name"):
+        message["name"] = chat.name
+    if chat.HasField("reasoning"):
+        message["reasoning_content"] = chat.reasoning
     return message
 
 
@@ -120,7 +121,9 @@ def _part_from_proto(part: message_pb2.ContentPart) -> Mapping[str, Any]:
 def _fits_chat(message: Message) -> bool:
     calls: Sequence[Any] = message.get("tool_calls") or ()
     plain_calls = all(
-        set(call) == _CALL_KEYS and set(call["function"]) == _FUNCTION_KEYS and isinstance(call["function"]["arguments"], str)
+        set(call) == _CALL_KEYS
+        and set(call["function"]) == _FUNCTION_KEYS
+        and isinstance(call["function"]["arguments"], str)
         for call in calls
     )
     known = {"role", "content", "tool_calls", "reasoning_content", "name"}

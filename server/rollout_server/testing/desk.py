@@ -26,13 +26,16 @@ class ToolsTold:
     An empty list is no list: templates differ in what they make of one.
     """
 
-    def __init__(self, tools: Tools | None, tools_from: str | None) -> None:
+    def __init__(self, tools: Tools | None, tools_from: str | None, *, rendered: bool) -> None:
+        self.rendered = rendered
         self._tools = tools
         self._tools_from = tools_from
         self._fetching = asyncio.Lock()
 
     async def get(self) -> Tools | None:
-        """The tools, None if there are none. ToolsUnavailableError if the gateway does not hand them out."""
+        """The tools to render, None if there are none. ToolsUnavailableError if the gateway does not hand them out."""
+        if not self.rendered:
+            return None
         async with self._fetching:
             if self._tools is None and self._tools_from is not None:
                 self._tools = await _fetch(f"{self._tools_from.rstrip('/')}/tools")

@@ -21,7 +21,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A failure to commit. `answer` is what stands in the failures that look like completions; it does not count."""
+    """A failure to commit. `answer` is what stands in those that look like completions; it does not count."""
 
     answer: Answer
     fault: Fault
@@ -67,4 +67,6 @@ class Engine:
     def _fail(self, prompt: Prompt, fault: Fault) -> Failed:
         what = f"{fault.kind} {fault.status}" if fault.kind is FaultKind.STATUS else fault.kind.value
         self._judge.record_fault(prompt, what)
-        return Failed(self._judge.answer(prompt, Reply(content="")), fault)
+        if fault.kind in (FaultKind.EMPTY_CHOICES, FaultKind.NULL_MESSAGE):
+            return Failed(self._judge.answer(prompt, Reply(content="")), fault)
+        return Failed(Answer({}, "stop", [], [], prompt.ids), fault)

@@ -4,9 +4,9 @@ The judge keeps, for each rollout, the messages it has seen and the lengths of i
 ``len(render k) - len(render k-1) - len(answer k-1)`` tokens are new, whatever they are, and the mask has to have exactly
 that many zeros. What it accumulates is the sample that a trainer would train on.
 
-A refused call and a committed fault leave the rollout as it was. An id starts anew, as http-wire.md (A) has it, when its
-last answer called no tools and a call comes without a mask and without any answer given before; what was found until
-then is kept as an earlier verdict.
+A refused call and a committed fault leave the rollout as it was. In the masked dialect an id starts anew, as http-wire.md
+(A) has it, when its last answer called no tools and a call comes with a null mask and without any answer given before;
+what was found until then is kept as an earlier verdict.
 """
 
 import threading
@@ -37,15 +37,16 @@ class Judge:
 
     def check(self, call: Call) -> Prompt:
         """The prompt that a right call gives. RefusedError for a wrong one, which is then part of the verdict."""
-        tally = self._tallies.get(call.rollout_id) or Tally(call.rollout_id)
-        begins = tally.next_turn == 1 or (not call.mask and tally.is_over_for(call.messages))
+        tally = self._tallies.get(call.key) or Tally(call.key)
+        over = call.masked and not call.mask and tally.is_over_for(call.messages)
+        begins = tally.next_turn == 1 or over
         try:
             return self._first(call) if begins else self._later(call, tally)
         except RefusedError as error:
             with self._lock:
-                refused = self._tallies.get(call.rollout_id) or tally
+                refused = self._tallies.get(call.key) or tally
                 refused.refuse(error.refusal)
-                self._keep(call.rollout_id, refused)
+                self._keep(call.key, refused)
             raise
 
     def accept(self, prompt: Prompt, reply: Reply) -> Answer:
@@ -54,7 +55,7 @@ class Judge:
         with self._lock:
             tally = self._tally(prompt)
             tally.add(prompt, answer)
-            self._keep(prompt.call.rollout_id, tally)
+            self._keep(prompt.call.key, tally)
         return answer
 
     def answer(self, prompt: Prompt, reply: Reply) -> Answer:
@@ -68,7 +69,7 @@ class Judge:
         with self._lock:
             tally = self._tally(prompt)
             tally.fault(name)
-            self._keep(prompt.call.rollout_id, tally)
+            self._keep(prompt.call.key, tally)
 
     def start_anew(self, rollout_id: str) -> bool:
         """Makes the next call under this id a first one; whether the id was known."""
@@ -117,7 +118,7 @@ class Judge:
             raise _refused(turn, RefusalReason.TEMPLATE, str(error)) from error
 
     def _tally(self, prompt: Prompt) -> Tally:
-        tally = self._tallies.get(prompt.call.rollout_id) or Tally(prompt.call.rollout_id)
+        tally = self._tallies.get(prompt.call.key) or Tally(prompt.call.key)
         return tally.anew() if prompt.begins and tally.next_turn > 1 else tally
 
     def _keep(self, rollout_id: str, tally: Tally) -> None:

@@ -28,6 +28,7 @@ class PlainRenderer:
         self._ends = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         ) | {tokenizer.eos_token_id}
+        self._after_all = self._tokens_after_all()
 
     @classmethod
     def load(cls, directory: Path, *, parse_arguments: bool = False) -> "PlainRenderer":
@@ -68,11 +69,26 @@ class PlainRenderer:
     def _render(self, messages: Sequence[Message], tools: Tools | None, *, generation_prompt: bool) -> list[int]:
         return list(self._apply(messages, tools, add_generation_prompt=generation_prompt, tokenize=True))
 
+    def _tokens_after_all(self) -> int:
+        """How many tokens the template puts behind a conversation that ends, after the answer's own end token.
+
+        Some templates close the whole text that way; no model generates it.
+        """
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d e"}]
+        try:
+            ended = self._render(said, None, generation_prompt=False)
+            going_on = self._render(said, None, generation_prompt=True)
+        except UnrenderableError:
+            return 0
+        shared = next((i for i, (a, b) in enumerate(zip(ended, going_on, strict=False)) if a != b), len(ended))
+        return len(ended) - shared if self._ends.intersection(ended[shared - 2 : shared]) else 0
+
     def _ids_after_prompt(
         self, messages: Sequence[Message], tools: Tools | None, prompt: list[int], reply: Reply
     ) -> list[int]:
         said = [*messages, reply.message]
         whole = self._render(said, tools, generation_prompt=False)
+        whole = whole[: len(whole) - self._after_all]
         if whole[: len(prompt)] == prompt:
             return whole[len(prompt) :]
         # The history of such a template does not begin with the prompt: what differs is what was said.

@@ -1,4 +1,4 @@
-"""`StrictTrainer`: a real HTTP server that plays a trainer, judges whoever calls it, and fails on demand."""
+"""`StrictTrainer`: a real server that plays a trainer, judges whoever calls it, and fails on demand."""
 
 import asyncio
 from collections import deque
@@ -12,6 +12,8 @@ from typing import Self
 
 from rollout_server.testing.app import SeenRequest, TrainerApp
 from rollout_server.testing.calculator_model import CalculatorModel, Model
+from rollout_server.testing.completion_server import CompletionServer, target
+from rollout_server.testing.completion_service import CompletionService, SeenCompletion
 from rollout_server.testing.desk import Desk, ToolsTold
 from rollout_server.testing.engine import Engine
 from rollout_server.testing.judge import Judge
@@ -32,6 +34,7 @@ class StrictTrainer:
       422 with ``{"detail": text}`` for a refused call, 401 for a wrong key, 502 where the tools cannot be had.
     * ``GET /health``; ``GET /verdicts``, one summary for each rollout; ``GET /verdict?rollout_id=``, everything.
     * ``PUT /script?rollout_id=``: a script as JSON, see `script_json`.
+    * gRPC at `grpc_target`: `osmosis.rollout.v1.CompletionService` in message mode, see `completion_service`.
 
     The arguments:
 
@@ -39,9 +42,10 @@ class StrictTrainer:
     * `scripts`, by rollout id; `model` speaks for all other ids, in a thread of the trainer's.
     * `tools` are rendered into every prompt; or those of `tools_from`, the base URL of a gateway whose ``GET /tools`` is
       asked once, on first use. With neither, or with `render_tools` off, prompts are rendered without tools.
-    * `api_key`: demanded as ``Authorization: Bearer`` for completions, and for nothing else.
+    * `api_key`: demanded as ``Authorization: Bearer`` for completions (over gRPC in the metadata), and for nothing else.
     * `parse_arguments`: tool call arguments that came as JSON text are rendered as objects, as vLLM-style fronts do.
-    * `requests_kept`: of how many requests `requests` tells.
+    * `port` and `grpc_port`: 0 for any free one; without gRPC, `grpc_port` is None.
+    * `requests_kept`: of how many requests `requests` and `completions` tell.
 
     Entering raises OSError for an address that cannot be had, ValueError for a tokenizer without a chat template.
     """
@@ -56,14 +60,17 @@ class StrictTrainer:
     api_key: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
+    grpc_port: int | None = 0
     parse_arguments: bool = False
     requests_kept: int = 4096
     _requests: "deque[SeenRequest]" = field(init=False, repr=False)
+    _completions: "deque[SeenCompletion]" = field(init=False, repr=False)
     _desk: Desk = field(init=False, repr=False)
     _open: AsyncExitStack = field(init=False, repr=False)
 
     async def __aenter__(self) -> Self:
         self._requests = deque(maxlen=self.requests_kept)
+        self._completions = deque(maxlen=self.requests_kept)
         async with AsyncExitStack() as stack:
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strict-trainer")
             stack.callback(thread.shutdown, wait=False)
@@ -72,6 +79,10 @@ class StrictTrainer:
             listener = await Listener.open(app, self.host, self.port)
             stack.push_async_callback(listener.close)
             self.port = listener.port
+            if self.grpc_port is not None:
+                server = CompletionServer(CompletionService(self._desk, self.api_key, self._completions))
+                self.grpc_port = await server.open(self.host, self.grpc_port)
+                stack.push_async_callback(server.close)
             self._open = stack.pop_all()
         return self
 
@@ -83,13 +94,24 @@ class StrictTrainer:
     @property
     def url(self) -> str:
         """The base URL, without a trailing slash: what goes into `server_url`."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{target(self.host, self.port)}"
+
+    @property
+    def grpc_target(self) -> str:
+        """What a gRPC channel is opened to. ValueError if the trainer does not listen for gRPC."""
+        if self.grpc_port is None:
+            raise ValueError("this trainer does not listen for gRPC")
+        return target(self.host, self.grpc_port)
 
     @property
     def requests(self) -> tuple[SeenRequest, ...]:
-        """The requests for completions that came, oldest first, refused ones too."""
+        """The requests for completions that came over HTTP, oldest first, refused ones too."""
         return tuple(self._requests)
+
+    @property
+    def completions(self) -> tuple[SeenCompletion, ...]:
+        """The same for gRPC."""
+        return tuple(self._completions)
 
     def verdict(self, rollout_id: str) -> Verdict | None:
         """What the judge found about one rollout; None where no call came under this id."""
@@ -112,5 +134,5 @@ class StrictTrainer:
             thread, lambda: PlainRenderer.load(self.tokenizer_dir, parse_arguments=self.parse_arguments)
         )
         judge = Judge(await load)
-        told = ToolsTold(self.tools, self.tools_from) if self.render_tools else ToolsTold(None, None)
-        return Desk(judge, Engine(judge, self.model, self.scripts), told, thread)
+        tools = ToolsTold(self.tools, self.tools_from, rendered=self.render_tools)
+        return Desk(judge, Engine(judge, self.model, self.scripts), tools, thread)

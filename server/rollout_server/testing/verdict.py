@@ -66,7 +66,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All that the judge knows of one rollout id.
+    """All that the judge knows of one rollout id (over gRPC: of one conversation, see `Call.key`).
 
     `faults` names the failures that the trainer committed on purpose, as ``turn 2: reset``. `earlier` holds the verdicts
     of earlier rollouts under the same id, oldest first and at most `EARLIER_KEPT` of them.

@@ -257,7 +257,9 @@ class ToolSet(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """SHA-256 over the JSON text of the tools in order (32 bytes)."""
+    """SHA-256 (32 bytes) over the tools in order: of each the name, description and schema in UTF-8, each behind its length in bytes
+    as a little-endian uint32, then one byte, 1 if strict and 0 if not.
+    """
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
         """The tools; empty when the digest names a list that was sent before in this rollout. A rollout without tools has a digest too."""

@@ -1,0 +1,132 @@
+"""A caller for the strict trainer: the server's side of the synchronous dialect, as small as it can be said."""
+
+import asyncio
+import json
+import operator
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+from rollout_server.testing.trainer import StrictTrainer
+from transformers import AutoTokenizer
+
+QUESTION = [
+    {"role": "system", "content": "You are a helpful calculator assistant with access to calculator tools."},
+    {"role": "user", "content": "Please calculate 5 plus 3, and then multiply the result by 2."},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"{name} two numbers",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+                "required": ["a", "b"],
+            },
+        },
+    }
+    for name in ("add", "subtract", "multiply", "divide")
+]
+_RUN = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv}
+
+
+def run_tool(call: dict[str, Any]) -> dict[str, Any]:
+    """The tool message for one call."""
+    try:
+        arguments = call["function"]["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        text = str(_RUN[call["function"]["name"]](arguments["a"], arguments["b"]))
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+        text = f"Error: {type(error).__name__}"
+    return {"role": "tool", "content": text, "tool_call_id": call["id"]}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that the trainer tells nobody about."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
+
+
+@dataclass
+class Caller:
+    """Calls a trainer turn by turn; the mask's length is the difference of its own renderings, as the protocol has it."""
+
+    client: httpx.AsyncClient
+    tokenizer: Any
+    rollout_id: str = "r"
+    tools: Sequence[Any] | None = None
+    messages: list[Any] = field(default_factory=lambda: list(QUESTION))
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    _last: int = 0
+
+    def rendered(self) -> int:
+        ids = self.tokenizer.apply_chat_template(
+            self.messages, tools=self.tools, add_generation_prompt=True, return_dict=False
+        )
+        return len(ids)
+
+    def mask(self) -> list[int] | None:
+        if not self.answers:
+            return None
+        return [0] * (self.rendered() - self._last - len(self.answers[-1]["token_ids"])) or None
+
+    async def post(self, **changes: Any) -> httpx.Response:
+        """The right call, or with `changes` a wrong one; nothing is taken over from the answer."""
+        body = {"model": "default", "rollout_id": self.rollout_id, "messages": self.messages, "logprobs": True}
+        return await self.client.post("/v1/chat/completions", json=body | {"response_mask": self.mask()} | changes)
+
+    async def turn(self, **changes: Any) -> dict[str, Any]:
+        """One accepted turn; the answer's tools have run afterwards."""
+        response = await self.post(**changes)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        self._last = self.rendered()
+        self.answers.append(answer)
+        message = answer["choices"][0]["message"]
+        self.messages.append(message)
+        self.messages.extend(run_tool(call) for call in message.get("tool_calls") or [])
+        return answer
+
+    async def play(self, turns: int = 20) -> None:
+        """Turns until an answer calls no tools, or `turns` are done."""
+        for _ in range(turns):
+            answer = await self.turn()
+            if not answer["choices"][0]["message"].get("tool_calls"):
+                return
+
+
+@pytest.fixture(scope="session")
+def toy() -> Any:
+    return AutoTokenizer.from_pretrained(TOY_TOKENIZER)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Callable[[StrictTrainer], httpx.AsyncClient]]:
+    """`client(trainer)`: one client for each trainer."""
+    opened: dict[str, httpx.AsyncClient] = {}
+
+    def connect(trainer: StrictTrainer) -> httpx.AsyncClient:
+        if trainer.url not in opened:
+            limits = httpx.Limits(max_connections=None)
+            opened[trainer.url] = httpx.AsyncClient(base_url=trainer.url, timeout=60, limits=limits, verify=False)
+        return opened[trainer.url]
+
+    yield connect
+    for each in opened.values():
+        await each.aclose()
+
+
+@pytest.fixture
+def caller(client: Callable[[StrictTrainer], httpx.AsyncClient], toy: Any) -> Callable[..., Caller]:
+    """`caller(trainer, rollout_id=..., messages=..., tools=...)`."""
+
+    def make(trainer: StrictTrainer, **options: Any) -> Caller:
+        return Caller(client(trainer), options.pop("tokenizer", toy), **options)
+
+    return make
