@@ -6,6 +6,7 @@ import inspect
 import math
 from abc import ABCMeta
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from numbers import Real
 from typing import Any, cast
 
@@ -59,13 +60,12 @@ class Agent(metaclass=_AgentClass):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        for attribute in _CHECKED:
+            if attribute in vars(cls):
+                setattr(cls, attribute, _settled(f"agent class {cls.__name__}", attribute, vars(cls)[attribute]))
         if "description" not in vars(cls) and cls.__doc__:
             cls.description = inspect.cleandoc(cls.__doc__)
         cls.replayable = _is_replayable(cls)
-        for attribute in _CHECKED:
-            value = vars(cls).get(attribute)
-            if value is not None and not isinstance(value, property):
-                setattr(cls, attribute, _settled(f"agent class {cls.__name__}", attribute, value))
         for method in ("play", "reward"):
             if not inspect.iscoroutinefunction(getattr(cls, method)):
                 raise TypeError(f"agent class {cls.__name__}: {method} must be `async def`")
@@ -106,6 +106,12 @@ def _settled(owner: str, attribute: str, value: object) -> object:
     if not isinstance(value, wanted):
         said = "is missing" if value is None else f"is {value!r}"
         raise TypeError(f"{owner}: {attribute} {said}, a {wanted.__name__} is needed")
+    if isinstance(value, Limits):
+        wrong = [
+            f"{f.name}={bound!r}" for f in fields(value) if not ((bound := getattr(value, f.name)) is None or bound > 0)
+        ]
+        if wrong:
+            raise ValueError(f"{owner}: limits must be positive or None, not {', '.join(wrong)}")
     if attribute in ("name", "version") and isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{owner}: {attribute} must not be blank")
@@ -118,7 +124,7 @@ def _as_tools(candidates: object, owner: str) -> Sequence[Tool]:
     if not isinstance(candidates, Sequence) or isinstance(candidates, str):
         raise TypeError(f"{owner}: tools must be a list or tuple of tools, not {candidates!r}")
     tools = tuple(_as_tool(candidate, owner) for candidate in candidates)
-    names = [tool.name for tool in tools]
+    names = [each.name for each in tools]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
         raise ValueError(f"{owner}: more than one tool has the name {', '.join(map(repr, doubled))}")
@@ -129,7 +135,10 @@ def _as_tool(candidate: object, owner: str) -> Tool:
     if isinstance(candidate, FunctionTool):
         return candidate
     if inspect.isfunction(candidate) or inspect.ismethod(candidate):
-        return tool(candidate)
+        try:
+            return tool(candidate)
+        except TypeError as error:
+            raise TypeError(f"{owner}: {error}") from error
     texts = [getattr(candidate, name, None) for name in ("name", "description", "parameters_json_schema")]
     if isinstance(candidate, type) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{owner}: {candidate!r} is neither a tool nor a function")
@@ -143,16 +152,19 @@ def _verdict(judgement: object, where: str) -> Verdict:
         return Verdict()
     if not isinstance(judgement, Verdict):
         return Verdict(_number(judgement, where))
-    if judgement.reward is not None:
-        _number(judgement.reward, f"{where} in a Verdict")
-    for name, score in (judgement.scores or {}).items():
-        _number(score, f"{where} with score {name!r}")
     try:
         if judgement.extra_json:
             parse_object(judgement.extra_json)
     except MalformedMessage as error:
         raise ValueError(f"{where} in a Verdict: extra_json must be one JSON object: {error}") from None
-    return judgement
+    reward, scores = judgement.reward, judgement.scores
+    return replace(
+        judgement,
+        reward=None if reward is None else _number(reward, f"{where} in a Verdict"),
+        scores=None
+        if scores is None
+        else {key: _number(value, f"{where}, score {key!r},") for key, value in scores.items()},
+    )
 
 
 def _number(value: object, where: str) -> float:

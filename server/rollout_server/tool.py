@@ -28,8 +28,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_COMPLAINTS = 5
-_SHOWN = 60
+_COMPLAINTS, _SHOWN = 5, 60
 _SHOULD_BE = "Input should be "
 
 
@@ -159,6 +158,7 @@ def _parameters(function: Callable[..., object]) -> tuple[TypeAdapter[dict[str, 
 
 
 _DROPPED = ("title", "$defs", "$ref", "anyOf", "oneOf", "const", "discriminator")
+_IMPLIED = (("additionalProperties", False), ("additionalProperties", True), ("default", None))
 _VERBATIM = ("default", "enum", "examples", "required")
 _ORDER = ("type", "description", "enum", "items", "properties", "required")
 # Pydantic's own words for bounds that it puts on a union as a whole.
@@ -180,9 +180,7 @@ def _plain(node: Mapping[str, JSON], defs: Mapping[str, Mapping[str, JSON]], ins
     if "const" in node:
         shaped["enum"] = [node["const"]]
     for key, value in node.items():
-        if key in _DROPPED or (key == "additionalProperties" and isinstance(value, bool)):
-            continue
-        if key == "default" and value is None:
+        if key in _DROPPED or (key, value) in _IMPLIED:
             continue
         shaped[_BOUNDS.get(key, key)] = _inner(key, value, defs, inside)
     if "properties" in shaped:
@@ -228,9 +226,7 @@ def _complaint(details: Sequence[ErrorDetails]) -> str:
     texts = list(dict.fromkeys(_one_line(detail["msg"]) for detail in details))
     if not all(text.startswith(_SHOULD_BE) for text in texts):
         return " or ".join(texts)
-    shown = json.dumps(details[0]["input"], ensure_ascii=False, default=repr)
-    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-    return f"must be {' or '.join(text.removeprefix(_SHOULD_BE) for text in texts)}, not {shown}"
+    return f"must be {' or '.join(text.removeprefix(_SHOULD_BE) for text in texts)}, not {_shown(details[0]['input'])}"
 
 
 def _path(detail: ErrorDetails, arguments: JSON) -> str:
@@ -240,8 +236,14 @@ def _path(detail: ErrorDetails, arguments: JSON) -> str:
         if isinstance(value, list) and isinstance(key, int):
             path, value = f"{path}[{key}]", value[key] if key < len(value) else None
         elif isinstance(value, Mapping) and isinstance(key, str) and (key in value or missing):
-            path, value = f"{path}.{key}" if path else key, value.get(key)
+            name = key if key.isidentifier() else f"[{_shown(key)}]"
+            path, value = f"{path}.{name}" if path else name, value.get(key)
     return path
+
+
+def _shown(value: object) -> str:
+    text = _one_line(json.dumps(value, ensure_ascii=False, default=repr))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _one_line(text: str) -> str:

@@ -75,7 +75,7 @@ class Machine:
         self._metrics = Metrics()
         self._warnings: list[Warned] = []
         self._tool_turns = 0
-        self._called_in = 0
+        self._calls = 0
         self._pending: dict[int, ToolStarted] = {}
         self._returned: dict[int, ToolReturned] = {}
         self._last_answer: Answered | None = None
@@ -115,9 +115,9 @@ class Machine:
         if over is not None:
             return over
         limit = self.limits.tool_turns
-        if limit is not None and self._called_in != self.turn and self._tool_turns >= limit:
+        if limit is not None and not self._calls and self._tool_turns >= limit:
             return Over(self._stop("max_turns"))
-        return tuple(ToolStarted(self.turn, index, call) for index, call in enumerate(calls))
+        return tuple(ToolStarted(self.turn, index, call) for index, call in enumerate(calls, start=self._calls))
 
     def natural_stop(self) -> Stop:
         """How a rollout ends whose agent has nothing more to do: a token limit that was met goes first."""
@@ -150,6 +150,7 @@ class Machine:
     def _asked(self, record: Asked) -> None:
         self._require(self.state is State.OPEN and record == self.ask(), record)
         self.turn = record.turn
+        self._calls = 0
         self.state = State.ASKING
 
     def _answered(self, record: Answered) -> tuple[Consequence, ...]:
@@ -211,11 +212,10 @@ class Machine:
         self._add(record.messages)
 
     def _tool_started(self, record: ToolStarted) -> None:
-        fits = record.index == len(self._pending) + len(self._returned) and record.turn == self.turn
+        fits = record.index == self._calls and record.turn == self.turn
         self._require(self.state in (State.OPEN, State.CALLING) and fits, record)
-        if self._called_in != self.turn:
-            self._called_in = self.turn
-            self._tool_turns += 1
+        self._tool_turns += not self._calls
+        self._calls += 1
         self._pending[record.index] = record
         self.state = State.CALLING
 

@@ -1,54 +1,107 @@
-"""Drives one rollout from its first turn to its outcome. The one boundary at which an agent's failures are caught."""
+"""Drives one rollout from its first turn to its outcome. The one boundary at which an agent's failures are caught.
+
+An agent's code is foreign: it may raise anything, swallow anything and sleep for ever. So its play is a task that is waited for
+beside the rollout's own end, and whatever comes first decides: the end that the run has met (a limit, a failed trainer), a
+wish to end (cancel, time), or play itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from rollout_server.core.outcome import Category, End, Failure, Stop, Verdict
 from rollout_server.core.record import Ended
-from rollout_server.runtime.port import Sampler
+from rollout_server.runtime.port import OpenSampler
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.run import RolloutOver, Run
+from rollout_server.runtime.run import Run
 from rollout_server.runtime.toolbox import Toolbox
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 GRACE_SECONDS = 5.0
 """How long an agent may take to give way after its rollout has ended."""
 
 
-async def drive(rollout: Rollout, sampler: Sampler) -> None:
-    """Plays the rollout and records its end: whatever comes first of the agent's own, the time limit, and a wish to end."""
+class _Crashed(Exception):
+    """An agent's code raised something that asyncio would not keep to itself, such as SystemExit."""
+
+
+async def drive(rollout: Rollout, open_sampler: OpenSampler) -> None:
+    """Plays the rollout, has it judged, and records its end."""
     started = rollout.clock.monotonic()
     queued_ms = rollout.queued_ms()
-    run = Run(rollout, sampler, Toolbox(rollout.agent.tools))
-    play = asyncio.create_task(_play(rollout, run), name=f"play {rollout.uid}")  # begins at the first await
     end: End = Failure(Category.INTERRUPTED, "The server stopped before the rollout had ended; ask for it again")
     verdict = Verdict()
+    tasks: list[asyncio.Task[Any]] = []
     try:
         with _time_limit(rollout):
-            await asyncio.wait(_either(play, rollout.ending), return_when=asyncio.FIRST_COMPLETED)
-        end, verdict = _ended(rollout, play)
+            run = _open(rollout, open_sampler)
+            end = (
+                await _play(rollout, run, tasks)
+                if run is not None
+                else _failure(rollout, "sampler could not be opened")
+            )
+            if isinstance(end, Stop) and run is not None:
+                end, verdict = await _judge(rollout, run, end, tasks)
     finally:
-        play.cancel()
+        for task in tasks:
+            task.cancel()
         rollout.record(Ended(end, verdict, 1000 * (rollout.clock.monotonic() - started), queued_ms))
-    await _give_way(play)
+    await _give_way(tasks)
 
 
-def _either(*futures: asyncio.Future[Any]) -> set[asyncio.Future[Any]]:
-    return set(futures)
+def _open(rollout: Rollout, open_sampler: OpenSampler) -> Run | None:
+    try:
+        sampler = open_sampler(rollout.uid, rollout.spec, rollout.agent.tools)
+        return Run(rollout, sampler, Toolbox(rollout.agent.tools))
+    except Exception:  # a fault of ours, and it must not hold the queue
+        _log.exception("no sampler for the rollout", extra=_where(rollout))
+        return None
 
 
-def _ended(rollout: Rollout, play: asyncio.Task[tuple[End, Verdict]]) -> tuple[End, Verdict]:
+async def _play(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> End:
+    play = _start(rollout.agent.perform(run), f"play {rollout.uid}", tasks)
+    await _first_of(play, rollout.ending, run.over)
+    if run.over.done():
+        await asyncio.wait({play}, timeout=GRACE_SECONDS)  # what it still does may be part of the reward
+        return run.over.result()
     if not play.done():
+        return rollout.ending.result()
+    if play.cancelled() or play.exception() is not None:
+        return _agent_failed(rollout, "play", play)
+    return rollout.machine.natural_stop()
+
+
+async def _judge(rollout: Rollout, run: Run, stop: Stop, tasks: list[asyncio.Task[Any]]) -> tuple[End, Verdict]:
+    judge = _start(rollout.agent.judge(run), f"judge {rollout.uid}", tasks)
+    await _first_of(judge, rollout.ending)
+    if not judge.done():
         return rollout.ending.result(), Verdict()
-    if play.cancelled():  # by the agent's own doing: nobody else has cancelled it yet
-        return _agent_failure(rollout, "play"), Verdict()
-    return play.result()
+    if judge.cancelled() or judge.exception() is not None:
+        return _agent_failed(rollout, "reward", judge), Verdict()
+    return stop, judge.result()
+
+
+def _start(work: Coroutine[Any, Any, _T], name: str, tasks: list[asyncio.Task[Any]]) -> asyncio.Task[_T]:
+    task = asyncio.create_task(_contained(work), name=name)
+    tasks.append(task)
+    return task
+
+
+async def _contained(work: Coroutine[Any, Any, _T]) -> _T:
+    try:
+        return await work
+    except SystemExit as error:
+        raise _Crashed(f"SystemExit({error.code!r})") from error
+
+
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(set(futures), return_when=asyncio.FIRST_COMPLETED)
 
 
 @contextmanager
@@ -72,40 +125,28 @@ def _time_over(rollout: Rollout, seconds: float) -> None:
     rollout.ask_to_end(Failure(Category.TIMEOUT, text, turn))
 
 
-async def _play(rollout: Rollout, run: Run) -> tuple[End, Verdict]:
-    end = await _end_of_play(rollout, run)
-    if not isinstance(end, Stop):
-        return end, Verdict()
-    try:
-        return end, await rollout.agent.judge(run)
-    except (Exception, RolloutOver):  # the boundary to an author's code
-        _log.exception("the reward of agent %s failed", rollout.agent.name, extra=_where(rollout))
-        return _agent_failure(rollout, "reward"), Verdict()
+def _agent_failed(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Failure:
+    error = None if task.cancelled() else task.exception()
+    _log.error("the %s of agent %s failed", part, rollout.agent.name, exc_info=error, extra=_where(rollout))
+    return _failure(rollout, f"agent's {part} failed")
 
 
-async def _end_of_play(rollout: Rollout, run: Run) -> End:
-    try:
-        await rollout.agent.perform(run)
-    except RolloutOver as over:
-        return over.end
-    except Exception:  # the boundary to an author's code
-        _log.exception("agent %s failed", rollout.agent.name, extra=_where(rollout))
-        return run.over or _agent_failure(rollout, "play")
-    return run.over or rollout.machine.natural_stop()
-
-
-def _agent_failure(rollout: Rollout, part: str) -> Failure:
+def _failure(rollout: Rollout, what: str) -> Failure:
     turn = rollout.machine.turn
-    text = f"The agent's {part} failed in turn {turn}; the server's log has the reason under rollout {rollout.uid}"
+    text = f"The {what} in turn {turn}; the server's log has the reason under rollout {rollout.uid}"
     return Failure(Category.INTERNAL, text, turn)
 
 
-async def _give_way(play: asyncio.Task[tuple[End, Verdict]]) -> None:
-    done, _ = await asyncio.wait({play}, timeout=GRACE_SECONDS)
-    if not done:
-        _log.warning("%s does not give way to its cancellation and is left alone", play.get_name())
-    elif not play.cancelled() and play.exception() is not None:
-        _log.error("%s failed", play.get_name(), exc_info=play.exception())
+async def _give_way(tasks: list[asyncio.Task[Any]]) -> None:
+    """Waits for the agent's tasks to take note of their cancellation. A place that one of them holds for ever would be lost."""
+    if not tasks:
+        return
+    done, pending = await asyncio.wait(tasks, timeout=GRACE_SECONDS)
+    for task in pending:
+        _log.warning("%s does not give way to its cancellation and is left alone", task.get_name())
+    for task in done:
+        if not task.cancelled():
+            task.exception()  # it has been told of, or came after the end
 
 
 def _where(rollout: Rollout) -> dict[str, object]:

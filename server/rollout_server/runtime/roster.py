@@ -46,8 +46,8 @@ class Roster:
         self._clock = clock
         self._places: dict[str, Place] = {}
         self._requests: dict[tuple[str, str, str], str] = {}
-        self._queue: list[tuple[int, int, Rollout]] = []
-        self._waiting = 0
+        self._queue: list[tuple[int, int, str]] = []
+        self._waiting: dict[str, Rollout] = {}
         self._numbers = count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._kept: list[str] = []
@@ -60,7 +60,7 @@ class Roster:
     @property
     def queued(self) -> int:
         """Rollouts that wait now."""
-        return self._waiting
+        return len(self._waiting)
 
     def agent(self, name: str) -> PlaysRuns:
         """The agent of that name; the default one for an empty name. Raises `NotFound`."""
@@ -82,7 +82,7 @@ class Roster:
         key = (wish.caller, spec.completions.url, wish.request_id) if wish.request_id else None
         known = self._known(wish, key, print_)
         if known is not None:
-            if wish.credentials != Credentials():
+            if wish.credentials != Credentials() and known.outcome is None:
                 known.credentials = wish.credentials
             return known, True
         return self._take(replace(wish, spec=spec), agent, print_, key), False
@@ -126,8 +126,9 @@ class Roster:
         now = self._clock.wall()
         kept = 0
         for kept, uid in enumerate(self._kept):
-            finished = self._places[uid].rollout.finished or now
-            if len(self._kept) - kept <= self.capacity.finished and now - finished < self.capacity.finished_seconds:
+            finished = self._places[uid].rollout.finished
+            young = finished is not None and now - finished < self.capacity.finished_seconds
+            if young and len(self._kept) - kept <= self.capacity.finished:
                 break
             self._drop(uid)
         else:
@@ -138,7 +139,7 @@ class Roster:
         """Takes nothing new, lets rollouts finish for `grace` seconds, then ends those that are left as interrupted."""
         self.draining = True
         text = "the server stopped while the rollout ran; start it again"
-        if self._tasks or self._waiting:
+        if self._tasks:
             await self._idle(grace)
         for place in list(self._places.values()):
             place.rollout.ask_to_end(Failure(Category.INTERRUPTED, text, place.rollout.machine.turn))
@@ -166,8 +167,8 @@ class Roster:
     def _take(self, wish: Wish, agent: PlaysRuns, print_: str, key: tuple[str, str, str] | None) -> Rollout:
         if self.draining:
             raise Draining("the server is stopping and takes no new rollouts", retry_after=1.0)
-        if self.running >= self.capacity.running and self._waiting >= self.capacity.queued:
-            raise Busy(f"{self.running} rollouts run and {self._waiting} wait; ask again later", retry_after=1.0)
+        if self.running >= self.capacity.running and self.queued >= self.capacity.queued:
+            raise Busy(f"{self.running} rollouts run and {self.queued} wait; ask again later", retry_after=1.0)
         rollout = Rollout(self._new_uid(), wish.spec, agent, self._clock)
         rollout.credentials = wish.credentials
         place = Place(next(self._numbers), wish.caller, rollout, print_, key, wish.until_received)
@@ -175,22 +176,20 @@ class Roster:
         if key is not None:
             self._requests[key] = rollout.uid
         rollout.ending.add_done_callback(lambda _: self._end_queued(rollout))
-        heapq.heappush(self._queue, (-wish.spec.priority, place.number, rollout))
-        self._waiting += 1
+        heapq.heappush(self._queue, (-wish.spec.priority, place.number, rollout.uid))
+        self._waiting[rollout.uid] = rollout
         self._fill()
         return rollout
 
     def _fill(self) -> None:
         while self._queue and self.running < self.capacity.running:
-            rollout = heapq.heappop(self._queue)[2]
-            if rollout.state is RolloutState.QUEUED:
-                self._waiting -= 1
+            rollout = self._waiting.pop(heapq.heappop(self._queue)[2], None)
+            if rollout is not None:  # else it ended while it waited
                 self._run(rollout)
 
     def _run(self, rollout: Rollout) -> None:
         rollout.running = True
-        sampler = self._open_sampler(rollout.uid, rollout.spec, rollout.agent.tools)
-        task = asyncio.create_task(drive(rollout, sampler), name=f"drive {rollout.uid}")
+        task = asyncio.create_task(drive(rollout, self._open_sampler), name=f"drive {rollout.uid}")
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._finished(done, rollout))
 
@@ -203,9 +202,8 @@ class Roster:
 
     def _end_queued(self, rollout: Rollout) -> None:
         """A rollout that is to end before it found a place ends at once."""
-        if rollout.state is not RolloutState.QUEUED:
+        if self._waiting.pop(rollout.uid, None) is None:
             return
-        self._waiting -= 1
         rollout.record(Ended(rollout.ending.result(), queued_ms=rollout.queued_ms()))
         self._keep(rollout)
 

@@ -21,7 +21,7 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 from rollout_server.core.spec import DriftPolicy
-from rollout_server.runtime.port import Ask, Failed, Sampler, ToolError
+from rollout_server.runtime.port import Ask, Failed, Sampler
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.toolbox import Toolbox, ToolResult
 
@@ -61,7 +61,8 @@ class Run:
         self._sampler = sampler
         self._toolbox = toolbox
         self._asked_messages = 0
-        self.over: End | None = None
+        self._ignored = 0
+        self.over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
 
     @property
     def uid(self) -> str:
@@ -96,7 +97,7 @@ class Run:
 
     async def sample(self) -> Reply:
         """Asks the model for the next message. Raises `RolloutOver` when a limit is met or the trainer fails."""
-        self._check()
+        await self._check()
         asked = self._machine.ask()
         if isinstance(asked, Over):
             self._end(asked.stop)
@@ -114,15 +115,19 @@ class Run:
             answered = await self._sampler.sample(ask)
         except Failed as failed:
             self._end(failed.failure)
+        except asyncio.CancelledError:
+            self._gave_up(asked.turn)
+            raise
         self._follow_drift_policy(self._record(answered))
         return self._reply(answered)
 
     async def call(self, calls: Iterable[ToolCall]) -> Sequence[ToolResult]:
         """Runs tool calls at the same time and appends their results in the calls' order.
 
-        Raises `RolloutOver` when a limit is met. A tool that fails answers the model.
+        Raises `RolloutOver` when a limit is met. A tool that fails answers the model, and so does one that the agent stops
+        waiting for.
         """
-        self._check()
+        await self._check()
         started = self._machine.start_calls(calls)
         if isinstance(started, Over):
             self._end(started.stop)
@@ -134,7 +139,7 @@ class Run:
 
     async def append(self, *messages: Mapping[str, JSON]) -> None:
         """Adds messages to the conversation. They do not train."""
-        self._check()
+        await self._check()
         try:
             written = tuple(Message.write(message) for message in messages)
         except (MalformedMessage, TypeError, ValueError) as error:
@@ -144,29 +149,50 @@ class Run:
 
     def note(self, code: str, text: str) -> None:
         """Leaves a remark that watchers see."""
-        self._check()
-        self._rollout.record(Note(self.turn, code, text))
+        if self._machine.state is not State.ENDED:
+            self._rollout.record(Note(self.turn, code, text))
 
     async def finish(self, reason: str = "stop") -> NoReturn:
         """Ends the rollout with a word of the agent's own."""
-        self._check()
+        await self._check()
         stop = self._machine.natural_stop()
         self._end(Stop(reason, stop.truncated))
 
     async def _call(self, intent: ToolStarted) -> ToolResult:
         started = self._rollout.clock.monotonic()
+        try:
+            result = await self._run_tool(intent)
+        except asyncio.CancelledError:
+            self._return(
+                intent, ToolResult(intent.call, "Error: The call was given up before it returned", True), started
+            )
+            raise
+        self._return(intent, result, started)
+        return result
+
+    async def _run_tool(self, intent: ToolStarted) -> ToolResult:
         limit = self._machine.limits.calls_per_turn
         if limit is not None and intent.index >= limit:
-            error = ToolError(f"Too many tool calls in one turn; the first {limit} ran")
-            result = ToolResult(intent.call, f"Error: {error}", failed=True)
-        else:
-            result = await self._toolbox.run(intent.call)
+            text = f"Error: Too many tool calls in one turn; the first {limit} ran"
+            return ToolResult(intent.call, text, failed=True)
+        return await self._toolbox.run(intent.call)
+
+    def _return(self, intent: ToolStarted, result: ToolResult, started: float) -> None:
         elapsed = 1000 * (self._rollout.clock.monotonic() - started)
         if self._machine.state is not State.ENDED:
             self._record(
                 ToolReturned(intent.turn, intent.index, intent.call, result.message(), result.failed, elapsed),
             )
-        return result
+
+    def _gave_up(self, turn: int) -> None:
+        """The agent stopped waiting for an answer. The trainer may count it, so that the next turn would not fit."""
+        if self._rollout.ending.done() or self._machine.state is State.ENDED:
+            return
+        text = (
+            f"turn {turn}: the agent stopped waiting for the trainer's answer. The turn may have been generated, so the rollout "
+            "cannot go on without it"
+        )
+        self._decide(Failure(Category.INTERNAL, text, turn))
 
     def _follow_drift_policy(self, logged: Sequence[Record]) -> None:
         if self._rollout.spec.on_drift is not DriftPolicy.FAIL:
@@ -194,11 +220,12 @@ class Run:
             raise RolloutOver(self._outcome_end())
         return self._rollout.record(record)
 
-    def _check(self) -> None:
-        if self.over is not None:
-            raise RolloutOver(self.over)
-        if self._machine.state is State.ENDED:
-            raise RolloutOver(self._outcome_end())
+    async def _check(self) -> None:
+        if self.over.done() or self._machine.state is State.ENDED:
+            # Code that swallows its end and asks again must neither stop the event loop nor keep it busy.
+            await asyncio.sleep(min(1.0, 0.01 * self._ignored))
+            self._ignored += 1
+            raise RolloutOver(self.over.result() if self.over.done() else self._outcome_end())
         if self._machine.state is not State.OPEN:
             raise AgentMistake(
                 f"the rollout is {self._machine.state.value} in turn {self.turn}: await what is under way before asking for more"
@@ -208,8 +235,12 @@ class Run:
         outcome = self._machine.outcome
         return outcome.end if outcome is not None else Stop("stop")
 
+    def _decide(self, end: End) -> None:
+        if not self.over.done():
+            self.over.set_result(end)
+
     def _end(self, end: End) -> NoReturn:
-        self.over = end
+        self._decide(end)
         raise RolloutOver(end)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,12 +33,17 @@ class Toolbox:
         self._tools = {tool.name: tool for tool in tools}
 
     async def run(self, call: ToolCall) -> ToolResult:
-        """Runs one call. Raises nothing but cancellation."""
+        """Runs one call. Raises nothing but the caller's own cancellation."""
         try:
             return ToolResult(call, await self._run(call), failed=False)
         except ToolError as error:
             return ToolResult(call, f"Error: {error}", failed=True)
-        except Exception as error:  # the boundary to a tool author's code
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return ToolResult(call, "Error: The tool was cancelled", failed=True)
+        except (Exception, SystemExit) as error:  # the boundary to a tool author's code
             _log.debug("tool %s raised %s", call.name, type(error).__name__, exc_info=True)
             return ToolResult(call, f"Error: {error}" if str(error) else f"Error: {type(error).__name__}", failed=True)
 

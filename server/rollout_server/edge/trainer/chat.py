@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Annotated
 
 import msgspec
@@ -32,17 +33,11 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
 class _Body(msgspec.Struct):
     choices: list[_Choice]
     token_ids: list[_TokenId] | None = None
     prompt_token_ids: list[_TokenId] | None = None
     logprobs: msgspec.Raw = _NULL
-    usage: _Usage | None = None
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -134,12 +129,13 @@ def _check_content(fields: Mapping[str, JSON]) -> None:
 
 
 def _logprobs(raw: msgspec.Raw, length: int) -> Logprobs | None:
-    """The logprobs, or None where they are absent, of another length or of another shape."""
+    """The logprobs, or None where they are absent, of another length or shape, or no 32-bit numbers."""
     try:
         values = _logprobs_decoder.decode(raw)
     except msgspec.DecodeError:
         return None
-    return pack_logprobs(values) if len(values) == length else None
+    packed = pack_logprobs(values)
+    return packed if len(packed) == length and all(map(isfinite, packed)) else None
 
 
 def _malformed(turn: int, what: str) -> Failed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 from yarl import URL
@@ -24,7 +24,7 @@ class HttpSettings:
     Args:
         timeout: seconds for one completion.
         connections: open at the same time; more requests wait for one.
-        keepalive: seconds that an idle connection is kept. Less than a trainer keeps it (uvicorn: 5), because a request
+        keepalive: seconds that an idle connection is kept. Less than any trainer keeps it (uvicorn: 5), because a request
             sent into a connection that is being closed can neither be answered nor safely repeated.
         connect_attempts: how often a connection that is refused is tried.
         max_answer_bytes: the largest answer that is read.
@@ -32,7 +32,7 @@ class HttpSettings:
 
     timeout: float = 300.0
     connections: int = 10_000
-    keepalive: float = 4.0
+    keepalive: float = 0.5
     connect_attempts: int = 3
     max_answer_bytes: int = 64 * 1024 * 1024
 
@@ -43,7 +43,7 @@ class HttpRequest:
 
     url: str
     body: bytes
-    headers: dict[str, str]
+    headers: dict[str, str] = field(repr=False)
     turn: int
     deadline: float | None = None
 
@@ -101,6 +101,9 @@ class HttpClient:
 
     async def _post(self, request: HttpRequest, attempts: int) -> HttpAnswer:
         session = self._open()
+        # Two rounds of the event loop, in which it takes note of pooled connections that were closed while it was busy.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
         # The URL was checked as it stands; encoding it again could make another one of it.
         url = URL(request.url, encoded=True)
         async with session.post(url, data=request.body, headers=request.headers, allow_redirects=False) as response:

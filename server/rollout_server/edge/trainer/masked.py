@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from rollout_server.core.message import JSON, parse_object
 from rollout_server.core.outcome import Category, Failure
@@ -18,6 +20,7 @@ from rollout_server.edge.trainer.client import TRAINER_TEXT, HttpAnswer, HttpCli
 from rollout_server.runtime.port import Ask, Failed, Tool
 
 _LARGE = 1024 * 1024
+_LOOKED_AT = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +142,8 @@ def _negative(turn: int, length: int) -> Failure:
 
 
 def _refused(reply: HttpAnswer, turn: int, credential: str) -> Failure:
-    text = reply.body[: 4 * TRAINER_TEXT].decode("utf-8", "replace").strip()
-    if credential:
-        text = text.replace(credential, "[redacted]")
-    said = f": {text[:TRAINER_TEXT]}" if text else ""
+    text = _redacted(reply.body, credential)
+    said = f": {text}" if text else ""
     if reply.status == 429:
         category = Category.RATE_LIMITED
     elif reply.status >= 500:
@@ -153,3 +154,14 @@ def _refused(reply: HttpAnswer, turn: int, credential: str) -> Failure:
         category = Category.VALIDATION
         said = "; only 200 is an answer, and redirects are not followed"
     return Failure(category, f"turn {turn}: the trainer answered {reply.status}{said}", turn, reply.status)
+
+
+def _redacted(body: bytes, credential: str) -> str:
+    """The beginning of a trainer's text without the credential that it may repeat, escaped or cut off."""
+    window = body[:_LOOKED_AT].decode("utf-8", "replace")
+    if credential:
+        for form in {credential, json.dumps(credential)[1:-1], quote(credential, safe="")}:
+            window = window.replace(form, "[redacted]")
+        if len(body) > _LOOKED_AT:  # its end may be a part of one
+            window = window[: -len(credential) * 6]
+    return window.strip()[:TRAINER_TEXT]

@@ -1,0 +1,291 @@
+"""Agents: what a class may say, what is wrong about it and when that is told, and how its judgement is taken."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from rollout_server import Agent, Limits, Run, Verdict, tool
+from rollout_server.core.message import JSON
+from rollout_server.runtime.port import PlaysRuns, Tool
+
+
+@tool
+async def add(a: int, b: int) -> int:
+    """Add two numbers"""
+    return a + b
+
+
+def subtract(a: int, b: int) -> int:
+    """Subtract two numbers"""
+    return a - b
+
+
+class Remote:
+    """A tool that is no function."""
+
+    name = "remote"
+    description = "Elsewhere"
+    parameters_json_schema = '{"type": "object", "properties": {}, "required": []}'
+
+    async def run(self, arguments: Mapping[str, JSON]) -> str:
+        return "far away"
+
+
+class Plain(Agent):
+    """Plays the default loop.
+
+    Twice indented.
+    """
+
+    name = "plain"
+
+
+def test_what_a_class_leaves_out_is_filled_in() -> None:
+    agent: PlaysRuns = Plain()
+    assert (agent.name, agent.version, agent.tools, agent.limits) == ("plain", "1", (), Limits())
+    assert agent.description == "Plays the default loop.\n\nTwice indented."
+    assert agent.replayable
+
+
+def test_what_a_class_says_is_taken() -> None:
+    class Full(Agent):
+        """Not this."""
+
+        name = "full"
+        version = "2024-05"
+        description = "This"
+        tools = [add, Remote()]  # noqa: RUF012 - authors write lists, too
+        limits = Limits(turns=3)
+        replayable = False
+
+    agent = Full()
+    assert (agent.version, agent.description, agent.limits, agent.replayable) == (
+        "2024-05",
+        "This",
+        Limits(turns=3),
+        False,
+    )
+    assert [each.name for each in agent.tools] == ["add", "remote"]
+    assert isinstance(Full.tools, tuple)
+
+
+def test_a_description_is_inherited_where_a_class_has_no_docstring() -> None:
+    class Child(Plain):
+        name = "child"
+
+    class Bare(Agent):
+        name = "bare"
+
+    assert Child().description == Plain.description
+    assert Bare().description == ""
+
+
+async def test_plain_functions_become_tools() -> None:
+    class Mixed(Agent):
+        name = "mixed"
+        tools: Any = (add, subtract, Remote())
+
+    first, second, third = Mixed().tools
+    assert first is add
+    assert (second.name, second.description) == ("subtract", "Subtract two numbers")
+    assert await second.run({"a": 5, "b": 3}) == "2"
+    assert await third.run({}) == "far away"
+
+
+def test_tools_and_name_may_be_set_on_the_object() -> None:
+    class Own(Agent):
+        def __init__(self, name: str, *tools: Callable[..., object]) -> None:
+            self.name = name
+            self.tools = [*tools]  # type: ignore[list-item]
+
+    assert [each.name for each in Own("own", add, subtract).tools] == ["add", "subtract"]
+    with pytest.raises(ValueError, match="'add'"):
+        Own("own", add, add)
+    with pytest.raises(ValueError, match="name must not be blank"):
+        Own(" ")
+
+
+def test_a_dataclass_and_an_abstract_class_may_be_agents() -> None:
+    @dataclass(frozen=True)
+    class Frozen(Agent):
+        """Frozen."""
+
+        name: str = "frozen"
+        tools: Any = (subtract,)
+
+    class Base(Agent, ABC):
+        name = "base"
+
+        @abstractmethod
+        def prompt(self) -> str: ...
+
+    assert [each.name for each in Frozen().tools] == ["subtract"]
+    assert Frozen(name="other").name == "other"
+    with pytest.raises(TypeError, match="abstract"):
+        Base()  # type: ignore[abstract]
+
+
+async def own_play(self: Agent, run: Run) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("bases", "members", "replayable"),
+    [
+        ((Agent,), {}, True),
+        ((Agent,), {"play": own_play}, False),
+        ((Agent,), {"play": own_play, "replayable": True}, True),
+        ((Agent,), {"replayable": False}, False),
+        ((type("Mixin", (), {"play": own_play}), Agent), {}, False),
+    ],
+)
+def test_only_the_default_loop_is_replayable_unless_a_class_says_so(
+    bases: tuple[type, ...], members: dict[str, Any], replayable: bool
+) -> None:
+    assert type("Some", bases, {"name": "some", **members})().replayable is replayable
+
+
+def test_what_a_class_says_of_its_play_holds_for_that_play() -> None:
+    class Sure(Agent):
+        name = "sure"
+        replayable = True
+        play = own_play
+
+    class Same(Sure):
+        name = "same"
+
+    class Another(Sure):
+        name = "another"
+        play = own_play
+
+    assert Same().replayable
+    assert not Another().replayable
+
+
+@pytest.mark.parametrize(
+    ("members", "error", "says"),
+    [
+        ({"name": ""}, ValueError, "name must not be blank"),
+        ({"name": " \n"}, ValueError, "name must not be blank"),
+        ({"name": "x" * 257}, ValueError, "name has 257 characters, at most 256"),
+        ({"name": None}, TypeError, "name is missing, a str is needed"),
+        ({"name": 7}, TypeError, "name is 7, a str is needed"),
+        ({"version": 2}, TypeError, "version is 2, a str is needed"),
+        ({"version": ""}, ValueError, "version must not be blank"),
+        ({"description": 1}, TypeError, "description is 1"),
+        ({"limits": {"turns": 3}}, TypeError, "limits is {'turns': 3}, a Limits is needed"),
+        ({"limits": Limits(turns=0, bytes=5, seconds=-1.0)}, ValueError, "not turns=0, seconds=-1.0"),
+        ({"limits": Limits(seconds=float("nan"))}, ValueError, "seconds=nan"),
+        ({"replayable": "yes"}, TypeError, "replayable is 'yes', a bool is needed"),
+        ({"tools": add}, TypeError, "tools must be a list or tuple of tools"),
+        ({"tools": "add"}, TypeError, "tools must be a list or tuple of tools, not 'add'"),
+        ({"tools": {add}}, TypeError, "tools must be a list or tuple of tools"),
+        ({"tools": (add, 7)}, TypeError, "7 is neither a tool nor a function"),
+        ({"tools": (Remote,)}, TypeError, "Remote'> is neither a tool nor a function"),
+        ({"tools": (print,)}, TypeError, "print> is neither a tool nor a function"),
+        (
+            {"tools": (type("Sync", (Remote,), {"run": lambda self, arguments: ""})(),)},
+            TypeError,
+            "tool 'remote' has no `async def run`",
+        ),
+        ({"tools": (lambda: 1,)}, TypeError, "tool '<lambda>'"),
+        ({"tools": (add, subtract, add)}, ValueError, "more than one tool has the name 'add'"),
+        ({"play": lambda self, run: None}, TypeError, "play must be `async def`"),
+        ({"reward": lambda self, run: 1.0}, TypeError, "reward must be `async def`"),
+    ],
+)
+def test_a_wrong_class_is_refused_where_it_is_defined(
+    members: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error) as refused:
+        type("Wrong", (Agent,), {"name": "wrong", **members})
+    assert str(refused.value).startswith("agent class Wrong: ")
+    assert says in str(refused.value)
+
+
+def test_names_of_256_characters_are_allowed() -> None:
+    assert type("Long", (Agent,), {"name": "x" * 256})().name == "x" * 256
+
+
+def test_a_name_may_be_missing_until_an_object_is_made() -> None:
+    class Base(Agent): ...
+
+    class Named(Base):
+        name = "named"
+
+        def __init__(self) -> None: ...
+
+    assert Named().name == "named"
+    with pytest.raises(TypeError, match="agent class Base: name is missing"):
+        Base()
+
+
+class Judge(Agent):
+    """Returns what it was made with."""
+
+    name = "judge"
+
+    def __init__(self, judgement: Any) -> None:
+        self.judgement = judgement
+
+    async def reward(self, run: Run) -> Any:
+        return self.judgement
+
+
+@pytest.mark.parametrize(
+    ("judgement", "verdict"),
+    [
+        (None, Verdict()),
+        (0.5, Verdict(0.5)),
+        (-1, Verdict(-1.0)),
+        (Fraction(1, 4), Verdict(0.25)),
+        (Verdict(), Verdict()),
+        (Verdict(1, {"style": 2}, '{"why": "so"}'), Verdict(1.0, {"style": 2.0}, '{"why": "so"}')),
+    ],
+)
+async def test_what_is_a_judgement(judgement: object, verdict: Verdict) -> None:
+    taken = await Judge(judgement).judge(None)
+    assert taken == verdict
+    assert isinstance(taken.reward, float | None)
+
+
+@pytest.mark.parametrize(
+    ("judgement", "error", "shown"),
+    [
+        (True, TypeError, "returned True"),
+        ("1", TypeError, "returned '1'"),
+        (Decimal(1), TypeError, "returned Decimal('1')"),
+        ([1.0], TypeError, "returned [1.0]"),
+        (1j, TypeError, "returned 1j"),
+        (float("nan"), ValueError, "returned nan"),
+        (float("-inf"), ValueError, "returned -inf"),
+        pytest.param(10**400, ValueError, "not a finite number", id="10**400"),
+        (Verdict(True), TypeError, "in a Verdict returned True"),
+        (Verdict(float("nan")), ValueError, "returned nan"),
+        (Verdict(scores={"style": "good"}), TypeError, "score 'style', returned 'good'"),  # type: ignore[dict-item]
+        (Verdict(scores={"style": float("inf")}), ValueError, "score 'style', returned inf"),
+        (Verdict(extra_json="[1]"), ValueError, "extra_json must be one JSON object"),
+        (Verdict(extra_json="{"), ValueError, "extra_json must be one JSON object"),
+    ],
+)
+async def test_what_is_none_is_refused_with_agent_and_value(
+    judgement: object, error: type[Exception], shown: str
+) -> None:
+    with pytest.raises(error) as refused:
+        await Judge(judgement).judge(None)
+    assert str(refused.value).startswith("agent 'judge': reward")
+    assert shown in str(refused.value)
+
+
+async def test_without_a_reward_there_is_no_judgement() -> None:
+    assert await Plain().judge(None) == Verdict()
+
+
+def test_tools_of_an_agent_are_what_the_runtime_wants() -> None:
+    tools: tuple[Tool, ...] = (add, Remote())
+    assert type("Some", (Agent,), {"name": "some", "tools": tools})().tools is tools

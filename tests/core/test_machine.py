@@ -1,0 +1,238 @@
+"""The laws of the machine, case by case: intents, conversation, ledger, outcome."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from rollout_server.core.ledger import Drift, DriftKind, Origin, SegmentKind, pack_logprobs
+from rollout_server.core.machine import Over, State
+from rollout_server.core.message import Message, ToolCall
+from rollout_server.core.outcome import Cancellation, Category, End, Failure, Stop, Verdict, Warned
+from rollout_server.core.record import Answered, Appended, Asked, DriftFound, Ended, Note, SegmentOpened, ToolStarted
+
+from .rollouts import (
+    ANSWER,
+    CALL,
+    RESULT,
+    SYSTEM,
+    USER,
+    answered,
+    asks,
+    assert_refused,
+    ends,
+    fresh,
+    ids,
+    predicts,
+    returned,
+    starts,
+    takes_turn,
+)
+
+CALLS = tuple(ToolCall(name, "add", "{}") for name in "abc")
+RESULTS = tuple(Message.write({"role": "tool", "content": "8", "tool_call_id": call.id}) for call in CALLS)
+STOP = Ended(Stop("stop"))
+
+
+class TestIntents:
+    def test_a_completion_is_asked_for_by_turn_segment_and_messages(self) -> None:
+        machine = fresh()
+        assert asks(machine) == Asked(1, "0", "u/0/1", 2)
+        machine.accept(answered(1, 5))
+        assert machine.ask() == Asked(2, "0", "u/0/2", 3)
+
+    def test_after_drift_the_key_names_the_new_segment(self) -> None:
+        machine = fresh()
+        takes_turn(machine, 5)
+        takes_turn(machine, 6, reported=ids(1, 2))
+        assert machine.ask() == Asked(3, "1", "u/1/3", 4)
+
+    def test_wishes_change_nothing(self) -> None:
+        machine = fresh()
+        assert machine.ask() == machine.ask()
+        assert machine.start_calls(CALLS) == machine.start_calls(CALLS)
+        assert (machine.state, machine.turn) == (State.OPEN, 0)
+
+    def test_calls_are_numbered_in_their_order(self) -> None:
+        machine = fresh()
+        takes_turn(machine, 5)
+        assert machine.start_calls(iter(CALLS)) == tuple(ToolStarted(1, i, call) for i, call in enumerate(CALLS))
+        assert machine.start_calls(()) == ()
+
+    def test_the_newest_answer_is_kept(self) -> None:
+        machine = fresh()
+        assert machine.last_answer is None
+        asks(machine)
+        answer = answered(1, 5)
+        assert machine.accept(answer)[-1] is answer
+        assert machine.last_answer is answer
+
+    def test_what_is_taken_comes_back_for_the_log(self) -> None:
+        machine = fresh()
+        asked, note, appended = machine.ask(), Note(0, "word", "text"), Appended((USER,))
+        assert isinstance(asked, Asked)
+        assert machine.accept(note) == (note,)
+        assert machine.accept(appended) == (appended,)
+        assert machine.accept(wish := asks_again(machine.ask())) == (wish,)
+        assert machine.accept(STOP) == (STOP,)
+
+
+def asks_again(wish: Asked | Over) -> Asked:
+    assert isinstance(wish, Asked)
+    return wish
+
+
+class TestConversation:
+    def test_messages_grow_in_the_order_of_the_records(self) -> None:
+        machine = fresh()
+        takes_turn(machine, 5)
+        for started in starts(machine, CALL):
+            machine.accept(returned(started))
+        machine.accept(Appended((USER, SYSTEM)))
+        takes_turn(machine, 6)
+        assert tuple(machine.messages) == (SYSTEM, USER, ANSWER, RESULT, USER, SYSTEM, ANSWER)
+
+    @pytest.mark.parametrize("order", list(permutations(range(3))))
+    def test_results_that_return_in_any_order_keep_the_order_of_the_calls(self, order: tuple[int, ...]) -> None:
+        machine = fresh()
+        takes_turn(machine, 5)
+        started = starts(machine, *CALLS)
+        for index in order:
+            assert machine.state is State.CALLING
+            assert len(machine.messages) == 3
+            machine.accept(returned(started[index], RESULTS[index]))
+        assert machine.state is State.OPEN
+        assert tuple(machine.messages[3:]) == RESULTS
+
+    def test_tools_may_run_again_in_the_same_turn_and_are_counted_on(self) -> None:
+        machine = fresh()
+        for turn in (1, 2):
+            takes_turn(machine, 5)
+            for place, call in enumerate(CALLS):
+                (started,) = starts(machine, call)
+                assert started == ToolStarted(turn, place, call)
+                machine.accept(returned(started, RESULTS[place]))
+        assert tuple(machine.messages[3:6]) == tuple(machine.messages[7:]) == RESULTS
+        assert machine.metrics.tool_calls == 6
+
+    def test_a_call_may_join_those_that_run(self) -> None:
+        machine = fresh()
+        takes_turn(machine, 5)
+        (first,) = starts(machine, CALLS[0])
+        late = ToolStarted(1, 1, CALLS[1])
+        machine.accept(late)
+        machine.accept(returned(first, RESULTS[0]))
+        later = ToolStarted(1, 2, CALLS[2])
+        machine.accept(later)
+        machine.accept(returned(later, RESULTS[2]))
+        machine.accept(returned(late, RESULTS[1]))
+        assert tuple(machine.messages[3:]) == RESULTS
+
+
+class TestLedger:
+    def test_the_first_answer_opens_the_main_segment(self) -> None:
+        machine = fresh()
+        answer = answered(asks(machine).turn, 5, predicted=predicts(1, 2, 3))
+        assert machine.accept(answer) == (SegmentOpened(1, "0", Origin(SegmentKind.MAIN), 3), answer)
+        assert len(takes_turn(machine, 6)) == 1
+
+    def test_a_prompt_of_nothing_opens_one_too(self) -> None:
+        assert takes_turn(fresh(), 5, predicted=None, reported=ids())[0] == SegmentOpened(
+            1, "0", Origin(SegmentKind.MAIN), 0
+        )
+
+    def test_drift_is_told_before_the_segment_it_opens_and_both_before_the_answer(self) -> None:
+        machine = fresh()
+        takes_turn(machine, 5)
+        drift, opened, answer = takes_turn(machine, 6, reported=ids(101, 9, 9))
+        assert drift == DriftFound(2, "0", Drift(DriftKind.RETOKENISED, 1, 3, 3))
+        assert opened == SegmentOpened(2, "1", Origin(SegmentKind.DRIFT, "0", 1), 3)
+        assert isinstance(answer, Answered)
+
+    def test_drift_of_the_environment_opens_nothing(self) -> None:
+        machine = fresh()
+        takes_turn(machine, 5)
+        takes_turn(machine, 6, reported=ids(1))
+        drift, answer = takes_turn(machine, 7, reported=ids(1, 6, 9))
+        assert drift == DriftFound(3, "1", Drift(DriftKind.ENVIRONMENT, 2, 3, 3))
+        assert isinstance(answer, Answered)
+
+    def test_each_drift_is_a_warning_of_the_outcome(self) -> None:
+        machine = fresh()
+        takes_turn(machine, 5, reported=ids(7, 8))
+        takes_turn(machine, 6, reported=ids(7, 8, 9, 9))
+        assert ends(machine, STOP).warnings == (
+            Warned("token_drift", "turn 1: the trainer's prompt parts from ours at token 0 (prompt)", 1, 0),
+            Warned("token_drift", "turn 2: the trainer's prompt parts from ours at token 2 (retokenised)", 2, 2),
+        )
+
+    def test_an_answer_carries_logprobs_and_policy_into_the_ledger(self) -> None:
+        machine = fresh()
+        takes_turn(machine, 5, logprobs=pack_logprobs([-0.5]), policy_version="p7")
+        span = machine.ledger.segments[0].spans[1]
+        assert (span.turn, span.policy_version, span.logprobs_known) == (1, "p7", True)
+        assert machine.ledger.segments[0].sample().logprobs == pack_logprobs([-0.5])
+
+    @pytest.mark.parametrize(
+        "rest", [{"token_ids": None}, {"token_ids": None, "reported": ids(1)}, {"predicted": None}]
+    )
+    def test_without_ids_or_without_a_prompt_there_is_nothing_to_record(self, rest: dict[str, object]) -> None:
+        machine = fresh()
+        assert len(takes_turn(machine, 5, **rest)) == 1
+        assert machine.ledger.segments == ()
+        assert tuple(machine.messages) == (SYSTEM, USER, ANSWER)
+
+
+class TestOutcome:
+    def test_there_is_none_before_the_end(self) -> None:
+        machine = fresh()
+        takes_turn(machine, 5)
+        assert machine.outcome is None
+
+    @pytest.mark.parametrize("end", [Stop("max_turns", True), Stop("own word"), Cancellation("enough")])
+    def test_it_holds_the_end_and_the_verdict_as_they_came(self, end: End) -> None:
+        machine = fresh()
+        takes_turn(machine, 5)
+        verdict = Verdict(1.0, {"style": 0.5}, "{}")
+        outcome = ends(machine, Ended(end, verdict))
+        assert outcome.end is end
+        assert outcome.verdict is verdict
+        assert machine.state is State.ENDED
+
+    @pytest.mark.parametrize("turns", [0, 2])
+    def test_a_failure_knows_its_turn(self, turns: int) -> None:
+        machine = fresh()
+        for _ in range(turns):
+            takes_turn(machine, 5)
+        failure = Failure(Category.NETWORK, "no answer", turn=77, http_status=502)
+        assert ends(machine, Ended(failure)).end == Failure(Category.NETWORK, "no answer", turns, 502)
+
+    def test_a_failure_while_asking_belongs_to_the_turn_that_was_asked_for(self) -> None:
+        machine = fresh()
+        asks(machine)
+        assert ends(machine, Ended(Failure(Category.TIMEOUT, "late"))).end == Failure(Category.TIMEOUT, "late", 1)
+
+    def test_it_has_messages_ledger_and_metrics_so_far_also_amid_calls(self) -> None:
+        machine = fresh()
+        takes_turn(machine, 5)
+        first, *_ = starts(machine, *CALLS)
+        machine.accept(returned(first))
+        outcome = ends(machine, Ended(Failure(Category.TIMEOUT, "late")))
+        assert outcome.messages == (SYSTEM, USER, ANSWER)
+        assert outcome.segments == machine.ledger.segments
+        assert outcome.segments[0].sample().response_ids == ids(5)
+        assert outcome.metrics is machine.metrics
+        assert outcome.metrics.turns == 1
+
+    def test_what_the_edge_noticed_is_a_warning_with_its_turn(self) -> None:
+        machine = fresh()
+        takes_turn(machine, 5)
+        takes_turn(machine, 6, notes=(("resampled", "twice"), ("logprobs", "none")))
+        machine.accept(Note(2, "word", "a note is none"))
+        assert ends(machine, STOP).warnings == (Warned("resampled", "twice", 2), Warned("logprobs", "none", 2))
+
+    def test_it_is_decided_once(self) -> None:
+        machine = fresh()
+        outcome = ends(machine, STOP)
+        assert_refused(machine, Ended(Cancellation("too late")))
+        assert machine.outcome is outcome

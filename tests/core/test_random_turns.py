@@ -1,0 +1,51 @@
+"""The laws of the ledger: random turns, held against plain lists."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+from rollout_server.core.ledger import (
+    Ledger,
+    Span,
+)
+
+from .naive import NaiveLedger, assert_laws
+from .rollouts import draw_turn
+
+
+class RandomTurns(RuleBasedStateMachine):
+    """Any turns whatever: after each the ledger is what plain lists say, and holds all that it held before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger, self.naive, self.turns = Ledger(), NaiveLedger(), 0
+
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        self.turns += 1
+        held = self.naive.segments[-1].ids() if self.naive.segments else None
+        turn = draw_turn(data, self.turns, held)
+        before = [(s.ids(), s.spans, s.verified) for s in self.ledger.segments]
+        drift = self.ledger.commit(turn)
+        expected = self.naive.commit(turn)
+        told = None if drift is None else (drift.kind.value, drift.index, drift.expected, drift.reported)
+        assert told == expected
+        assert_laws(self.ledger, self.naive)
+        self._only_added_to(before)
+        opened = len(self.ledger.segments) - len(before)
+        assert opened == (1 if not before or (drift is not None and drift.opens_segment) else 0)
+
+    def _only_added_to(self, before: list[tuple[array[int], tuple[Span, ...], bool]]) -> None:
+        for (held, spans, verified), segment in zip(before, self.ledger.segments, strict=False):
+            assert segment.ids(0, len(held)) == held
+            assert segment.spans[: len(spans)] == spans
+            assert verified or not segment.verified
+        for (held, spans, _), segment in zip(before[:-1], self.ledger.segments, strict=False):
+            assert (segment.ids(), segment.spans) == (held, spans), "only the newest segment grows"
+
+
+TestRandomTurns = RandomTurns.TestCase
+TestRandomTurns.settings = settings(stateful_step_count=12)

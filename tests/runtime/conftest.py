@@ -1,0 +1,32 @@
+"""The runtime's tests run on a loop whose time jumps, and make their rollouts in a small world of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import pytest
+
+from tests.runtime.jumping import JumpingLoop
+from tests.runtime.world import World
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Tells pytest-asyncio which loop the tests beside this file want."""
+    return {"jumping": JumpingLoop}
+
+
+@pytest.fixture
+async def new_world() -> AsyncIterator[Callable[..., World]]:
+    """Makes worlds, and closes them in the end: whatever a test was about, every rollout of it has ended exactly once."""
+    worlds: list[World] = []
+
+    def make(*agents: object, **settings: object) -> World:
+        worlds.append(World(*agents, **settings))  # type: ignore[arg-type]
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        await world.close()

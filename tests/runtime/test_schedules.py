@@ -1,0 +1,226 @@
+"""Whatever happens, and in whatever order: each rollout ends exactly once, and with the last record of its log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_server import Agent, Limits, Run, ToolError, tool
+from rollout_server.core.error import RolloutError
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.record import Ended
+from rollout_server.runtime.rollout import Rollout, RolloutState
+from rollout_server.runtime.wish import Capacity, Selection
+
+from tests.runtime.jumping import JumpingLoop
+from tests.runtime.world import FOREVER, Say, Script, World, a_wish, call, wait
+
+CAPACITY = Capacity(running=2, queued=3, finished=3, finished_seconds=20)
+
+
+@tool
+async def linger(seconds: float) -> float:
+    """Returns later."""
+    await wait(seconds)
+    return seconds
+
+
+@tool
+async def refuse() -> str:
+    """Raises a tool error."""
+    raise ToolError("no")
+
+
+class Moody(Agent):
+    """Plays and judges as the request's metadata say."""
+
+    name = "moody"
+    tools = (linger, refuse)
+
+    async def play(self, run: Run) -> None:
+        match run.metadata["mood"]:
+            case "crashing":
+                await run.sample()
+                raise LookupError
+            case "curt":
+                await run.call((await run.sample()).tool_calls)
+                await run.finish("enough")
+            case "sleepy":
+                await super().play(run)
+                await wait(7)
+            case "deaf":
+                with suppress(BaseException):
+                    await super().play(run)
+                with suppress(BaseException):
+                    await wait(3)
+                await run.sample()
+            case "hasty":
+                await asyncio.gather(run.sample(), run.sample())
+            case _:
+                await super().play(run)
+
+    async def reward(self, run: Run) -> float | None:
+        match run.metadata["verdict"]:
+            case "crash":
+                raise LookupError
+            case "slow":
+                await wait(3)
+            case "nan":
+                return float("nan")
+        return 1.0
+
+
+times = st.sampled_from((0.0, 0.5, 1.0, 2.0, 5.0))
+calls = st.one_of(
+    times.map(lambda seconds: call("linger", seconds=seconds)),
+    st.sampled_from((call("refuse"), call("unknown"), call("linger", seconds="1"))),
+)
+says = st.builds(
+    Say,
+    text=st.just("8"),
+    calls=st.lists(calls, max_size=3).map(tuple),
+    tokens=st.integers(0, 3),
+    seconds=times | st.just(FOREVER),
+    failure=st.sampled_from((None, None, None, Failure(Category.NETWORK, "nobody there"))),
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    says: list[Say]
+    mood: str
+    verdict: str
+    request_id: str
+    until_received: bool
+    limits: Limits
+    priority: int
+    grace: float | None
+
+
+@dataclass(frozen=True)
+class Act:
+    what: str
+    which: int
+    seconds: float
+
+
+starts = st.builds(
+    Start,
+    says=st.lists(says, min_size=1, max_size=4),
+    mood=st.sampled_from(("default", "crashing", "curt", "sleepy", "deaf", "hasty")),
+    verdict=st.sampled_from(("number", "number", "crash", "slow", "nan")),
+    request_id=st.sampled_from(("", "a", "b")),
+    until_received=st.booleans(),
+    limits=st.builds(
+        Limits,
+        turns=st.sampled_from((None, 1, 2)),
+        generated_tokens=st.sampled_from((None, 2)),
+        seconds=st.sampled_from((4.0, 30.0)),
+        tool_turns=st.sampled_from((None, 1)),
+        calls_per_turn=st.sampled_from((None, 1)),
+    ),
+    priority=st.integers(-1, 1),
+    grace=st.sampled_from((None, None, 0.0, 3.0)),
+)
+acts = st.builds(
+    Act,
+    what=st.sampled_from(("cancel", "cancel all", "watch", "watch", "acknowledge", "forget", "drain")),
+    which=st.integers(0, 9),
+    seconds=times,
+)
+schedules = st.lists(st.tuples(times, starts | acts), max_size=25)
+
+
+@dataclass
+class Play:
+    """A schedule that is being played."""
+
+    world: World
+    watchers: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def start(self, wanted: Start) -> None:
+        rollout_id = "shared" if wanted.request_id else f"r{len(self.world.rollouts)}"
+        self.world.scripts[rollout_id] = Script(*wanted.says)
+        wish = a_wish(
+            wanted.request_id,
+            until_received=wanted.until_received,
+            rollout_id=rollout_id,
+            limits=wanted.limits,
+            priority=wanted.priority,
+            cancel_after_detach=wanted.grace,
+            metadata_json=json.dumps({"mood": wanted.mood, "verdict": wanted.verdict}),
+        )
+        with suppress(RolloutError):  # busy, draining or a conflict: then nothing has started
+            self.world.wish(wish)
+
+    def act(self, act: Act) -> None:
+        roster, rollouts = self.world.roster, self.world.rollouts
+        chosen = rollouts[act.which % len(rollouts)] if rollouts else None
+        if act.what == "cancel all":
+            roster.cancel(Selection("me"), "all")
+        elif act.what == "forget":
+            roster.forget()
+        elif act.what == "drain":
+            self.watchers.append(asyncio.create_task(roster.drain(act.seconds)))
+        elif chosen is None:
+            return
+        elif act.what == "cancel":
+            roster.cancel(Selection("me", uids=(chosen.uid,)), "one")
+        elif act.what == "acknowledge":
+            with suppress(RolloutError):
+                roster.acknowledge(chosen.uid, "me")
+        else:
+            self.watchers.append(asyncio.create_task(self.watch(chosen, act)))
+
+    async def watch(self, rollout: Rollout, act: Act) -> None:
+        """Listens for a while, then comes back for the rest, and has seen each entry once."""
+        seen: list[int] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(act.seconds):
+                with rollout.attached():
+                    async for entry in rollout.log.follow(0):
+                        seen.append(entry.sequence)
+                        await asyncio.sleep(act.which / 10)
+        seen.extend([entry.sequence async for entry in rollout.log.follow(len(seen))])
+        assert seen == list(range(1, rollout.log.last_sequence + 1))
+        assert isinstance(rollout.log.entries[-1].record, Ended)
+
+    def check(self) -> None:
+        """What is true at any time."""
+        roster = self.world.roster
+        assert roster.running <= CAPACITY.running
+        assert roster.queued <= CAPACITY.queued
+        states = [rollout.state for _, rollout in roster.select(Selection("me"))]
+        assert states.count(RolloutState.RUNNING) <= roster.running
+        assert states.count(RolloutState.FINISHED) <= CAPACITY.finished + CAPACITY.running
+        for rollout in self.world.rollouts:
+            ends = [entry.sequence for entry in rollout.log.entries if isinstance(entry.record, Ended)]
+            assert ends == [rollout.log.last_sequence] * (rollout.outcome is not None)
+
+
+async def play(schedule: list[tuple[float, Start | Act]]) -> None:
+    playing = Play(World(Moody(), capacity=CAPACITY))
+    for pause, what in schedule:
+        await asyncio.sleep(pause)
+        if isinstance(what, Start):
+            playing.start(what)
+        else:
+            playing.act(what)
+        playing.check()
+    await playing.world.close()
+    await asyncio.gather(*playing.watchers)
+    playing.check()
+
+
+@settings(deadline=None)
+@given(schedules)
+def test_each_rollout_ends_exactly_once_whatever_happens(schedule: list[tuple[float, Start | Act]]) -> None:
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.get_loop().set_exception_handler(
+            lambda loop, context: None
+        )  # of questions that hasty agents do not wait for
+        runner.run(play(schedule))

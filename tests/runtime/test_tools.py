@@ -1,0 +1,162 @@
+"""Tool calls: run together, answered in order, and whatever goes wrong is a text for the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_server import Agent, Limits, Run, ToolError, tool
+from rollout_server.core.message import JSON, ToolCall
+from rollout_server.core.record import ToolReturned, ToolStarted
+from rollout_server.runtime.toolbox import Toolbox
+
+from tests.runtime.jumping import JumpingLoop
+from tests.runtime.world import Say, World, call, contents, outcome_of, wait
+
+
+@tool
+async def linger(seconds: float) -> float:
+    """Returns later."""
+    await wait(seconds)
+    return seconds
+
+
+@tool
+async def refuse(text: str) -> str:
+    """Raises a tool error."""
+    raise ToolError(text)
+
+
+@tool
+async def crash(text: str) -> str:
+    """Raises something else."""
+    raise LookupError(text) if text else LookupError
+
+
+class Toolful(Agent):
+    """Plays the default loop with tools."""
+
+    name = "toolful"
+    tools = (linger, refuse, crash)
+
+
+def lingering(*seconds: float) -> Say:
+    return Say("wait", tuple(call("linger", f"c{index}", seconds=value) for index, value in enumerate(seconds)))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
+def test_results_keep_the_order_of_the_calls_whatever_finishes_first(seconds: list[int]) -> None:
+    async def play() -> None:
+        rollout = World(Toolful()).start(lingering(*seconds), Say("done"))
+        outcome = await outcome_of(rollout)
+        assert contents(outcome, "tool") == [repr(float(value)) for value in seconds]
+        assert [m.fields()["tool_call_id"] for m in outcome.messages if m.role == "tool"] == [
+            f"c{index}" for index in range(len(seconds))
+        ]
+        finished = [entry.record for entry in rollout.log.entries if isinstance(entry.record, ToolReturned)]
+        assert [record.elapsed_ms for record in finished] == pytest.approx(sorted(1000.0 * value for value in seconds))
+        assert outcome.metrics.tool_ms == pytest.approx(1000.0 * max(seconds))  # they ran at the same time
+        assert outcome.metrics.total_ms == pytest.approx(1000.0 * max(seconds))
+
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.run(play())
+
+
+async def test_all_calls_have_started_before_one_returns(new_world: type[World]) -> None:
+    rollout = new_world(Toolful()).start(lingering(0, 0, 0), Say("done"))
+    await outcome_of(rollout)
+    records = [entry.record for entry in rollout.log.entries if isinstance(entry.record, ToolStarted | ToolReturned)]
+    assert [type(record) for record in records] == [ToolStarted] * 3 + [ToolReturned] * 3
+
+
+async def test_the_result_of_an_early_call_is_in_the_log_before_the_late_one_returns(new_world: type[World]) -> None:
+    rollout = new_world(Toolful()).start(lingering(1, 60), Say("done"))
+    await asyncio.sleep(2)
+    assert isinstance(rollout.log.entries[-1].record, ToolReturned)
+    assert len(rollout.machine.messages) == 2  # the conversation takes the results together
+
+
+async def test_of_the_calls_in_one_turn_the_first_run(new_world: type[World]) -> None:
+    rollout = new_world(Toolful()).start(lingering(3, 2, 1), Say("done"), limits=Limits(calls_per_turn=2))
+    outcome = await outcome_of(rollout)
+    assert contents(outcome, "tool") == ["3.0", "2.0", "Error: Too many tool calls in one turn; the first 2 ran"]
+    assert (outcome.metrics.tool_calls, outcome.metrics.tool_failures) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ('{"seconds": 1', "Error: Invalid JSON arguments: "),
+        ("", "Error: Invalid JSON arguments: "),
+        ('{"seconds": NaN}', "Error: Invalid JSON arguments: NaN is not JSON"),
+        ("[" * 100_000, "Error: Invalid JSON arguments: nested too deeply"),
+        ('{"seconds": ' + "1" * 5000 + "}", "Error: Invalid JSON arguments: "),
+        ("[1]", "Error: Invalid arguments for linger: a JSON object is needed, not list"),
+        ("null", "Error: Invalid arguments for linger: a JSON object is needed, not NoneType"),
+        ('{"seconds": "1"}', 'Error: Invalid arguments for linger: seconds: must be a valid number, not "1"'),
+        ("{}", "Error: Invalid arguments for linger: seconds: missing"),
+        ({"seconds": 1}, "1.0"),
+        ({"seconds": True}, "Error: Invalid arguments for linger: seconds: must be a valid number, not true"),
+    ],
+)
+async def test_what_arguments_are_answered(
+    new_world: type[World], arguments: str | Mapping[str, JSON], said: str
+) -> None:
+    message = {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "linger", "arguments": arguments}}],
+    }
+    outcome = await outcome_of(new_world(Toolful()).start(Say(message=json.dumps(message)), Say("done")))
+    (content,) = contents(outcome, "tool")
+    assert str(content).startswith(said)
+    assert outcome.metrics.tool_failures == (said != "1.0")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (call("add", a=1), "Error: Unknown function 'add'. Available: ['linger', 'refuse', 'crash']"),
+        (call("refuse", text="closed today"), "Error: closed today"),
+        (call("crash", text="no such row"), "Error: no such row"),
+        (call("crash", text=""), "Error: LookupError"),
+    ],
+)
+async def test_a_tool_that_fails_answers_the_model_and_the_rollout_goes_on(
+    new_world: type[World], wanted: ToolCall, said: str
+) -> None:
+    outcome = await outcome_of(new_world(Toolful()).start(Say("try", (wanted,)), Say("done")))
+    assert contents(outcome, "tool") == [said]
+    assert contents(outcome, "assistant") == ["try", "done"]
+    assert outcome.metrics.tool_failures == 1
+
+
+async def test_an_agent_without_tools_says_so() -> None:
+    result = await Toolbox(()).run(call("add", a=1))
+    assert result.content == "Error: Unknown function 'add'. Available: []"
+
+
+async def test_play_reads_the_results(new_world: type[World]) -> None:
+    class Reading(Toolful):
+        async def play(self, run: Run) -> None:
+            results = await run.call((await run.sample()).tool_calls)
+            run.note("read", " ".join(f"{result.call.id}={result.content}/{result.failed}" for result in results))
+
+    rollout = new_world(Reading()).start(Say("", (call("linger", "x", seconds=0), call("refuse", "y", text="no"))))
+    await outcome_of(rollout)
+    assert rollout.log.entries[-2].record.text == "x=0.0/False y=Error: no/True"  # type: ignore[union-attr]
+
+
+async def test_no_calls_are_no_turn_with_tools(new_world: type[World]) -> None:
+    class Calm(Toolful):
+        async def play(self, run: Run) -> None:
+            await run.sample()
+            assert await run.call(()) == []
+            await run.sample()
+
+    outcome = await outcome_of(new_world(Calm()).start(limits=Limits(tool_turns=1)))
+    assert (outcome.metrics.turns, outcome.metrics.tool_calls) == (2, 0)

@@ -1,0 +1,65 @@
+"""A good answer, what can be put into it, and what must be true of how it is read."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_server.core.ledger import MAX_TOKEN_ID
+from rollout_server.core.message import tool_calls
+from rollout_server.core.outcome import Category
+from rollout_server.edge.trainer.chat import Answer, read_answer
+from rollout_server.runtime.port import Failed
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 5, "b": 3}'}}
+MESSAGE = {"role": "assistant", "content": "Adding.", "tool_calls": [CALL]}
+GOOD: Mapping[str, Any] = {
+    "id": "r1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "default",
+    "choices": [{"index": 0, "message": MESSAGE, "finish_reason": "stop"}],
+    "token_ids": [1, 2, 3],
+    "logprobs": [-0.5, -0.25, 0.0],
+    "prompt_token_ids": [7, 8],
+    "usage": {"prompt_tokens": 2, "completion_tokens": 3},
+}
+MARK = "@@"
+
+
+def with_text(path: tuple[Any, ...], text: str) -> bytes:
+    """The good answer with a text, whatever it is, where a value was."""
+    body = copy.deepcopy(dict(GOOD))
+    holder: Any = body
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = MARK
+    return json.dumps(body).replace(f'"{MARK}"', text).encode("utf-8", "surrogatepass")
+
+
+def check(body: bytes) -> Answer | str:
+    """Reads an answer; checks what must be true of it, or of its failure."""
+    try:
+        read = read_answer(body, 7)
+    except Failed as failed:
+        failure = failed.failure
+        assert (failure.category, failure.turn, failure.http_status) == (Category.VALIDATION, 7, None)
+        assert failure.message.startswith("turn 7: the trainer's answer is malformed: ")
+        assert len(failure.message) < 500
+        return failure.message
+    obeys(read, body)
+    return read
+
+
+def obeys(read: Answer, body: bytes) -> None:
+    """What an answer promises."""
+    assert read.message.text.encode() in body
+    assert read.message.role.strip()
+    assert len(tool_calls(read.message.fields())) == read.tool_calls
+    assert isinstance(read.finish_reason, str)
+    for ids in (read.token_ids, read.reported):
+        assert ids is None or (ids.typecode == "I" and all(0 <= each <= MAX_TOKEN_ID for each in ids))
+    if read.logprobs is not None:
+        assert (read.logprobs.typecode, len(read.logprobs)) == ("f", len(read.token_ids))

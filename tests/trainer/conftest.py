@@ -1,0 +1,48 @@
+"""The trainer client on both event loops: the product runs on uvloop's, and the two report broken connections differently."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import pytest
+from rollout_server.app import loop_factory
+from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.source import TokenizerSettings
+from rollout_server.edge.trainer.client import HttpClient, HttpSettings
+from rollout_server.edge.trainer.masked import Trainers
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Each test once on each loop that there is."""
+    ours = loop_factory()
+    return {"asyncio": asyncio.SelectorEventLoop} | ({"uvloop": ours} if ours is not None else {})
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Callable[[HttpSettings], HttpClient]]:
+    """`connect(settings)`: a client that is closed in the end."""
+    clients: list[HttpClient] = []
+
+    def make(settings: HttpSettings) -> HttpClient:
+        clients.append(HttpClient(settings))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        await client.close()
+
+
+@pytest.fixture
+def client(connect: Callable[[HttpSettings], HttpClient]) -> HttpClient:
+    """A client that loses patience after 20 s."""
+    return connect(HttpSettings(timeout=20.0))
+
+
+@pytest.fixture
+async def trainers(client: HttpClient) -> AsyncIterator[Trainers]:
+    """What samplers share; the tokenizer "toy" is the built-in one."""
+    tokenizers = Tokenizers(TokenizerSettings(directories={"toy": TOY_TOKENIZER}, local_files_only=True))
+    yield Trainers(client, tokenizers)
+    await tokenizers.close()
