@@ -80,9 +80,7 @@ def test_logprobs_that_do_not_fit_are_none(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param(
-            "[1e300, 0, 0]", marks=pytest.mark.xfail(strict=True, reason="becomes infinite as a 32-bit float")
-        ),
+        "[1e300, 0, 0]",
         "[-1e999, 0, 0]",
         "[-" + "9" * 400 + ", 0, 0]",
     ],
@@ -94,7 +92,6 @@ def test_logprobs_are_finite_or_none(text: str) -> None:
         assert said.logprobs is None or all(math.isfinite(value) for value in said.logprobs)
 
 
-@pytest.mark.xfail(strict=True, reason="`usage`, which nothing of this dialect reads, is parsed strictly")
 @pytest.mark.parametrize("usage", ['{"prompt_tokens": null}', '{"prompt_tokens": 2.0}', "[]", '"none"'])
 def test_usage_is_not_needed_and_so_never_wrong(usage: str) -> None:
     assert isinstance(check(with_text(("usage",), usage)), Answer)

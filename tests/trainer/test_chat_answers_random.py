@@ -85,7 +85,7 @@ def test_anything_anywhere(path: tuple[Any, ...], text: str) -> None:
 @given(PLACES)
 def test_anything_missing(path: tuple[Any, ...]) -> None:
     said = check(without(path))
-    assert isinstance(said, Answer) or FIELD.search(said)
+    assert isinstance(said, Answer) or FIELD.search(said) or "not JSON" in said
 
 
 @settings(max_examples=200, deadline=None)

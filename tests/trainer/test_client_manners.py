@@ -95,7 +95,6 @@ async def test_an_answer_without_end_is_given_up(connect: Connect, act: Act) -> 
     assert "turn 1" in await oversized(connect, act)
 
 
-@pytest.mark.xfail(strict=True, reason="the text says only `did not arrive whole (ClientPayloadError)`")
 @pytest.mark.parametrize("act", OVERSIZED.values(), ids=OVERSIZED.keys())
 async def test_the_failure_says_that_the_answer_was_too_large(connect: Connect, act: Act) -> None:
     assert "1048576 bytes" in await oversized(connect, act)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from rollout_server.core.error import Violation
@@ -15,12 +16,15 @@ from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.spec import Dialect, DriftPolicy, Sampling, Spec, Target
 
 ID_LENGTH = 256
+MAX_SECONDS = 10**9
 HTTP_ROLES = ("system", "user", "assistant", "tool", "function")
-_SCHEMES = {
-    Dialect.GRPC: ("grpc", "grpcs"),
-    Dialect.HTTP_MASKED: ("http", "https"),
-    Dialect.HTTP_PLAIN: ("http", "https"),
-}
+_SCHEMES = MappingProxyType(
+    {
+        Dialect.GRPC: ("grpc", "grpcs"),
+        Dialect.HTTP_MASKED: ("http", "https"),
+        Dialect.HTTP_PLAIN: ("http", "https"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +129,8 @@ def _limits(limits: Limits) -> Iterator[Violation]:
         value = getattr(limits, name)
         if value is not None and value < 1:
             yield Violation(f"spec.limits.{name}", "must be at least 1")
-    if limits.seconds is not None and limits.seconds <= 0:
-        yield Violation("spec.limits.time", "must be positive")
+    if limits.seconds is not None and not 0 < limits.seconds <= MAX_SECONDS:
+        yield Violation("spec.limits.time", f"must be positive and at most {MAX_SECONDS} s")
 
 
 def _tokenizer(spec: Spec) -> Iterator[Violation]:
@@ -148,8 +152,8 @@ def _metadata(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
         yield Violation("spec.metadata_json", f"has {size} bytes, at most {bounds.metadata_bytes} are allowed")
     else:
         yield from _json_object(spec.metadata_json, "spec.metadata_json")
-    if spec.cancel_after_detach is not None and spec.cancel_after_detach < 0:
-        yield Violation("spec.cancel_after_detach", "must not be negative")
+    if spec.cancel_after_detach is not None and not 0 <= spec.cancel_after_detach <= MAX_SECONDS:
+        yield Violation("spec.cancel_after_detach", f"must be from 0 to {MAX_SECONDS} s; unset is never")
 
 
 def _json_object(text: str, where: str) -> Iterator[Violation]:

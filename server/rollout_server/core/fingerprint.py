@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from rollout_server.core.message import JSON, MalformedMessage, Message
+from rollout_server.core.message import JSON, Message, parse_object
 from rollout_server.core.spec import Spec, Target, TokenizerName
 
 VERSION = "1"
@@ -30,8 +30,8 @@ def _normalised(spec: Spec) -> JSON:
         "messages": [_message(m) for m in spec.messages],
         "targets": [_target(t) for t in (spec.completions, spec.outcome, spec.tools)],
         "sampling": [
-            sampling.temperature,
-            sampling.top_p,
+            _number(sampling.temperature),
+            _number(sampling.top_p),
             sampling.max_tokens,
             list(sampling.stop),
             sampling.logprobs,
@@ -40,7 +40,7 @@ def _normalised(spec: Spec) -> JSON:
         "limits": [
             limits.turns,
             limits.generated_tokens,
-            limits.seconds,
+            _number(limits.seconds),
             limits.calls_per_turn,
             limits.tool_turns,
             limits.bytes,
@@ -50,6 +50,11 @@ def _normalised(spec: Spec) -> JSON:
         "metadata": _json(spec.metadata_json),
         "labels": dict(spec.labels),
     }
+
+
+def _number(value: float | None) -> JSON:
+    """5 and 5.0 are the same to every use of a spec."""
+    return None if value is None else float(value)
 
 
 def _message(message: Message) -> JSON:
@@ -67,8 +72,4 @@ def _tokenizer(name: TokenizerName | None) -> JSON:
 def _json(text: str) -> JSON:
     if not text:
         return None
-    try:
-        value: JSON = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MalformedMessage(str(error)) from None
-    return value
+    return parse_object(text)

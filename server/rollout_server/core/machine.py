@@ -80,6 +80,7 @@ class Machine:
         self._returned: dict[int, ToolReturned] = {}
         self._last_answer: Answered | None = None
         self._outcome: Outcome | None = None
+        self._begun = False
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -111,12 +112,9 @@ class Machine:
 
     def start_calls(self, calls: Iterable[ToolCall]) -> tuple[ToolStarted, ...] | Over:
         """What running these calls would be, or why they do not run."""
-        over = self._exhausted(turns=False)
+        over = self._no_calls()
         if over is not None:
             return over
-        limit = self.limits.tool_turns
-        if limit is not None and not self._calls and self._tool_turns >= limit:
-            return Over(self._stop("max_turns"))
         return tuple(ToolStarted(self.turn, index, call) for index, call in enumerate(calls, start=self._calls))
 
     def natural_stop(self) -> Stop:
@@ -128,9 +126,10 @@ class Machine:
         """Applies a record. Returns what belongs into the log: what follows from it, then the record. Raises `IllegalRecord`."""
         if self.state is State.ENDED:
             raise IllegalRecord(f"{type(record).__name__} after the end")
+        follows: tuple[Consequence, ...] = ()
         match record:
             case Answered():
-                return (*self._answered(record), record)
+                follows = self._answered(record)
             case Asked():
                 self._asked(record)
             case Appended():
@@ -142,10 +141,13 @@ class Machine:
             case Ended():
                 self._ended(record)
             case Accepted():
-                self._require(self.turn == 0 and self.state is State.OPEN, record)
+                self._require(not self._begun, record)
             case Note():
                 pass
-        return (record,)
+            case _:
+                raise IllegalRecord(f"{type(record).__name__} follows from other records and is not accepted")
+        self._begun = True
+        return (*follows, record)
 
     def _asked(self, record: Asked) -> None:
         self._require(self.state is State.OPEN and record == self.ask(), record)
@@ -168,9 +170,11 @@ class Machine:
         if answer is None or (record.predicted is None and record.reported is None):
             return ()
         asked_in, segments = self.ledger.current_id, len(self.ledger.segments)
-        drift = self.ledger.commit(
-            Turn(record.turn, answer, record.logprobs, record.predicted, record.reported, record.policy_version)
-        )
+        turn = Turn(record.turn, answer, record.logprobs, record.predicted, record.reported, record.policy_version)
+        try:
+            drift = self.ledger.commit(turn)
+        except ValueError as error:
+            raise IllegalRecord(f"turn {record.turn}: {error}") from error
         follows: list[Consequence] = []
         if drift is not None:
             follows.append(DriftFound(record.turn, asked_in, drift))
@@ -212,7 +216,7 @@ class Machine:
         self._add(record.messages)
 
     def _tool_started(self, record: ToolStarted) -> None:
-        fits = record.index == self._calls and record.turn == self.turn
+        fits = record.index == self._calls and record.turn == self.turn and self._no_calls() is None
         self._require(self.state in (State.OPEN, State.CALLING) and fits, record)
         self._tool_turns += not self._calls
         self._calls += 1
@@ -220,8 +224,9 @@ class Machine:
         self.state = State.CALLING
 
     def _tool_returned(self, record: ToolReturned) -> None:
-        started = self._pending.pop(record.index, None) if self.state is State.CALLING else None
+        started = self._pending.get(record.index)
         self._require(started is not None and started.call == record.call and started.turn == record.turn, record)
+        del self._pending[record.index]
         self._returned[record.index] = record
         if not self._pending:
             self._finish_calls()
@@ -277,6 +282,12 @@ class Machine:
             return Over(self._stop("max_bytes"))
         return None
 
+    def _no_calls(self) -> Over | None:
+        limit = self.limits.tool_turns
+        if limit is not None and not self._calls and self._tool_turns >= limit:
+            return Over(self._stop("max_turns"))
+        return self._exhausted(turns=False)
+
     def _stop(self, reason: str) -> Stop:
         return Stop(reason, truncated=self._last_answer is not None and self._last_answer.finish_reason == "length")
 
@@ -295,6 +306,8 @@ def replay(machine: Machine, records: Iterable[Record]) -> Machine:
             raise IllegalRecord(f"the log says {logged!r} before {record!r}")
         else:
             logged.clear()
+    if logged:
+        raise IllegalRecord(f"the log ends with {logged!r}, which no record led to")
     return machine
 
 

@@ -7,11 +7,15 @@ absent, null and empty all survive. Parsing happens beside the text, where someb
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
+
+
+_MAX_DIGITS = 4300
 
 
 class MalformedMessage(ValueError):
@@ -68,10 +72,10 @@ def tool_calls(fields: Mapping[str, JSON]) -> tuple[ToolCall, ...]:
     return tuple(_tool_call(call, index) for index, call in enumerate(calls))
 
 
-def parse_json(text: str) -> JSON:
+def parse_json(text: str, *, parse_int: Callable[[str], float] = int) -> JSON:
     """Parses JSON. Unlike `json.loads` it refuses NaN and Infinity, which are not JSON. Raises `MalformedMessage`."""
     try:
-        value: JSON = json.loads(text, parse_constant=_refuse_constant)
+        value: JSON = json.loads(text, parse_constant=_refuse_constant, parse_int=parse_int)
     except RecursionError:
         raise MalformedMessage("nested too deeply") from None
     except ValueError as error:
@@ -80,11 +84,20 @@ def parse_json(text: str) -> JSON:
 
 
 def parse_object(text: str) -> dict[str, JSON]:
-    """Parses one JSON object. Raises `MalformedMessage`."""
-    value = parse_json(text)
+    """Parses one JSON object. Integers that Python does not convert, over 4,300 digits, read as infinite.
+
+    Raises `MalformedMessage`.
+    """
+    value = parse_json(text, parse_int=_integer)
     if not isinstance(value, dict):
         raise MalformedMessage(f"a JSON object is needed, this is {type(value).__name__}")
     return value
+
+
+def _integer(digits: str) -> float:
+    if len(digits) <= _MAX_DIGITS:
+        return int(digits)
+    return -math.inf if digits.startswith("-") else math.inf
 
 
 def _refuse_constant(name: str) -> None:

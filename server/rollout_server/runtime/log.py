@@ -12,11 +12,17 @@ from rollout_server.core.record import Ended, Record
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record at its place. `sequence` counts from 1 without gaps; `time` is in seconds since 1970."""
+    """A record at its place.
+
+    `sequence` counts from 1 without gaps, `time` is in seconds since 1970; `turn` and `segment_id` are those of the rollout after
+    the record, 0 and empty before the first.
+    """
 
     sequence: int
     time: float
     record: Record
+    turn: int = 0
+    segment_id: str = ""
 
 
 class Log:
@@ -36,10 +42,10 @@ class Log:
         """All entries so far."""
         return self._entries
 
-    def append(self, records: Iterable[Record], time: float) -> None:
+    def append(self, records: Iterable[Record], time: float, turn: int = 0, segment_id: str = "") -> None:
         """Adds records and wakes the readers."""
         for record in records:
-            self._entries.append(Entry(len(self._entries) + 1, time, record))
+            self._entries.append(Entry(len(self._entries) + 1, time, record, turn, segment_id))
         self._grown.set()
         self._grown = asyncio.Event()
 

@@ -69,7 +69,8 @@ class Rollout:
         if isinstance(record, Ended):
             self.finished = now
             self._stop_waiting()
-        self.log.append(logged, now)
+        segment = self.machine.ledger.current
+        self.log.append(logged, now, self.machine.turn, segment.id if segment is not None else "")
         return logged
 
     def ask_to_end(self, end: End) -> None:

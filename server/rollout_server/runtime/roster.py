@@ -157,8 +157,8 @@ class Roster:
         place = self._places[uid]
         over = place.rollout.state is RolloutState.FINISHED
         if place.fingerprint == print_:
-            return None if wish.until_received and over and place.rollout.received else place.rollout
-        if wish.until_received and over:
+            return None if place.until_received and over and place.rollout.received else place.rollout
+        if place.until_received and over:
             return None
         raise Conflict(
             f"request id {wish.request_id!r} is known with another payload (rollout {uid}); use another id for another rollout"

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
-from rollout_server.core.error import RolloutError
+from rollout_server.core.error import InvalidRequest, RolloutError, Violation
 from rollout_server.edge.rpc.status import internal, status_of
 
 _log = logging.getLogger(__name__)
@@ -35,41 +36,53 @@ class Boundary(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
-        method = handler_call_details.method
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                _wrap_stream(handler.unary_stream, method),
-                request_deserializer=handler.request_deserializer,
-                response_serializer=handler.response_serializer,
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            _wrap_unary(handler.unary_unary, method),
-            request_deserializer=handler.request_deserializer,
+        wrapped = _Wrapped(handler, handler_call_details.method)
+        make = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        # The request is parsed inside the boundary: gRPC would tell of what is no message in Python's words.
+        return make(
+            wrapped.stream if handler.response_streaming else wrapped.unary,
+            request_deserializer=None,
             response_serializer=handler.response_serializer,
         )
 
 
-def _wrap_unary(handler: Any, method: str) -> Any:
-    async def unary(request: object, context: _Context) -> object:
+class _Wrapped:
+    """The handler of one rpc."""
+
+    def __init__(self, handler: _Handler, method: str) -> None:
+        self._parse: Any = handler.request_deserializer
+        self._unary: Any = handler.unary_unary
+        self._stream: Any = handler.unary_stream
+        self._method = method
+
+    async def unary(self, payload: bytes, context: _Context) -> object:
+        """Answers one request with one response."""
         request_id = await _identify(context)
         try:
-            return await handler(request, context)
+            return await self._unary(self._parsed(payload), context)
         except (Exception, asyncio.CancelledError) as error:
-            await _end(context, error, method, request_id)
+            await _end(context, error, self._method, request_id)
 
-    return unary
-
-
-def _wrap_stream(handler: Any, method: str) -> Any:
-    async def stream(request: object, context: _Context) -> AsyncIterator[object]:
+    async def stream(self, payload: bytes, context: _Context) -> AsyncIterator[object]:
+        """Answers one request with a stream."""
         request_id = await _identify(context)
         try:
-            async for response in handler(request, context):
+            responses = self._stream(self._parsed(payload), context)
+            if isinstance(responses, Awaitable):  # a handler that writes to the context
+                await responses
+                return
+            async for response in responses:
                 yield response
         except (Exception, asyncio.CancelledError) as error:
-            await _end(context, error, method, request_id)
+            await _end(context, error, self._method, request_id)
 
-    return stream
+    def _parsed(self, payload: bytes) -> object:
+        try:
+            return self._parse(payload)
+        except DecodeError:
+            raise InvalidRequest(Violation("request", "is not a message of the type that this rpc takes")) from None
 
 
 async def _identify(context: _Context) -> str:

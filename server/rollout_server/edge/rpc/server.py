@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class RpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> Sequence[int]:
-        """Listens. Returns the ports, 0 for Unix sockets. Raises RuntimeError where an address cannot be had."""
+        """Listens. Returns the ports, 0 for Unix sockets. Raises OSError where an address cannot be had."""
         ports = [self._listen(address) for address in self._settings.addresses]
         await self._server.start()
         await self._health.set("", _SERVING)
@@ -56,12 +57,24 @@ class RpcServer:
         await self._server.stop(grace)
 
     def _listen(self, address: str) -> int:
-        port = self._server.add_insecure_port(address)
         if address.startswith("unix:"):
+            self._server.add_insecure_port(address)
             return 0
-        if port == 0:
-            raise RuntimeError(f"cannot listen on {address}")
-        return port
+        _check_free(address)
+        return self._server.add_insecure_port(address)
+
+
+def _check_free(address: str) -> None:
+    """Raises OSError for an address that cannot be had, before gRPC would write about it in its own words."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise OSError(error.errno, f"cannot listen on {address}: {error.strerror}") from error
 
 
 def _options(settings: RpcSettings) -> list[tuple[str, int]]:
@@ -69,7 +82,8 @@ def _options(settings: RpcSettings) -> list[tuple[str, int]]:
         # A second server on the same port would share it silently.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
-        ("grpc.max_send_message_length", settings.max_message_bytes),
+        # What was taken can be read, in whatever view; the reader's own limit holds.
+        ("grpc.max_send_message_length", -1),
         # gRPC drops calls without a word when more than a thousand wait to be picked up; the roster admits instead.
         ("grpc.server.max_pending_requests", 100_000),
         ("grpc.server.max_pending_requests_hard_limit", 100_000),

@@ -29,9 +29,11 @@ _CODES: dict[type[RolloutError], StatusCode] = {
     Busy: StatusCode.RESOURCE_EXHAUSTED,
     Draining: StatusCode.UNAVAILABLE,
 }
-# Statuses travel in HTTP/2 trailers, which are limited to 8 KB.
-_MOST_VIOLATIONS = 16
+# Statuses travel in HTTP/2 trailers, which are limited to 8 KB: the message percent-encoded, the details in base64 and the
+# message in them once more. Lengths in bytes.
+_LONGEST_MESSAGE = 1200
 _LONGEST_TEXT = 300
+_LONGEST_VIOLATIONS = 2000
 
 
 def code_of(error: RolloutError) -> StatusCode:
@@ -52,7 +54,7 @@ def status_of(error: RolloutError, request_id: str) -> Status:
         delay.FromMilliseconds(round(1000 * error.retry_after))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
     number: int = code_of(error).value[0]
-    return Status(code=number, message=_short(error.message, 2 * _LONGEST_TEXT), details=details)
+    return Status(code=number, message=_short(error.message, _LONGEST_MESSAGE), details=details)
 
 
 def internal(request_id: str) -> Status:
@@ -64,18 +66,25 @@ def internal(request_id: str) -> Status:
 
 
 def _bad_request(error: InvalidRequest) -> error_details_pb2.BadRequest:
-    violation = error_details_pb2.BadRequest.FieldViolation
-    return error_details_pb2.BadRequest(
-        field_violations=[
-            violation(field=_short(v.field, _LONGEST_TEXT), description=_short(v.description, _LONGEST_TEXT))
-            for v in error.violations[:_MOST_VIOLATIONS]
-        ]
-    )
+    """The fields that are wrong, as many as there is room for."""
+    bad = error_details_pb2.BadRequest()
+    for violation in error.violations:
+        if bad.ByteSize() > _LONGEST_VIOLATIONS:
+            break
+        field, description = (_short(text, _LONGEST_TEXT) for text in (violation.field, violation.description))
+        bad.field_violations.add(field=field, description=description)
+    return bad
 
 
 def _short(text: str, length: int) -> str:
-    text = text.encode("utf-8", "replace").decode("utf-8")
-    return text if len(text) <= length else text[: length - 1] + "…"
+    """The text cut to a length in bytes as they are on the wire, where all but visible ASCII takes three for each byte."""
+    room = length
+    for index, char in enumerate(text):
+        room -= 1 if " " <= char <= "~" and char != "%" else 3 * len(char.encode("utf-8", "replace"))
+        if room < 0:
+            text = text[:index] + "..."
+            break
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _pack(

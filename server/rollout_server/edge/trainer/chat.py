@@ -52,6 +52,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(_Body)
+_raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _logprobs_decoder = msgspec.json.Decoder(list[float])
 
 
@@ -84,17 +85,20 @@ def _parameters(sampling: Sampling) -> str:
     }
     fields: dict[str, object] = {key: value for key, value in known.items() if value is not None}
     fields["stop"] = list(sampling.stop) or None
-    extra = parse_object(sampling.extra_json) if sampling.extra_json else {}
-    fields |= {key: value for key, value in extra.items() if key not in _OWN_KEYS}
-    return json.dumps(fields, ensure_ascii=True)[1:-1]
+    written = json.dumps(fields, ensure_ascii=True)[1:-1]
+    extra = _raw_decoder.decode(sampling.extra_json) if sampling.extra_json else {}
+    parts = (f"{json.dumps(key)}: {bytes(value).decode()}" for key, value in extra.items() if key not in _OWN_KEYS)
+    return ", ".join((written, *parts))
 
 
 def read_answer(body: bytes, turn: int) -> Answer:
     """Parses and checks an answer. Raises `Failed` with VALIDATION, naming turn and field."""
     try:
         parsed = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.ValidationError as error:
         raise _malformed(turn, str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _malformed(turn, f"it is not JSON: {error}") from None
     if not parsed.choices:
         raise _malformed(turn, "`choices` is empty")
     choice = parsed.choices[0]

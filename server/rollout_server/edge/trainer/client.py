@@ -86,6 +86,8 @@ class HttpClient:
                 continue
             except TimeoutError as error:
                 raise Failed(_timeout(request, self.settings.timeout)) from error
+            except UnicodeError as error:  # a host that cannot be a name
+                raise Failed(_unreachable(error, request, attempts)) from error
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 raise Failed(_broken(error, request)) from error
             wait = answer.retry_after
@@ -112,7 +114,7 @@ class HttpClient:
             async for chunk in response.content.iter_any():
                 size += len(chunk)
                 if size > self.settings.max_answer_bytes:
-                    raise aiohttp.ClientPayloadError(f"more than {self.settings.max_answer_bytes} bytes")
+                    raise Failed(_too_large(request, self.settings.max_answer_bytes))
                 chunks.append(chunk)
             return HttpAnswer(response.status, b"".join(chunks), attempts, _retry_after(response))
 
@@ -170,3 +172,8 @@ def _broken(error: Exception, request: HttpRequest) -> Failure:
         f"({type(error).__name__}). The turn may have been generated, so it is not asked for again"
     )
     return Failure(Category.NETWORK, text, request.turn)
+
+
+def _too_large(request: HttpRequest, limit: int) -> Failure:
+    text = f"turn {request.turn}: the answer of the trainer at {_host(request.url)} is larger than {limit} bytes"
+    return Failure(Category.VALIDATION, text, request.turn)

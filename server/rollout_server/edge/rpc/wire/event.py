@@ -22,6 +22,7 @@ from rollout_server.core.record import (
 from rollout_server.edge.rpc.wire import enums
 from rollout_server.edge.rpc.wire.message import message_to_proto, messages_to_proto
 from rollout_server.edge.rpc.wire.outcome import origin_to_proto, outcome_to_proto, span_to_proto
+from rollout_server.edge.rpc.wire.text import utf8
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.rollout import Rollout
 
@@ -54,8 +55,8 @@ class _View:
 
     def fill(self, proto: event_pb2.RolloutEvent, entry: Entry) -> None:
         record = entry.record
-        proto.turn = getattr(record, "turn", 0)
-        proto.segment_id = getattr(record, "segment_id", "")
+        proto.turn = entry.turn
+        proto.segment_id = getattr(record, "segment_id", entry.segment_id)
         match record:
             case Accepted(messages, agent, version):
                 proto.accepted.CopyFrom(
@@ -69,7 +70,9 @@ class _View:
                 shown = messages_to_proto(messages, typed=self._typed) if self._messages else ()
                 proto.appended.CopyFrom(event_pb2.Appended(messages=shown, count=len(messages)))
             case ToolStarted(_, index, call):
-                proto.tool_started.CopyFrom(event_pb2.ToolStarted(call_id=call.id, name=call.name, index=index))
+                proto.tool_started.CopyFrom(
+                    event_pb2.ToolStarted(call_id=utf8(call.id), name=utf8(call.name), index=index)
+                )
             case ToolReturned():
                 proto.tool_returned.CopyFrom(self._returned(record))
             case SegmentOpened():
@@ -80,16 +83,15 @@ class _View:
             case DriftFound():
                 proto.drift_found.CopyFrom(_drift(record))
             case Note(_, code, text):
-                proto.note.CopyFrom(event_pb2.Note(code=code, text=text))
+                proto.note.CopyFrom(event_pb2.Note(code=utf8(code), text=utf8(text)))
             case Ended():
-                proto.turn = self._rollout.machine.turn
                 self._finished(proto)
 
     def _answered(self, record: Answered) -> event_pb2.Answered:
         usage = record.usage or (0, 0)
         return event_pb2.Answered(
             message=message_to_proto(record.message, typed=self._typed) if self._messages else None,
-            finish_reason=record.finish_reason,
+            finish_reason=utf8(record.finish_reason),
             generated_tokens=len(record.token_ids) if record.token_ids is not None else usage[1],
             prompt_tokens=self._prompt_tokens(record),
             tool_calls=record.tool_calls,
@@ -122,8 +124,8 @@ class _View:
 
     def _returned(self, record: ToolReturned) -> event_pb2.ToolReturned:
         return event_pb2.ToolReturned(
-            call_id=record.call.id,
-            name=record.call.name,
+            call_id=utf8(record.call.id),
+            name=utf8(record.call.name),
             index=record.index,
             failed=record.failed,
             elapsed_ms=record.elapsed_ms,

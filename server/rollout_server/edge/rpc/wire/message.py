@@ -6,14 +6,15 @@ back, a message that the typed form cannot carry (unknown keys, null beside abse
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 from osmosis.rollout.v1 import message_pb2
 
 from rollout_server.core.error import Violation
 from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object
+from rollout_server.edge.rpc.wire.blob import blob_to_fields, fields_to_blob
 from rollout_server.runtime.port import Tool
 
 MAX_JSON_BYTES = 8 * 1024 * 1024
@@ -44,8 +45,9 @@ def message_from_proto(message: message_pb2.Message) -> Message:
     if form is None:
         raise MalformedMessage("needs `json` or `chat`")
     text = message.json if form == "json" else _chat_to_json(message.chat)
-    if len(text) > MAX_JSON_BYTES:
-        raise MalformedMessage(f"has {len(text)} bytes, at most {MAX_JSON_BYTES} are allowed")
+    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    if size > MAX_JSON_BYTES:
+        raise MalformedMessage(f"has {size} bytes, at most {MAX_JSON_BYTES} are allowed")
     return Message.parse(text)
 
 
@@ -95,22 +97,9 @@ def _part_to_json(part: message_pb2.ContentPart) -> str:
             parse_object(part.json)
             return part.json
         case "blob":
-            return _write(_blob(part.blob))
+            return _write(blob_to_fields(part.blob))
         case _:
             raise MalformedMessage("a content part needs `text`, `blob` or `json`")
-
-
-def _blob(blob: message_pb2.Blob) -> JSON:
-    if blob.WhichOneof("source") is None:
-        raise MalformedMessage("a blob needs `inline` or `uri`")
-    kind, _, subtype = blob.media_type.partition("/")
-    encoded = base64.b64encode(blob.inline).decode("ascii")
-    if kind == "audio" and blob.WhichOneof("source") == "inline":
-        return {"type": "input_audio", "input_audio": {"data": encoded, "format": subtype}}
-    uri = blob.uri if blob.WhichOneof("source") == "uri" else f"data:{blob.media_type};base64,{encoded}"
-    if kind == "image":
-        return {"type": "image_url", "image_url": {"url": uri}}
-    return {"type": "file", "file": {"file_data": uri}}
 
 
 def _call_to_json(call: message_pb2.ToolCall) -> str:
@@ -126,10 +115,10 @@ def _write(value: JSON) -> str:
 def _json_to_chat(message: Message) -> message_pb2.ChatMessage | None:
     """The typed form, or None where it would lose something."""
     fields = message.fields()
-    if not fields.keys() <= _TYPED_KEYS or any(fields[key] is None for key in fields):
+    if not fields.keys() <= _TYPED_KEYS or any(value is None or value == [] for value in fields.values()):
         return None
     chat = message_pb2.ChatMessage(role=message.role)
-    parts = _parts(fields["content"]) if "content" in fields else []
+    parts = _parts(fields["content"], message.text) if "content" in fields else []
     calls = _calls(fields.get("tool_calls", []))
     if parts is None or calls is None:
         return None
@@ -138,27 +127,39 @@ def _json_to_chat(message: Message) -> message_pb2.ChatMessage | None:
     for key, name in (("tool_call_id", "tool_call_id"), ("name", "name"), ("reasoning_content", "reasoning")):
         if key in fields:
             value = fields[key]
-            if not isinstance(value, str):
+            if not isinstance(value, str) or not _is_utf8(value):
                 return None
             setattr(chat, name, value)
     return chat
 
 
-def _parts(content: JSON) -> list[message_pb2.ContentPart] | None:
+class _Content(msgspec.Struct):
+    content: list[msgspec.Raw]
+
+
+def _parts(content: JSON, text: str) -> list[message_pb2.ContentPart] | None:
     if isinstance(content, str):
-        return [message_pb2.ContentPart(text=content)]
-    if not isinstance(content, list) or not content:
+        return [message_pb2.ContentPart(text=content)] if _is_utf8(content) else None
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         return None
-    parts: list[message_pb2.ContentPart] = []
-    for part in content:
-        if not isinstance(part, Mapping):
-            return None
-        text = part.get("text")
-        if len(content) > 1 and part.keys() == {"type", "text"} and part["type"] == "text" and isinstance(text, str):
-            parts.append(message_pb2.ContentPart(text=text))
-        else:
-            parts.append(message_pb2.ContentPart(json=_write(part)))
-    return parts
+    try:
+        raw = msgspec.json.decode(text, type=_Content).content
+    except msgspec.DecodeError:
+        return None
+    return [
+        _part(part, bytes(slice_).decode(), alone=len(content) == 1) for part, slice_ in zip(content, raw, strict=True)
+    ]
+
+
+def _part(fields: Mapping[str, JSON], text: str, *, alone: bool) -> message_pb2.ContentPart:
+    """A part in the form whose text it has; a single text part would come back as a plain string."""
+    said = fields.get("text")
+    if not alone and isinstance(said, str) and text == _write({"type": "text", "text": said}):
+        return message_pb2.ContentPart(text=said)
+    blob = fields_to_blob(fields)
+    if blob is not None and text == _write(blob_to_fields(blob)):
+        return message_pb2.ContentPart(blob=blob)
+    return message_pb2.ContentPart(json=text)
 
 
 def _calls(calls: JSON) -> list[message_pb2.ToolCall] | None:
@@ -166,18 +167,17 @@ def _calls(calls: JSON) -> list[message_pb2.ToolCall] | None:
         return None
     typed: list[message_pb2.ToolCall] = []
     for call in calls:
-        if not isinstance(call, Mapping) or not call.keys() <= _CALL_KEYS or call.get("type", "function") != "function":
+        if not isinstance(call, Mapping) or call.keys() != _CALL_KEYS or call["type"] != "function":
             return None
-        function, call_id = call.get("function"), call.get("id")
-        if (
-            not isinstance(function, Mapping)
-            or function.keys() != {"name", "arguments"}
-            or not isinstance(call_id, str)
-        ):
+        function = call["function"]
+        if not isinstance(function, Mapping) or function.keys() != {"name", "arguments"}:
             return None
-        name, arguments = function["name"], function["arguments"]
-        if not isinstance(name, str) or arguments is None:
+        texts = (call["id"], function["name"], function["arguments"])
+        if not all(isinstance(text, str) and _is_utf8(text) for text in texts):
             return None
-        text = arguments if isinstance(arguments, str) else _write(arguments)
-        typed.append(message_pb2.ToolCall(id=call_id, name=name, arguments_json=text))
+        typed.append(message_pb2.ToolCall(id=str(texts[0]), name=str(texts[1]), arguments_json=str(texts[2])))
     return typed
+
+
+def _is_utf8(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)

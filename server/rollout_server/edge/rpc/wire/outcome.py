@@ -8,6 +8,7 @@ from rollout_server.core.ledger import Origin, Sample, Segment, Span
 from rollout_server.core.outcome import Cancellation, Failure, Metrics, Outcome, Stop, Warned
 from rollout_server.edge.rpc.wire import enums
 from rollout_server.edge.rpc.wire.message import messages_to_proto
+from rollout_server.edge.rpc.wire.text import utf8
 
 
 def outcome_to_proto(
@@ -21,21 +22,21 @@ def outcome_to_proto(
         samples=[_sample(segment.sample()) for segment in outcome.segments] if samples else (),
         metrics=metrics_to_proto(outcome.metrics),
         reward=verdict.reward,
-        scores=verdict.scores,
-        extra_json=verdict.extra_json,
+        scores={utf8(name): score for name, score in (verdict.scores or {}).items()},
+        extra_json=utf8(verdict.extra_json),
         warnings=[_warning(warned) for warned in outcome.warnings],
     )
     match outcome.end:
         case Stop(reason, truncated):
-            proto.stop.CopyFrom(outcome_pb2.Stop(reason=reason, truncated=truncated))
+            proto.stop.CopyFrom(outcome_pb2.Stop(reason=utf8(reason), truncated=truncated))
         case Failure(category, message, turn, http_status):
             proto.failure.CopyFrom(
                 outcome_pb2.Failure(
-                    category=enums.CATEGORIES[category], message=message, turn=turn, http_status=http_status
+                    category=enums.CATEGORIES[category], message=utf8(message), turn=turn, http_status=http_status
                 )
             )
         case Cancellation(reason):
-            proto.cancellation.CopyFrom(outcome_pb2.Cancellation(reason=reason))
+            proto.cancellation.CopyFrom(outcome_pb2.Cancellation(reason=utf8(reason)))
     return proto
 
 
@@ -97,4 +98,6 @@ def _sample(sample: Sample) -> token_pb2.Sample:
 
 
 def _warning(warned: Warned) -> outcome_pb2.Warning:
-    return outcome_pb2.Warning(code=warned.code, message=warned.message, turn=warned.turn, index=warned.index)
+    return outcome_pb2.Warning(
+        code=utf8(warned.code), message=utf8(warned.message), turn=warned.turn, index=warned.index
+    )

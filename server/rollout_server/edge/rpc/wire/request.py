@@ -32,6 +32,7 @@ def wish(request: rollout_service_pb2.StartRolloutRequest, caller: str) -> Wish:
         wrong.append(Violation("spec.completions", "is needed: who completes?"))
     if len(request.request_id) > 256:
         wrong.append(Violation("request_id", "has at most 256 characters"))
+    wrong += _unknown_words(request)
     if wrong:
         raise InvalidRequest(*wrong)
     credentials = request.credentials
@@ -42,6 +43,22 @@ def wish(request: rollout_service_pb2.StartRolloutRequest, caller: str) -> Wish:
         until_received=request.request_memory == rollout_service_pb2.REQUEST_MEMORY_UNTIL_RECEIVED,
         credentials=Credentials(credentials.completions_bearer, credentials.outcome_bearer, credentials.tools_bearer),
     )
+
+
+def _unknown_words(request: rollout_service_pb2.StartRolloutRequest) -> list[Violation]:
+    """Enum values of a later version of the contract: to take them for unset would run something else."""
+    spec = request.spec
+    words = [
+        ("request_memory", request.request_memory, rollout_service_pb2.RequestMemory),
+        ("spec.token_mode", spec.token_mode, spec_pb2.TokenMode),
+        ("spec.on_drift", spec.on_drift, spec_pb2.DriftPolicy),
+        ("spec.on_interrupt", spec.on_interrupt, spec_pb2.InterruptPolicy),
+    ]
+    targets = [(name, getattr(spec, name)) for name in ("completions", "outcome", "tools")]
+    words += [(f"spec.{name}.dialect", target.dialect, spec_pb2.Dialect) for name, target in targets]
+    return [
+        Violation(where, f"{value} is not known here") for where, value, kind in words if value not in kind.values()
+    ]
 
 
 def selection(proto: rollout_service_pb2.Selection, caller: str) -> Selection:
@@ -65,7 +82,8 @@ def selection(proto: rollout_service_pb2.Selection, caller: str) -> Selection:
 
 def is_empty(proto: rollout_service_pb2.Selection) -> bool:
     """No condition is set, and `all` neither."""
-    return not proto.ByteSize()
+    lists = (proto.uids, proto.rollout_ids, proto.states, proto.labels)
+    return not (proto.group_id or proto.agent or proto.all or any(lists))
 
 
 def page_token(number: int, proto: rollout_service_pb2.Selection) -> str:
