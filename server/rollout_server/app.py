@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from osmosis.rollout.v1 import spec_pb2
+
 from rollout_server.agent import Agent
 from rollout_server.core.admission import Bounds
 from rollout_server.core.error import InvalidRequest, NotPossible, Violation
@@ -86,7 +88,8 @@ class Server:
         self._rpc = RpcServer(
             RolloutService(self._roster, _facts(settings)),
             RpcSettings(
-                (f"unix:{socket}", f"{settings.host}:{settings.grpc_port}"), settings.max_request_bytes + 1024 * 1024
+                (f"unix:{socket}", f"{_bracketed(settings.host)}:{settings.grpc_port}"),
+                settings.max_request_bytes + 1024 * 1024,
             ),
         )
         _, self.grpc_port = await self._rpc.start()
@@ -102,6 +105,10 @@ class Server:
         self._http = HttpServer(f"unix:{socket}", self.settings)
         self.http_port = await self._http.start()
         self._stack.push_async_callback(self._http.stop)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def serve(*agents: Agent, **settings: object) -> None:
@@ -166,7 +173,13 @@ def _roster(agents: Sequence[Agent], trainers: Trainers, settings: Settings) -> 
         agents,
         trainers.open,
         lambda: secrets.token_hex(10),
-        capacity=Capacity(settings.max_running, settings.max_queued, settings.max_records, settings.record_ttl_seconds),
+        capacity=Capacity(
+            running=settings.max_running,
+            queued=settings.max_queued,
+            finished=settings.max_records,
+            finished_bytes=settings.max_record_bytes,
+            finished_seconds=settings.record_ttl_seconds,
+        ),
         bounds=Bounds(
             seconds=settings.max_seconds,
             default_seconds={Dialect.HTTP_MASKED: settings.timeout_seconds},
@@ -206,7 +219,11 @@ def check(wish: Wish) -> None:
     for name, target in (("outcome", spec.outcome), ("tools", spec.tools)):
         if target is not None:
             raise NotPossible(f"spec.{name} is not served by this version; leave it unset", reason="TARGET_UNSUPPORTED")
-    if spec.token_mode > 1:
+    if spec.on_interrupt == spec_pb2.INTERRUPT_POLICY_RESUME:
+        raise NotPossible(
+            "rollouts are not resumed by this version; leave on_interrupt unset", reason="RESUME_UNSUPPORTED"
+        )
+    if spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS:
         raise NotPossible("token mode needs a gRPC trainer", reason="TOKEN_MODE_UNSUPPORTED")
     bearer = wish.credentials.completions
     if not bearer.isascii() or not bearer.isprintable():

@@ -44,7 +44,15 @@ class HttpServer:
             ),
         )
         self._uvicorn = _Uvicorn(
-            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5)
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=5,
+                # Longer than clients keep theirs: a request into a connection that is being closed is lost.
+                timeout_keep_alive=75,
+            )
         )
         self._task: asyncio.Task[None] | None = None
 

@@ -71,6 +71,12 @@ class Settings(BaseSettings):
         validation_alias=_named("ROLLOUT_MAX_RECORDS"),
         description="Finished rollouts that are remembered.",
     )
+    max_record_bytes: int = Field(
+        2**30,
+        ge=0,
+        validation_alias=_named("ROLLOUT_MAX_RECORD_BYTES"),
+        description="Memory that finished rollouts may hold, counted roughly; the oldest are forgotten first.",
+    )
     cleanup_seconds: float = Field(
         60.0,
         gt=0,

@@ -135,8 +135,7 @@ def _call(function: Callable[..., object], arguments: dict[str, object]) -> obje
 def _parameters(function: Callable[..., object]) -> tuple[TypeAdapter[dict[str, object]], str]:
     """What checks the arguments of a function, and their schema as JSON text."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    signature = inspect.signature(function)
-    for parameter in signature.parameters.values():
+    for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in named:
             raise TypeError(f"parameter {parameter} cannot be given by name")
         if parameter.annotation is inspect.Parameter.empty:
@@ -231,11 +230,12 @@ def _complaint(details: Sequence[ErrorDetails]) -> str:
 
 def _path(detail: ErrorDetails, arguments: JSON) -> str:
     """Where in the arguments an error is. Pydantic's location also names the members of unions, which no model wrote."""
-    path, value, missing = "", arguments, detail["type"].startswith("missing")
-    for key in detail["loc"]:
+    path, value = "", arguments
+    missing = len(detail["loc"]) if detail["type"].startswith("missing") else 0
+    for index, key in enumerate(detail["loc"], start=1):
         if isinstance(value, list) and isinstance(key, int):
             path, value = f"{path}[{key}]", value[key] if key < len(value) else None
-        elif isinstance(value, Mapping) and isinstance(key, str) and (key in value or missing):
+        elif isinstance(value, Mapping) and isinstance(key, str) and (key in value or index == missing):
             name = key if key.isidentifier() else f"[{_shown(key)}]"
             path, value = f"{path}.{name}" if path else name, value.get(key)
     return path

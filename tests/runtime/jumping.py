@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import selectors
 
+PATIENCE = 200_000
+
 
 class Stuck(AssertionError):
-    """Nothing is ready and nothing is timed: the test would wait for ever."""
+    """The test would run for ever: nothing is ready and nothing is timed, or something is always ready and time stands still."""
 
 
 class _Selector(selectors.DefaultSelector):
@@ -19,13 +21,18 @@ class _Selector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
+        self._turns = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
+        self._turns += 1
         if not ready and timeout is None:
             raise Stuck("nothing is ready and nothing is timed")
-        if not ready and timeout is not None:
-            self.now += max(timeout, 0)
+        if self._turns > PATIENCE:
+            raise Stuck("something is always ready, and time stands still")
+        if not ready and timeout:
+            self.now += timeout
+            self._turns = 0
         return ready
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rollout_server import Agent, Limits, Run, Verdict
 from rollout_server.core.outcome import Cancellation, Category, Failure, Outcome, Stop
+from rollout_server.core.record import Note
 from rollout_server.runtime.run import AgentMistake, RolloutOver
 from rollout_server.runtime.wish import Capacity, Selection
 
@@ -203,6 +204,112 @@ async def test_an_agent_that_does_not_give_way_ends_once_and_frees_its_place(new
     await asyncio.sleep(1)
     assert check_log(rollout) == outcome
     assert (world.roster.running, world.roster.queued, world.roster.finished) == (0, 0, 2)
+
+
+async def test_an_agent_that_asks_again_and_again_after_its_end_ends_once_and_frees_its_place(
+    new_world: type[World],
+) -> None:
+    class Pushing(Agent):
+        name = "pushing"
+        free = False
+        pushed = 0
+
+        async def play(self, run: Run) -> None:
+            while not Pushing.free:
+                try:
+                    await run.sample()
+                except BaseException:
+                    Pushing.pushed += 1
+
+    world = new_world(Pushing(), Looping(), capacity=Capacity(running=1))
+    rollout = world.start(limits=Limits(turns=1))
+    waiting = world.start(agent="looping")
+    assert (await outcome_of(rollout)).end == Stop("max_turns")
+    assert (await outcome_of(waiting)).end == Stop("stop")
+    pushed = Pushing.pushed
+    await asyncio.sleep(100)
+    assert pushed < Pushing.pushed < pushed + 200
+    Pushing.free = True
+    await asyncio.sleep(2)
+    check_log(rollout)
+
+
+async def test_what_play_still_does_after_its_end_is_there_when_it_is_judged(new_world: type[World]) -> None:
+    class Finishing(Agent):
+        name = "finishing"
+        seen = 0
+
+        async def play(self, run: Run) -> None:
+            try:
+                await super().play(run)
+                await run.finish("enough")
+            finally:
+                await asyncio.sleep(3)
+                Finishing.seen = run.turn
+                run.note("finishing", "done")
+
+        async def reward(self, run: Run) -> float:
+            return Finishing.seen
+
+    rollout = new_world(Finishing()).start()
+    outcome = await outcome_of(rollout)
+    assert (outcome.end, outcome.verdict.reward) == (Stop("enough"), 1.0)
+    assert isinstance(rollout.log.entries[-2].record, Note)
+
+
+async def test_an_agent_that_stops_waiting_for_an_answer_cannot_go_on(new_world: type[World]) -> None:
+    class Impatient(Agent):
+        name = "impatient"
+
+        async def play(self, run: Run) -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(10):
+                    await run.sample()
+            await run.sample()
+
+    world = new_world(Impatient())
+    rollout = world.start(Say("8", seconds=60))
+    outcome = await outcome_of(rollout)
+    assert isinstance(outcome.end, Failure)
+    assert outcome.end.category is Category.INTERNAL
+    assert "stopped waiting" in outcome.end.message
+    assert len(world.script(rollout).asks) == 1
+
+
+async def test_an_agent_may_leave_remarks_while_its_calls_run(new_world: type[World]) -> None:
+    class Chatty(Agent):
+        name = "chatty"
+
+        async def play(self, run: Run) -> None:
+            calls = (await run.sample()).tool_calls
+            async with asyncio.TaskGroup() as group:
+                group.create_task(run.call(calls))
+                await asyncio.sleep(0)
+                run.note("chat", "while they run")
+
+    rollout = new_world(Chatty()).start(Say("", (call("nothing"),)))
+    assert (await outcome_of(rollout)).end == Stop("stop")
+    assert [entry.record.text for entry in rollout.log.entries if isinstance(entry.record, Note)] == ["while they run"]
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a failed play whose question was given up with it decides the end, and its own error is dropped",
+)
+async def test_an_error_that_gives_up_an_open_question_is_in_the_servers_log(
+    new_world: type[World], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Grouping(Agent):
+        name = "grouping"
+
+        async def play(self, run: Run) -> None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(run.sample())
+                await asyncio.sleep(1)
+                raise LookupError(SECRET)
+
+    assert_internal(await outcome_of(new_world(Grouping()).start(Say(seconds=FOREVER))))
+    assert SECRET in caplog.text
 
 
 async def test_an_agent_that_goes_on_after_its_end_reaches_nothing(new_world: type[World]) -> None:

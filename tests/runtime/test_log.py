@@ -77,6 +77,20 @@ async def test_nothing_is_an_entry_yet_and_readers_wait() -> None:
     assert [entry.record for entry in await reader] == [END]
 
 
+async def test_whoever_wants_the_end_only_gets_it_once_it_is_there() -> None:
+    log = Log()
+    waiting = [asyncio.create_task(log.ended()) for _ in range(3)]
+    waiting[0].cancel()
+    for number in range(1, 4):
+        await asyncio.sleep(1)
+        log.append([note(number)], 0)
+    await asyncio.sleep(1)
+    assert [task.done() for task in waiting] == [True, False, False]
+    log.append([END], 0)
+    assert [(await task).sequence for task in waiting[1:]] == [4, 4]
+    assert (await log.ended()).record == END
+
+
 async def test_a_reader_that_leaves_while_it_waits_disturbs_nobody() -> None:
     log = Log()
     leaving, staying = asyncio.create_task(read(log, 0)), asyncio.create_task(read(log, 0))

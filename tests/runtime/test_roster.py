@@ -349,3 +349,24 @@ async def test_those_that_were_cancelled_in_the_queue_are_forgotten_too(new_worl
 
 def test_a_wish_shows_no_credentials() -> None:
     assert "hunter2" not in repr(Wish(a_spec(), "me", credentials=Credentials("hunter2", "hunter2", "hunter2")))
+
+
+async def test_finished_rollouts_are_bounded_in_bytes_too(new_world: type[World]) -> None:
+    """The oldest are forgotten first; one that is larger than all the room is forgotten at once."""
+    small = new_world()
+    size = await size_of_one(small)
+    world = new_world(capacity=Capacity(finished_bytes=2 * size))
+    for _ in range(4):
+        await outcome_of(world.start())
+        await asyncio.sleep(1)
+    assert len([*world.roster.select(Selection("me"))]) == 2
+    none = new_world(capacity=Capacity(finished_bytes=size - 1))
+    await outcome_of(none.start())
+    await asyncio.sleep(1)
+    assert [*none.roster.select(Selection("me"))] == []
+
+
+async def size_of_one(world: World) -> int:
+    rollout = world.start()
+    await outcome_of(rollout)
+    return rollout.machine.size

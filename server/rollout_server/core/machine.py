@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from rollout_server.core.ledger import Ledger, Turn
+from rollout_server.core.ledger import Ledger, Tokens, Turn, pack_tokens
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Failure, Metrics, Outcome, Stop, Warned
@@ -102,6 +102,11 @@ class Machine:
         """The terminal value, once there is one."""
         return self._outcome
 
+    @property
+    def size(self) -> int:
+        """About how many bytes the rollout holds: messages and tokens, each in the log and in what was made of it."""
+        return 2 * self._bytes + 16 * sum(len(segment) for segment in self.ledger.segments)
+
     def ask(self) -> Asked | Over:
         """What a completion at this point would be, or why there is none to be."""
         over = self._exhausted(turns=True)
@@ -129,7 +134,7 @@ class Machine:
         follows: tuple[Consequence, ...] = ()
         match record:
             case Answered():
-                follows = self._answered(record)
+                follows, record = self._answered(record)
             case Asked():
                 self._asked(record)
             case Appended():
@@ -155,22 +160,25 @@ class Machine:
         self._calls = 0
         self.state = State.ASKING
 
-    def _answered(self, record: Answered) -> tuple[Consequence, ...]:
-        self._require(self.state is State.ASKING and record.turn == self.turn, record)
-        follows = self._commit(record) if record.token_ids is not None else ()
+    def _answered(self, record: Answered) -> tuple[tuple[Consequence, ...], Answered]:
+        held = self.ledger.current.ids() if self.ledger.current is not None else pack_tokens()
+        self._require(self.state is State.ASKING and record.turn == self.turn and record.shared <= len(held), record)
+        follows = self._commit(record, held) if record.token_ids is not None else ()
         self._count_answer(record)
         self._warnings.extend(Warned(code, text, record.turn) for code, text in record.notes)
         self._add((record.message,))
-        self._last_answer = record
         self.state = State.OPEN
-        return follows
+        opened = any(isinstance(consequence, SegmentOpened) for consequence in follows)
+        self._last_answer = record if opened else _compact(record, len(held))
+        return follows, self._last_answer
 
-    def _commit(self, record: Answered) -> tuple[Consequence, ...]:
+    def _commit(self, record: Answered, held: Tokens) -> tuple[Consequence, ...]:
         answer = record.token_ids
         if answer is None or (record.predicted is None and record.reported is None):
             return ()
+        reported = None if record.reported is None else held[: record.shared] + record.reported
         asked_in, segments = self.ledger.current_id, len(self.ledger.segments)
-        turn = Turn(record.turn, answer, record.logprobs, record.predicted, record.reported, record.policy_version)
+        turn = Turn(record.turn, answer, record.logprobs, record.predicted, reported, record.policy_version)
         try:
             drift = self.ledger.commit(turn)
         except ValueError as error:
@@ -184,7 +192,7 @@ class Machine:
             self._warnings.append(Warned("token_drift", text, record.turn, drift.index))
         if len(self.ledger.segments) > segments:
             opened = self.ledger.segments[-1]
-            prompt = len(record.reported) if record.reported is not None else opened.spans[0].stop
+            prompt = len(reported) if reported is not None else opened.spans[0].stop
             follows.append(SegmentOpened(record.turn, opened.id, opened.origin, prompt))
         return tuple(follows)
 
@@ -205,7 +213,7 @@ class Machine:
         usage = record.usage or (0, 0)
         generated = len(record.token_ids) if record.token_ids is not None else usage[1]
         if record.reported is not None:
-            return generated, len(record.reported)
+            return generated, record.shared + len(record.reported)
         segment = self.ledger.current
         if record.token_ids is not None and record.predicted is not None and segment is not None:
             return generated, len(segment) - generated
@@ -283,10 +291,10 @@ class Machine:
         return None
 
     def _no_calls(self) -> Over | None:
-        limit = self.limits.tool_turns
-        if limit is not None and not self._calls and self._tool_turns >= limit:
+        over, limit = self._exhausted(turns=False), self.limits.tool_turns
+        if over is None and limit is not None and not self._calls and self._tool_turns >= limit:
             return Over(self._stop("max_turns"))
-        return self._exhausted(turns=False)
+        return over
 
     def _stop(self, reason: str) -> Stop:
         return Stop(reason, truncated=self._last_answer is not None and self._last_answer.finish_reason == "length")
@@ -309,6 +317,13 @@ def replay(machine: Machine, records: Iterable[Record]) -> Machine:
     if logged:
         raise IllegalRecord(f"the log ends with {logged!r}, which no record led to")
     return machine
+
+
+def _compact(record: Answered, held: int) -> Answered:
+    """The answer as it is logged: without the tokens of its prompt that the segment holds anyway."""
+    if record.token_ids is None or record.reported is None or record.shared:
+        return record
+    return replace(record, reported=record.reported[held:], shared=held)
 
 
 def _size(message: Message) -> int:

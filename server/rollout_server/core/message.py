@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -15,7 +16,9 @@ from typing import TypeAlias
 JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
 
 
+MAX_DEPTH = 256
 _MAX_DIGITS = 4300
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
 
 
 class MalformedMessage(ValueError):
@@ -74,13 +77,25 @@ def tool_calls(fields: Mapping[str, JSON]) -> tuple[ToolCall, ...]:
 
 def parse_json(text: str, *, parse_int: Callable[[str], float] = int) -> JSON:
     """Parses JSON. Unlike `json.loads` it refuses NaN and Infinity, which are not JSON. Raises `MalformedMessage`."""
+    if _is_deep(text):
+        raise MalformedMessage(f"nested more than {MAX_DEPTH} levels deep")
     try:
         value: JSON = json.loads(text, parse_constant=_refuse_constant, parse_int=parse_int)
-    except RecursionError:
-        raise MalformedMessage("nested too deeply") from None
     except ValueError as error:
         raise MalformedMessage(str(error)) from None
     return value
+
+
+def _is_deep(text: str) -> bool:
+    """Whether JSON is nested deeper than is read, which must not depend on how deep the caller's stack is."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return False
+    depth = 0
+    for match in _BRACKETS.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match[0], 0)
+        if depth > MAX_DEPTH:
+            return True
+    return False
 
 
 def parse_object(text: str) -> dict[str, JSON]:

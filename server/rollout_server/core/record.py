@@ -43,7 +43,9 @@ class Answered:
         token_ids: the sampled tokens; None where the trainer sends none.
         logprobs: as long as `token_ids`; None: unknown.
         predicted: what our rendering expected to stand before the answer.
-        reported: the prompt as the trainer reports it.
+        reported: the prompt as the trainer reports it, without its first `shared` tokens; None: it reports none.
+        shared: tokens at the start of the prompt that equal the segment so far; the machine leaves them out of the log, which
+            would otherwise grow with the square of the turns.
         mask_length: length of the mask that was sent; None: none was.
         attempts: requests that were sent.
         elapsed_ms: from the first request to the answer.
@@ -60,6 +62,7 @@ class Answered:
     logprobs: Logprobs | None = None
     predicted: Prediction | None = None
     reported: Tokens | None = None
+    shared: int = 0
     mask_length: int | None = None
     attempts: int = 1
     elapsed_ms: float = 0.0

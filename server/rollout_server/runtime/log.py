@@ -30,7 +30,8 @@ class Log:
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
-        self._grown = asyncio.Event()
+        self._grown: asyncio.Event | None = None
+        self._ended: asyncio.Event | None = None
 
     @property
     def last_sequence(self) -> int:
@@ -46,13 +47,27 @@ class Log:
         """Adds records and wakes the readers."""
         for record in records:
             self._entries.append(Entry(len(self._entries) + 1, time, record, turn, segment_id))
-        self._grown.set()
-        self._grown = asyncio.Event()
+        if self._grown is not None:
+            self._grown.set()
+            self._grown = None
+        if self._ended is not None and self._is_over():
+            self._ended.set()
+
+    def check(self, after: int) -> None:
+        """Raises `Gone` for a sequence number that is not reached yet."""
+        if after > self.last_sequence:
+            raise Gone(f"there is no event {after} yet", oldest=1, newest=self.last_sequence)
+
+    async def ended(self) -> Entry:
+        """The last entry of the rollout, once it is there. Whoever only wants the end is not woken for all the others."""
+        if not self._is_over():
+            self._ended = self._ended or asyncio.Event()
+            await self._ended.wait()
+        return self._entries[-1]
 
     async def follow(self, after: int) -> AsyncIterator[Entry]:
         """The entries after a sequence number, until the last record of the rollout. Raises `Gone` for numbers not reached yet."""
-        if after > self.last_sequence:
-            raise Gone(f"there is no event {after} yet", oldest=1, newest=self.last_sequence)
+        self.check(after)
         position = after
         while True:
             while position < len(self._entries):
@@ -61,6 +76,10 @@ class Log:
                 yield entry
                 if isinstance(entry.record, Ended):
                     return
-            if self._entries and isinstance(self._entries[-1].record, Ended):
+            if self._is_over():
                 return
+            self._grown = self._grown or asyncio.Event()
             await self._grown.wait()
+
+    def _is_over(self) -> bool:
+        return bool(self._entries) and isinstance(self._entries[-1].record, Ended)

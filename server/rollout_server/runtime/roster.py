@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -50,7 +51,8 @@ class Roster:
         self._waiting: dict[str, Rollout] = {}
         self._numbers = count(1)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._kept: list[str] = []
+        self._kept: deque[str] = deque()
+        self._kept_bytes = 0
 
     @property
     def running(self) -> int:
@@ -122,18 +124,14 @@ class Roster:
         rollout.received = True
 
     def forget(self) -> None:
-        """Drops finished rollouts that are too old or too many."""
-        now = self._clock.wall()
-        kept = 0
-        for kept, uid in enumerate(self._kept):
-            finished = self._places[uid].rollout.finished
-            young = finished is not None and now - finished < self.capacity.finished_seconds
-            if young and len(self._kept) - kept <= self.capacity.finished:
-                break
-            self._drop(uid)
-        else:
-            kept = len(self._kept)
-        del self._kept[:kept]
+        """Drops finished rollouts that are too old, too many or too large together, the oldest first."""
+        now, capacity = self._clock.wall(), self.capacity
+        while self._kept:
+            finished = self._places[self._kept[0]].rollout.finished
+            young = finished is not None and now - finished < capacity.finished_seconds
+            if young and len(self._kept) <= capacity.finished and self._kept_bytes <= capacity.finished_bytes:
+                return
+            self._drop(self._kept.popleft())
 
     async def drain(self, grace: float) -> None:
         """Takes nothing new, lets rollouts finish for `grace` seconds, then ends those that are left as interrupted."""
@@ -210,12 +208,14 @@ class Roster:
     def _keep(self, rollout: Rollout) -> None:
         self.finished += 1
         self._kept.append(rollout.uid)
+        self._kept_bytes += rollout.machine.size
         rollout.credentials = Credentials()
         _log_finished(rollout)
         self.forget()
 
     def _drop(self, uid: str) -> None:
         place = self._places.pop(uid)
+        self._kept_bytes -= place.rollout.machine.size
         if place.request is not None and self._requests.get(place.request) == uid:
             del self._requests[place.request]
 

@@ -133,6 +133,8 @@ class Run:
             self._end(started.stop)
         for intent in started:
             self._record(intent)
+        if len(started) == 1:
+            return [await self._call(started[0])]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._call(intent)) for intent in started]
         return [task.result() for task in tasks]

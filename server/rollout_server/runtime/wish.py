@@ -18,12 +18,14 @@ class Capacity:
         running: rollouts that run at the same time.
         queued: rollouts that wait for a place; one more is refused.
         finished: finished rollouts that are remembered; the oldest are forgotten first.
+        finished_bytes: the same in bytes, counted roughly.
         finished_seconds: how long a finished rollout is remembered.
     """
 
     running: int = 100
     queued: int = 10_000
     finished: int = 10_000
+    finished_bytes: int = 2**30
     finished_seconds: float = 3600.0
 
 

@@ -4,7 +4,8 @@ isort:skip_file
 The contract between trainers, clients and the rollout server.
 
 Two planes of errors: a gRPC status means that a call had no effect, or says what effect it may have had; a rollout that was accepted and
-then went wrong ends with an Outcome, never with a status. Every status carries a google.rpc.ErrorInfo (domain
+then went wrong ends with an Outcome, never with a status. Every status of the server's own (not those that gRPC itself makes, such
+as for a request that is too large) carries a google.rpc.ErrorInfo (domain
 "rollout.osmosis"), a google.rpc.BadRequest where fields are at fault, and a google.rpc.RetryInfo where waiting helps.
 """
 

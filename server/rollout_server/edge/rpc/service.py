@@ -10,11 +10,10 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 import grpc
+from osmosis.rollout.v1 import event_pb2, rollout_service_pb2_grpc
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from osmosis.rollout.v1 import rollout_service_pb2_grpc
 
-from rollout_server.core.error import InvalidRequest, NotFound, Violation
-from rollout_server.core.outcome import Outcome
+from rollout_server.core.error import InvalidRequest, Violation
 from rollout_server.edge.rpc.wire import request as wire
 from rollout_server.edge.rpc.wire.event import event, timestamp
 from rollout_server.edge.rpc.wire.message import tool_to_proto
@@ -58,49 +57,50 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: pb.RunRolloutRequest, context: _Context
     ) -> AsyncIterator[pb.RunRolloutResponse]:
         """Accepts a rollout or finds it, and streams its events."""
+        detail = wire.known(request.detail, event_pb2.EventDetail, "detail")
         rollout, attached = self._start(request.start, context)
         with rollout.attached():
             yield pb.RunRolloutResponse(started=started(rollout, attached=attached))
-            async for entry in rollout.log.follow(request.after_sequence):
-                shown = event(rollout, entry, request.detail)
-                if shown is not None:
-                    yield pb.RunRolloutResponse(event=shown)
+            async for shown in _events(rollout, request.after_sequence, detail):
+                yield pb.RunRolloutResponse(event=shown)
 
     async def WatchRollout(
         self, request: pb.WatchRolloutRequest, context: _Context
     ) -> AsyncIterator[pb.WatchRolloutResponse]:
         """Streams the events after a sequence number."""
+        detail = wire.known(request.detail, event_pb2.EventDetail, "detail")
         rollout = self._roster.get(request.uid, caller(context))
         with rollout.attached():
-            async for entry in rollout.log.follow(request.after_sequence):
-                shown = event(rollout, entry, request.detail)
-                if shown is not None:
-                    yield pb.WatchRolloutResponse(event=shown)
+            async for shown in _events(rollout, request.after_sequence, detail):
+                yield pb.WatchRolloutResponse(event=shown)
 
     async def WaitRollout(self, request: pb.WaitRolloutRequest, context: _Context) -> pb.WaitRolloutResponse:
         """Waits for the outcome."""
+        view = wire.known(request.view, pb.RolloutView, "view")
         rollout = self._roster.get(request.uid, caller(context))
         seconds = _patience(request, context)
         with rollout.attached():
             with suppress(TimeoutError):
-                await asyncio.wait_for(_outcome(rollout), seconds)
-            return pb.WaitRolloutResponse(rollout=rollout_to_proto(rollout, request.view))
+                await asyncio.wait_for(rollout.log.ended(), seconds)
+            return pb.WaitRolloutResponse(rollout=rollout_to_proto(rollout, view))
 
     async def GetRollout(self, request: pb.GetRolloutRequest, context: _Context) -> pb.GetRolloutResponse:
         """Reads one rollout."""
+        view = wire.known(request.view, pb.RolloutView, "view")
         rollout = self._roster.get(request.uid, caller(context))
-        return pb.GetRolloutResponse(rollout=rollout_to_proto(rollout, request.view))
+        return pb.GetRolloutResponse(rollout=rollout_to_proto(rollout, view))
 
     async def ListRollouts(self, request: pb.ListRolloutsRequest, context: _Context) -> pb.ListRolloutsResponse:
         """Reads a page."""
         if request.page_size > MAX_PAGE:
             raise InvalidRequest(Violation("page_size", f"at most {MAX_PAGE} are allowed"))
         size = request.page_size or DEFAULT_PAGE
+        view = wire.known(request.view, pb.RolloutView, "view")
         before = wire.page_start(request.page_token, request.selection)
         selected = self._roster.select(wire.selection(request.selection, caller(context)), before=before)
         page = list(islice(selected, size + 1))
         token = wire.page_token(page[size - 1][0], request.selection) if len(page) > size else ""
-        shown = [rollout_to_proto(rollout, request.view) for _, rollout in page[:size]]
+        shown = [rollout_to_proto(rollout, view) for _, rollout in page[:size]]
         return pb.ListRolloutsResponse(rollouts=shown, next_page_token=token)
 
     async def CancelRollouts(self, request: pb.CancelRolloutsRequest, context: _Context) -> pb.CancelRolloutsResponse:
@@ -161,12 +161,16 @@ def caller(context: _Context) -> str:
     return "anonymous"
 
 
-async def _outcome(rollout: Rollout) -> Outcome:
-    async for _ in rollout.log.follow(rollout.log.last_sequence):
-        pass
-    if rollout.outcome is None:
-        raise NotFound(f"rollout {rollout.uid} has gone")
-    return rollout.outcome
+async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[event_pb2.RolloutEvent]:
+    """The events after a sequence number, in as much detail as is wanted."""
+    if detail == event_pb2.EVENT_DETAIL_OUTCOME:
+        rollout.log.check(after)
+        entry = await rollout.log.ended()
+        if entry.sequence > after:
+            yield event(rollout, entry, detail)
+        return
+    async for entry in rollout.log.follow(after):
+        yield event(rollout, entry, detail)
 
 
 def _patience(request: pb.WaitRolloutRequest, context: _Context) -> float:

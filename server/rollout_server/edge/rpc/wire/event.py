@@ -35,10 +35,8 @@ def timestamp(seconds: float) -> Timestamp:
     return Timestamp(seconds=whole, nanos=rest)
 
 
-def event(rollout: Rollout, entry: Entry, detail: int) -> event_pb2.RolloutEvent | None:
-    """The event of an entry; None where the detail leaves it out."""
-    if detail == event_pb2.EVENT_DETAIL_OUTCOME and not isinstance(entry.record, Ended):
-        return None
+def event(rollout: Rollout, entry: Entry, detail: int) -> event_pb2.RolloutEvent:
+    """The event of an entry."""
     proto = event_pb2.RolloutEvent(sequence=entry.sequence, time=timestamp(entry.time))
     _View(rollout, detail).fill(proto, entry)
     return proto
@@ -105,7 +103,7 @@ class _View:
 
     def _prompt_tokens(self, record: Answered) -> int:
         if record.reported is not None:
-            return len(record.reported)
+            return record.shared + len(record.reported)
         segment, spans = self._spans_of(record.turn)
         if segment is None:
             return record.usage[0] if record.usage else 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+from collections.abc import Sequence
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from google.protobuf.duration_pb2 import Duration
@@ -18,6 +20,14 @@ from rollout_server.edge.rpc.wire import enums
 from rollout_server.edge.rpc.wire.message import messages_from_proto
 from rollout_server.runtime.port import Credentials
 from rollout_server.runtime.wish import Selection, Wish
+
+
+class _EnumType(Protocol):
+    """The type of an enum of the contract."""
+
+    def values(self) -> Sequence[int]:
+        """Its values."""
+
 
 _DIALECTS = {value: dialect for dialect, value in enums.DIALECTS.items()}
 _DRIFT_POLICIES = {value: policy for policy, value in enums.DRIFT_POLICIES.items()}
@@ -84,6 +94,13 @@ def is_empty(proto: rollout_service_pb2.Selection) -> bool:
     """No condition is set, and `all` neither."""
     lists = (proto.uids, proto.rollout_ids, proto.states, proto.labels)
     return not (proto.group_id or proto.agent or proto.all or any(lists))
+
+
+def known(value: int, kind: _EnumType, field: str) -> int:
+    """A value of an enum. Raises `InvalidRequest` for one of a later version of the contract."""
+    if value not in kind.values():
+        raise InvalidRequest(Violation(field, f"{value} is not known here"))
+    return value
 
 
 def page_token(number: int, proto: rollout_service_pb2.Selection) -> str:

@@ -1,0 +1,147 @@
+"""The scripted conversation: a model that adds numbers, one tool call a turn, with the ids that a real tokenizer gives.
+
+Everything that the trainer will answer is made here, once, so that answering costs it next to nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import msgspec
+from rollout_server.testing.renderer import PlainRenderer
+from rollout_server.testing.script import Reply, tool_call
+
+_SYSTEM = "You are a calculator. Use the tools, one call at a time, and give the result at the end."
+_WORDS = (
+    "account adds after again all amount and apples balance barn before between boxes brought by carried change clerk coins "
+    "counted days delivered during each evening every field first for found from gave had harvest in into kept last left less "
+    "made market merchant month more morning noted of on once only order other over paid pears per price received sacks second "
+    "sent several shelf ship sold some store sum than that the their them then these third through to total town twice until "
+    "wagon was week weighed were what when which while winter with without written year"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One answer of the trainer, and what has to come before it.
+
+    Args:
+        body: the completion, as it goes over the wire.
+        prompt_tokens: tokens of the whole prompt.
+        new_tokens: those that entered it since the last answer: the length of the mask. 0 in the first turn.
+        tail: the newest messages of the history: the last answer and its tool result, or what the conversation begins with.
+    """
+
+    body: bytes
+    prompt_tokens: int
+    new_tokens: int
+    tail: Sequence[Mapping[str, Any]]
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What the driver has to know: how a conversation begins and how it must end. `prompt_tokens` has one length a turn."""
+
+    opening: list[dict[str, Any]]
+    messages: int
+    closing: str
+    prompt_tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation that is ready to be played. `turns` is keyed by the number of messages in the history."""
+
+    facts: Facts
+    turns: Mapping[int, Turn]
+
+
+@dataclass(frozen=True, slots=True)
+class _Script:
+    opening: list[dict[str, Any]]
+    replies: list[Reply]
+    results: list[dict[str, Any]]
+
+
+def prepare(renderer: PlainRenderer, tools: Sequence[Mapping[str, Any]], turns: int, context: int) -> Conversation:
+    """Writes a conversation of `turns` answers whose prompts have `context` tokens on average, and renders it.
+
+    A `context` that the bare conversation already exceeds adds nothing to it. Raises ValueError where the template does not
+    render earlier turns as they were, because such a trainer could not give truthful ids.
+    """
+    bare = _render(renderer, tools, _script(turns, ""))
+    missing = context - fmean(turn.prompt_tokens for turn in bare.turns.values())
+    return _render(renderer, tools, _script(turns, _padding(renderer, missing)))
+
+
+def _script(turns: int, padding: str) -> _Script:
+    numbers = [7 * step + 5 for step in range(1, turns + 1)]
+    asked = f"{padding}What is the sum of {', '.join(map(str, numbers))}?"
+    opening = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": asked}]
+    replies, results, total = [], [], numbers[0]
+    for index, number in enumerate(numbers[1:], start=1):
+        arguments = json.dumps({"a": total, "b": number})
+        call = tool_call(f"call_{index}", "add", arguments)
+        replies.append(Reply(content=f"Adding {number} to {total}.", tool_calls=(call,), finish_reason="tool_calls"))
+        total += number
+        results.append({"role": "tool", "content": str(total), "tool_call_id": call["id"]})
+    replies.append(Reply(content=f"The sum of all numbers is {total}.\n#### {total}"))
+    return _Script(opening, replies, results)
+
+
+def _padding(renderer: PlainRenderer, tokens: float) -> str:
+    sentences: list[str] = []
+    for sentence in _sentences():
+        if tokens <= 0:
+            break
+        sentences.append(sentence)
+        tokens -= len(renderer.encode(sentence))
+    return "".join(sentences) + "\n\n" if sentences else ""
+
+
+def _sentences() -> Iterator[str]:
+    """Prose without sense, the same in every run: repeated text would be cheaper to tokenise than what models read."""
+    choose, vocabulary = random.Random(0), _WORDS.split()
+    while True:
+        words = choose.choices(vocabulary, k=choose.randint(7, 14))
+        words.insert(choose.randrange(1, len(words)), str(choose.randint(2, 9999)))
+        yield f"{' '.join(words).capitalize()}. "
+
+
+def _render(renderer: PlainRenderer, tools: Sequence[Mapping[str, Any]], script: _Script) -> Conversation:
+    history, tail = list(script.opening), list(script.opening)
+    turns: dict[int, Turn] = {}
+    seen: list[int] = []
+    for index, reply in enumerate(script.replies):
+        prompt = renderer.prompt(history, tools)
+        if prompt[: len(seen)] != seen:
+            raise ValueError("the chat template rewrites earlier turns; another tokenizer is needed for the benchmark")
+        answer = renderer.answer(history, tools, prompt, reply)
+        new = len(prompt) - len(seen) if seen else 0
+        turns[len(history)] = Turn(_completion(reply, prompt, answer), len(prompt), new, tail)
+        seen = prompt + answer
+        tail = [reply.message, *script.results[index : index + 1]]
+        history += tail
+    lengths = [turn.prompt_tokens for turn in turns.values()]
+    return Conversation(Facts(script.opening, len(history), str(script.replies[-1].content), lengths), turns)
+
+
+def _completion(reply: Reply, prompt: list[int], answer: list[int]) -> bytes:
+    sampled = random.Random(len(prompt))
+    choice = {"index": 0, "message": reply.message, "finish_reason": reply.finish}
+    return msgspec.json.encode(
+        {
+            "id": "bench",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "default",
+            "choices": [choice],
+            "token_ids": answer,
+            "logprobs": [round(-sampled.expovariate(4), 7) for _ in answer],
+            "prompt_token_ids": prompt,
+        }
+    )

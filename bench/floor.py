@@ -1,0 +1,84 @@
+"""The floor: what is left of a rollout without tokens, limits, records and errors.
+
+`POST /rollout` as the synchronous dialect has it: parse the request, post the growing list of messages with a mask that means
+nothing, parse the answer, append it and the tool's result, again. It writes the whole history anew each turn, which a server
+need not do: the floor is a yardstick, not a limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import msgspec
+import typer
+from aiohttp import web
+from yarl import URL
+
+from bench.loop import serve
+
+_MASK = [0] * 32
+_JSON = {"content-type": "application/json"}
+_HTTP = web.AppKey("http", aiohttp.ClientSession)
+_LARGEST_BODY = 64 * 1024 * 1024
+
+
+async def rollout(request: web.Request) -> web.Response:
+    """Plays one rollout. A trainer that does not answer is an error of this server: there is nothing to handle it."""
+    asked = msgspec.json.decode(await request.read())
+    http, url = request.app[_HTTP], URL(f"{asked['server_url']}/v1/chat/completions")
+    messages: list[dict[str, Any]] = asked["messages"]
+    body = {"model": "default", "rollout_id": asked["rollout_id"], "messages": messages, **asked["sampling_params"]}
+    body["response_mask"] = None
+    turns, calls = 0, True
+    while calls:
+        async with http.post(url, data=msgspec.json.encode(body), headers=_JSON) as response:
+            response.raise_for_status()
+            answer = msgspec.json.decode(await response.read())
+        message = answer["choices"][0]["message"]
+        calls = message.get("tool_calls")
+        messages.append(message)
+        messages.extend(map(_result, calls or ()))
+        body["response_mask"] = _MASK
+        turns += 1
+    return web.Response(body=_outcome(asked["rollout_id"], messages, turns), content_type="application/json")
+
+
+def _result(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = msgspec.json.decode(call["function"]["arguments"])
+    return {"role": "tool", "content": str(arguments["a"] + arguments["b"]), "tool_call_id": call["id"]}
+
+
+def _outcome(rollout_id: str, messages: list[dict[str, Any]], turns: int) -> bytes:
+    outcome = {
+        "rollout_id": rollout_id,
+        "status": "COMPLETED",
+        "final_messages": messages,
+        "finish_reason": "stop",
+        "metrics": {"num_llm_calls": turns},
+    }
+    return msgspec.json.encode(outcome)
+
+
+async def _health(_: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def _client(app: web.Application) -> AsyncIterator[None]:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+        app[_HTTP] = http
+        yield
+
+
+def main(port: int) -> None:
+    """Serve until SIGTERM."""
+    app = web.Application(client_max_size=_LARGEST_BODY)
+    app.router.add_post("/rollout", rollout)
+    app.router.add_get("/health", _health)
+    app.cleanup_ctx.append(_client)
+    serve(app, port)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,189 @@
+"""Runs a plan: starts the programs, plays the rounds, reads what they cost."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+import grpc
+import msgspec
+
+from bench.child import Child, Cores, Program, busy_seconds, free_port, on_cores, running
+from bench.conversation import Facts
+from bench.drive import TOKENIZER, Order, Player, grpc_player, http_player, play_many
+from bench.result import Measured, Result, Round, Start
+from bench.trainer import Counts
+from bench.workload import FLOOR_FACTOR, WARM_UP, Entry, Plan, Workload
+
+_T = TypeVar("_T")
+_ROOT = Path(__file__).parents[1]
+_KEEPALIVE_SECONDS = 2.0
+"""Less than uvicorn's 5: a request into a connection that is being closed would be lost."""
+_PREFIXES = ("ROLLOUT_", "OSMOSIS_", "TOKENIZER_")
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """Everything that runs."""
+
+    start: Start
+    server: Child
+    trainer: Child
+    floor: Child
+    server_url: str
+    trainer_url: str
+    floor_url: str
+    http: aiohttp.ClientSession
+    channel: grpc.aio.Channel
+
+
+async def run(plan: Plan, tokenizer: Path, say: Callable[[str], None]) -> Result:
+    """Runs a plan. Raises `ChildFailed` and `WrongRollout`."""
+    cores = Cores.here()
+    with on_cores(cores.beside):
+        starts = [await _start_once(plan, tokenizer, cores, say) for _ in range(plan.starts - 1)]
+        async with _site(plan, tokenizer, cores, say) as site:
+            starts.append(site.start)
+            measured: list[Measured] = []
+            for workload in plan.workloads:
+                measured += await _measure(site, workload, cores, say)
+            counts = await _get(site.http, f"{site.trainer_url}/counts", Counts)
+            resident = site.server.resident_bytes()
+    return Result(cores.apart, starts, resident, measured, counts)
+
+
+async def _start_once(plan: Plan, tokenizer: Path, cores: Cores, say: Callable[[str], None]) -> Start:
+    say("starting the server, to see how long it takes")
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        async with running(_server(plan, tokenizer, cores, Path(directory))[0]) as server:
+            return _started(server)
+
+
+def _started(server: Child) -> Start:
+    return Start(server.started_in, server.cpu_seconds(), server.resident_bytes())
+
+
+@asynccontextmanager
+async def _site(plan: Plan, tokenizer: Path, cores: Cores, say: Callable[[str], None]) -> AsyncIterator[_Site]:
+    async with AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        say("starting server, trainer and floor")
+        program, grpc_port = _server(plan, tokenizer, cores, directory)
+        server = await stack.enter_async_context(running(program))
+        start = _started(server)
+        trainer_program = _trainer(plan, tokenizer, cores, program.url)
+        trainer = await stack.enter_async_context(running(trainer_program))
+        floor_program = _floor(cores)
+        floor = await stack.enter_async_context(running(floor_program))
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
+        session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300))
+        options = [("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0)]
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}", options=options)
+        yield _Site(
+            start=start,
+            server=server,
+            trainer=trainer,
+            floor=floor,
+            server_url=program.url,
+            trainer_url=trainer_program.url,
+            floor_url=floor_program.url,
+            http=await stack.enter_async_context(session),
+            channel=await stack.enter_async_context(channel),
+        )
+
+
+def _server(plan: Plan, tokenizer: Path, cores: Cores, directory: Path) -> tuple[Program, int]:
+    """The server under test and its gRPC port. It runs in an empty directory, where no `.env` can change its settings."""
+    http_port, grpc_port = free_port(), free_port()
+    command = [sys.executable, "-m", "rollout_server.cli", "serve", "--host", "127.0.0.1"]
+    command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+    command += ["--tokenizer", f"{TOKENIZER}={tokenizer.resolve()}"]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_PREFIXES)}
+    environment = inherited | {
+        "ROLLOUT_LOG_LEVEL": "warning",
+        "MAX_CONCURRENT_ROLLOUTS": str(2 * plan.concurrency),
+    }
+    url = f"http://127.0.0.1:{http_port}"
+    return Program("the server", command, url, cores.measured, environment, directory), grpc_port
+
+
+def _trainer(plan: Plan, tokenizer: Path, cores: Cores, gateway: str) -> Program:
+    port = free_port()
+    command = [sys.executable, "-m", "bench.trainer", str(port), "--tokenizer", str(tokenizer.resolve())]
+    command += ["--tools-from", gateway]
+    for name in dict.fromkeys(workload.conversation for workload in plan.workloads):
+        command += ["--conversation", name]
+    return Program("the trainer", command, f"http://127.0.0.1:{port}", cores.beside, dict(os.environ), _ROOT)
+
+
+def _floor(cores: Cores) -> Program:
+    port = free_port()
+    command = [sys.executable, "-m", "bench.floor", str(port)]
+    return Program("the floor", command, f"http://127.0.0.1:{port}", cores.measured, dict(os.environ), _ROOT)
+
+
+async def _measure(site: _Site, workload: Workload, cores: Cores, say: Callable[[str], None]) -> Sequence[Measured]:
+    """The floor's rounds, then the server's for each way in."""
+    facts = await _get(site.http, f"{site.trainer_url}/conversations/{workload.conversation}", Facts)
+    unjudged = Order(f"{site.trainer_url}/unjudged/{workload.conversation}", facts)
+    judged = Order(f"{site.trainer_url}/judged/{workload.conversation}", facts)
+    say(f"{workload}: the floor")
+    play = http_player(site.http, site.floor_url, unjudged)
+    floor = await _rounds(play, workload, FLOOR_FACTOR, _Timer(site.floor, site.trainer, cores))
+    measured = []
+    for entry in workload.entries:
+        say(f"{workload}: the server over {entry}")
+        play = _server_player(site, entry, judged)
+        server = await _rounds(play, workload, 1, _Timer(site.server, site.trainer, cores))
+        measured.append(Measured(workload, entry, facts.prompt_tokens, server, floor))
+    return measured
+
+
+def _server_player(site: _Site, entry: Entry, order: Order) -> Player:
+    if entry is Entry.GRPC:
+        return grpc_player(site.channel, order)
+    return http_player(site.http, site.server_url, order)
+
+
+@dataclass(frozen=True, slots=True)
+class _Timer:
+    """Times what one program does, what trainer and driver need for it, and what others do on its core."""
+
+    measured: Child
+    trainer: Child
+    cores: Cores
+
+    async def time(self, work: Awaitable[None], turns: int) -> Round:
+        """Awaits work that is worth so many turns."""
+        before = self._read()
+        await work
+        cpu, beside, busy, wall = (after - first for after, first in zip(self._read(), before, strict=True))
+        return Round(turns, cpu=cpu, beside=beside, others=busy - cpu, wall=wall)
+
+    def _read(self) -> tuple[float, float, float, float]:
+        beside = self.trainer.cpu_seconds() + time.process_time()
+        return self.measured.cpu_seconds(), beside, busy_seconds(self.cores.measured), time.perf_counter()
+
+
+async def _rounds(play: Player, workload: Workload, factor: int, timer: _Timer) -> list[Round]:
+    """A warm-up, in which connections are made and tokenizers loaded, then the rounds."""
+    await play_many(play, min(workload.concurrency, WARM_UP), workload.concurrency)
+    rollouts = workload.rollouts * factor
+    rounds = []
+    for _ in range(workload.rounds):
+        work = play_many(play, rollouts, workload.concurrency)
+        rounds.append(await timer.time(work, rollouts * workload.turns))
+    return rounds
+
+
+async def _get(http: aiohttp.ClientSession, url: str, kind: type[_T]) -> _T:
+    async with http.get(url) as answer:
+        return msgspec.json.decode(await answer.read(), type=kind)

@@ -1,0 +1,163 @@
+"""A result for people, and as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from bench.result import GATEWAY_TARGET, START_TARGET, Cost, Measured, Result
+
+_PACKAGES = "rollout-server aiohttp httpx httpx-aiohttp grpcio fastapi uvicorn uvloop msgspec transformers tokenizers"
+_MEGABYTE = 1024 * 1024
+_QUIET = 0.15
+"""The share of its core up to which a program counts as alone on it; the kernel's own network work is in it."""
+
+
+def machine() -> Mapping[str, Any]:
+    """What it ran on."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "packages": {name: _version(name) for name in _PACKAGES.split()},
+    }
+
+
+def show(result: Result, tokenizer: str, console: Console) -> None:
+    """Prints the table and what belongs to it."""
+    table = Table(title="CPU of the server for one turn, beside a floor without tokens", title_justify="left")
+    table.add_column("workload", no_wrap=True)
+    table.add_column("over")
+    for heading in ("server\nms/turn", "range", "floor\nms/turn", "ratio", "server\nturns/s", "floor\nturns/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("target", no_wrap=True)
+    for measured in result.measured:
+        table.add_row(*_row(measured))
+    console.print(table)
+    for line in _lines(result, tokenizer):
+        console.print(line, highlight=False)
+
+
+def as_json(result: Result, tokenizer: str) -> bytes:
+    """Everything that was found, and on what."""
+    found = {
+        "machine": machine(),
+        "tokenizer": tokenizer,
+        "cores_apart": result.apart,
+        "starts": result.starts,
+        "end_resident_bytes": result.resident,
+        "gateway_per_rollout": result.gateway,
+        "masks": result.counts,
+        "workloads": [_fields(measured) for measured in result.measured],
+    }
+    return msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n"
+
+
+def _row(measured: Measured) -> Sequence[str]:
+    server, floor = measured.server, measured.floor
+    return (
+        str(measured.workload),
+        measured.entry,
+        f"{server.cpu_ms:.2f}",
+        f"{server.cpu_ms_low:.2f}-{server.cpu_ms_high:.2f}",
+        f"{floor.cpu_ms:.2f}",
+        f"{measured.ratio:.1f}",
+        _rate(server),
+        _rate(floor),
+        _target(measured.ratio, measured.workload.target, " x"),
+    )
+
+
+def _rate(cost: Cost) -> str:
+    return f"{cost.turns_per_second:,.0f}{'*' if cost.held_up else ''}"
+
+
+def _target(value: float, target: float | None, unit: str) -> str:
+    if target is None:
+        return ""
+    return f"meets {target:g}{unit}" if value <= target else f"MISSES {target:g}{unit}"
+
+
+def _lines(result: Result, tokenizer: str) -> Sequence[str]:
+    return [*_circumstances(result, tokenizer), *_whole(result), *result.counts.faults, _machine_line()]
+
+
+def _circumstances(result: Result, tokenizer: str) -> Iterator[str]:
+    prompts = {measured.workload.conversation: measured.prompt_tokens for measured in result.measured}
+    ranges = ", ".join(_range(lengths) for lengths in prompts.values())
+    yield f"prompts of {ranges} tokens; tokenizer {tokenizer!r}"
+    if result.apart:
+        yield "server and floor ran on one core, trainer and driver on another"
+    else:
+        yield "everything shared ONE core, so turns/s are low and CPU is high"
+    costs = [cost for measured in result.measured for cost in (measured.server, measured.floor)]
+    if any(cost.held_up for cost in costs):
+        yield "* trainer and driver were busy nearly all the time; without them it would be more"
+    others = max(cost.others_share for cost in costs)
+    if others > _QUIET:
+        yield f"NOT A QUIET MACHINE: others took up to {others:.0%} of that core, so turns/s are low and CPU is high"
+
+
+def _range(lengths: Sequence[int]) -> str:
+    return f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else str(lengths[0])
+
+
+def _whole(result: Result) -> Iterator[str]:
+    """What belongs to the server as a whole."""
+    yield (
+        f"start to healthy {result.start_seconds:.2f} s ({_target(result.start_seconds, START_TARGET, ' s')}), "
+        f"{result.start_cpu:.2f} s of CPU; "
+        f"memory {result.idle_resident / _MEGABYTE:.0f} MB idle, {result.resident / _MEGABYTE:.0f} MB at the end"
+    )
+    gateway = result.gateway
+    if gateway is not None:
+        said = _target(gateway.ms, GATEWAY_TARGET, " ms")
+        yield f"HTTP adds {gateway.ms:.2f} ms of CPU to a rollout, give or take {gateway.noise:.2f} ({said})"
+    yield f"masks: {result.counts.masks_accepted} accepted, {result.counts.masks_refused} refused"
+
+
+def _machine_line() -> str:
+    facts = machine()
+    packages = ", ".join(f"{name} {number}" for name, number in facts["packages"].items())
+    return f"{facts['cpu']}, {facts['cores']} cores, {facts['system']}, {facts['python']}; {packages}"
+
+
+def _fields(measured: Measured) -> Mapping[str, Any]:
+    target = measured.workload.target
+    return {
+        "workload": measured.workload,
+        "entry": measured.entry,
+        "prompt_tokens": measured.prompt_tokens,
+        "server": measured.server,
+        "floor": measured.floor,
+        "ratio": measured.ratio,
+        "meets_target": None if target is None else measured.ratio <= target,
+        "server_rounds": measured.server_rounds,
+        "floor_rounds": measured.floor_rounds,
+    }
+
+
+def _cpu() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "-"

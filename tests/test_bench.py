@@ -1,0 +1,110 @@
+"""The benchmark works, and its trainer judges: no figure is asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+from rollout_server.testing.renderer import PlainRenderer
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+
+from bench.conversation import Conversation, prepare
+from bench.trainer import Trainer
+from bench.workload import QUICK, WARM_UP
+
+ROOT = Path(__file__).parents[1]
+JUDGED = "/judged/3x400/v1/chat/completions"
+UNJUDGED = "/unjudged/3x400/v1/chat/completions"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the benchmark reads /proc")
+def test_a_quick_run_ends_well_and_every_mask_is_accepted(tmp_path: Path) -> None:
+    written = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "bench", "--quick", "--json", str(written)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(written.read_text())
+    masks = found["masks"]
+    assert (masks["masks_refused"], masks["histories_refused"], masks["faults"]) == (0, 0, [])
+    assert masks["masks_accepted"] == _turns_of_the_server()
+    assert len(found["workloads"]) == sum(len(workload.entries) for workload in QUICK.workloads)
+
+
+def _turns_of_the_server() -> int:
+    turns = 0
+    for workload in QUICK.workloads:
+        rollouts = min(workload.concurrency, WARM_UP) + workload.rollouts * workload.rounds
+        turns += rollouts * workload.turns * len(workload.entries)
+    return turns
+
+
+@pytest.fixture(scope="module")
+def conversation() -> Conversation:
+    return prepare(PlainRenderer.load(TOY_TOKENIZER), [], turns=3, context=400)
+
+
+@pytest.fixture
+async def trainer(conversation: Conversation) -> AsyncIterator[TestClient[Any, Any]]:
+    async with TestClient(TestServer(Trainer({"3x400": conversation}).app())) as client:
+        yield client
+
+
+async def test_prompts_have_the_context_asked_for_and_extend_each_other(conversation: Conversation) -> None:
+    lengths = conversation.facts.prompt_tokens
+    assert abs(sum(lengths) / 3 - 400) < 40
+    answers = [json.loads(turn.body) for turn in conversation.turns.values()]
+    for before, after in pairwise(answers):
+        seen = before["prompt_token_ids"] + before["token_ids"]
+        assert after["prompt_token_ids"][: len(seen)] == seen
+    for answer in answers:
+        assert len(answer["logprobs"]) == len(answer["token_ids"])
+
+
+async def test_a_conversation_is_answered_to_its_end(trainer: TestClient[Any, Any], conversation: Conversation) -> None:
+    history: list[Any] = []
+    for turn in conversation.turns.values():
+        history += turn.tail
+        mask = [0] * turn.new_tokens or None
+        reply = await trainer.post(JUDGED, json={"messages": history, "response_mask": mask})
+        assert reply.status == 200
+    answer = await reply.json()
+    assert answer["choices"][0]["message"]["content"] == conversation.facts.closing
+    assert (await _counts(trainer))["masks_accepted"] == 3
+
+
+@pytest.mark.parametrize("wrong", ["short", "long", "ones", "none"])
+async def test_a_wrong_mask_is_refused_and_counted(
+    trainer: TestClient[Any, Any], conversation: Conversation, wrong: str
+) -> None:
+    first, second, _ = conversation.turns.values()
+    right = [0] * second.new_tokens
+    mask = {"short": right[1:], "long": [*right, 0], "ones": [1, *right[1:]], "none": None}[wrong]
+    body = {"messages": [*first.tail, *second.tail], "response_mask": mask}
+    assert (await trainer.post(JUDGED, json=body)).status == 422
+    assert (await trainer.post(UNJUDGED, json=body)).status == 200
+    counts = await _counts(trainer)
+    assert (counts["masks_refused"], counts["masks_accepted"], len(counts["faults"])) == (1, 0, 1)
+
+
+async def test_a_wrong_tool_result_is_refused_and_counted(
+    trainer: TestClient[Any, Any], conversation: Conversation
+) -> None:
+    first, second, _ = conversation.turns.values()
+    answer, result = second.tail
+    body = {"messages": [*first.tail, answer, {**result, "content": "0"}], "response_mask": [0] * second.new_tokens}
+    for path in (JUDGED, UNJUDGED):
+        assert (await trainer.post(path, json=body)).status == 422
+    assert (await _counts(trainer))["histories_refused"] == 2
+
+
+async def _counts(trainer: TestClient[Any, Any]) -> dict[str, Any]:
+    async with trainer.get("/counts") as reply:
+        counts: dict[str, Any] = await reply.json()
+        return counts
