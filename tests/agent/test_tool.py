@@ -330,6 +330,41 @@ async def test_wrong_arguments_inside_others_are_told_with_their_path(
     assert str(refused.value) == complaint
 
 
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    age: int
+
+
+@tool
+async def pet(animal: Annotated[Cat | Dog, Field(discriminator="kind")]) -> str:
+    """Says what it was given"""
+    return repr(animal)
+
+
+@pytest.mark.parametrize(
+    ("animal", "complaint"),
+    [
+        ({"kind": "cat"}, "animal.lives: missing"),
+        ({"kind": "dog", "age": "1"}, 'animal.age: must be a valid integer, not "1"'),
+        (
+            {"kind": "cow"},
+            "animal: Input tag 'cow' found using 'kind' does not match any of the expected tags: 'cat', 'dog'",
+        ),
+    ],
+)
+async def test_the_members_of_a_union_do_not_show_in_paths(animal: JSON, complaint: str) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        await pet.run({"animal": animal})
+    assert str(refused.value) == complaint
+    assert await pet.run({"animal": {"kind": "cat", "lives": 9}}) == "Cat(kind='cat', lives=9)"
+    assert "$" not in pet.parameters_json_schema
+
+
 async def test_many_complaints_are_cut_and_stay_on_one_line() -> None:
     with pytest.raises(ArgumentError) as refused:
         await nested.run({"point": {"title": "t", "x": 0}, "points": [{"x": 1}] * 1000})

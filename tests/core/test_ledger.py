@@ -43,6 +43,15 @@ class TestOneSegment:
         assert (len(segment), segment.spans, segment.verified) == (0, (), True)
         assert segment.sample() == Sample("7", ids(), ids(), b"", pack_logprobs())
 
+    def test_without_a_prompt_nothing_is_handed_out_until_the_model_has_written(self) -> None:
+        segment = Segment("0", Origin(SegmentKind.MAIN))
+        segment.append_masked(ids(1, 2), MaskReason.CLOSING, 1)
+        segment.append_masked(ids(3), MaskReason.ENVIRONMENT, 1)
+        assert (len(segment), segment.spans) == (3, ())
+        assert segment.sample() == Sample("0", ids(), ids(), b"", pack_logprobs())
+        segment.append_generated(Turn(1, ids(10)))
+        assert [s.reason for s in segment.spans] == [MaskReason.CLOSING, MaskReason.ENVIRONMENT, None]
+
     def test_the_first_turn_opens_the_main_segment(self) -> None:
         ledger = begun()
         assert (len(ledger.segments), ledger.current_id) == (1, "0")
@@ -246,3 +255,21 @@ def test_spans_of_a_long_rollout_lie_end_to_end() -> None:
     spans = ledger.segments[0].spans
     assert all(a.stop == b.start for a, b in pairwise(spans))
     assert spans[-1].stop == len(ledger.segments[0])
+
+
+class TestLongOnes:
+    """Beyond 256, where equal numbers are no longer the same object."""
+
+    def test_answers_and_their_logprobs(self) -> None:
+        ledger = Ledger()
+        count = 600
+        ledger.commit(Turn(1, ids(*range(count)), pack_logprobs([-1.0] * count), predicts(1)))
+        assert ledger.segments[0].sample().logprobs == pack_logprobs([-1.0] * count)
+
+    def test_drift(self) -> None:
+        ledger = begun(prompt=tuple(range(300)), answer=tuple(range(300)))
+        assert ledger.commit(Turn(2, ids(1), None, None, ids(*range(290)))) == Drift(DriftKind.TRUNCATED, 290, 600, 290)
+        ledger = begun(prompt=tuple(range(300)), answer=tuple(range(300)))
+        assert ledger.commit(Turn(2, ids(1), None, None, ids(*range(300), *range(280), 9))) == Drift(
+            DriftKind.RETOKENISED, 580, 600, 581
+        )

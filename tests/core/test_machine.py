@@ -6,10 +6,21 @@ from itertools import permutations
 
 import pytest
 from rollout_server.core.ledger import Drift, DriftKind, Origin, SegmentKind, pack_logprobs
+from rollout_server.core.limits import Limits
 from rollout_server.core.machine import Over, State
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Cancellation, Category, End, Failure, Stop, Verdict, Warned
-from rollout_server.core.record import Answered, Appended, Asked, DriftFound, Ended, Note, SegmentOpened, ToolStarted
+from rollout_server.core.record import (
+    Answered,
+    Appended,
+    Asked,
+    DriftFound,
+    Ended,
+    Note,
+    SegmentOpened,
+    ToolReturned,
+    ToolStarted,
+)
 
 from .rollouts import (
     ANSWER,
@@ -236,3 +247,25 @@ class TestOutcome:
         outcome = ends(machine, STOP)
         assert_refused(machine, Ended(Cancellation("too late")))
         assert machine.outcome is outcome
+
+
+def test_more_turns_and_calls_than_there_are_small_numbers() -> None:
+    """Beyond 256 equal numbers are no longer the same object."""
+    machine = fresh(Limits(turns=300, tool_turns=290))
+    for turn in range(1, 301):
+        asks(machine)
+        machine.accept(answered(turn, 5))
+        if turn <= 290:
+            starts(machine, CALL)
+            machine.accept(ToolReturned(turn, 0, CALL, RESULT, False))
+    assert machine.ask() == machine.start_calls([CALL]) == Over(Stop("max_turns"))
+    assert machine.metrics.turns == 300
+
+    machine = fresh()
+    takes_turn(machine, *range(300))
+    assert machine.metrics.generated_tokens == 300
+    for index in range(300):
+        machine.accept(ToolStarted(1, index, CALL))
+    for index in range(300):
+        machine.accept(ToolReturned(1, index, CALL, RESULT, False))
+    assert machine.metrics.tool_calls == 300

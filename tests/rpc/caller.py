@@ -54,7 +54,7 @@ class Refusal:
     @classmethod
     def of(cls, error: grpc.aio.AioRpcError) -> Refusal:
         """Reads what a call ended with. Fails where the status in the details is not the status."""
-        given = dict(error.initial_metadata() or ()).get(REQUEST_ID, "")
+        given = dict(error.trailing_metadata() or ()).get(REQUEST_ID, "")
         found: dict[str, Any] = {}
         status = rpc_status.from_call(error)
         for detail in status.details if status is not None else ():

@@ -142,7 +142,7 @@ async def test_a_fault_in_a_stream_shows_nothing_of_its_insides(open_server: Ope
 async def test_a_request_id_comes_back(caller: Caller, sent: str) -> None:
     call = caller.stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=((REQUEST_ID, sent),))
     await call
-    assert dict(await call.initial_metadata())[REQUEST_ID] == sent
+    assert dict(await call.trailing_metadata())[REQUEST_ID] == sent
     refused = await refusal(caller.stub.GetRollout(pb.GetRolloutRequest(uid="x"), metadata=((REQUEST_ID, sent),)))
     assert refused.request_id == refused.metadata["request_id"] == sent
     watching = caller.stub.WatchRollout(pb.WatchRolloutRequest(uid="x"), metadata=((REQUEST_ID, sent),))
@@ -157,7 +157,7 @@ async def test_a_call_without_a_fit_request_id_gets_one(caller: Caller, sent: st
             pb.ListAgentsRequest(), metadata=((REQUEST_ID, sent),) if sent is not None else ()
         )
         await call
-        given.append(dict(await call.initial_metadata())[REQUEST_ID])
+        given.append(str(dict(await call.trailing_metadata())[REQUEST_ID]))
     assert "" not in given
     assert sent not in given
     assert len(set(given)) == 2

@@ -88,7 +88,7 @@ async def raw_trainer(*acts: Act, listener: socket.socket | None = None) -> Asyn
     """Serves on a port of its own, or on a socket that is bound already."""
     trainer = RawTrainer(acts or (answer(),))
     bound = listener or socket.create_server(("127.0.0.1", 0))
-    server = await asyncio.start_server(trainer.serve, sock=bound, limit=2**26)
+    server = await asyncio.start_server(trainer.serve, sock=bound, limit=2**26, backlog=1024)
     trainer.url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     try:
         yield trainer

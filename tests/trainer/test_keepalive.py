@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-import pytest
 from rollout_server.edge.trainer.client import HttpClient, HttpRequest, HttpSettings
 
 from tests.trainer.raw_trainer import COMPLETION, head

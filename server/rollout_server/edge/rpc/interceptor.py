@@ -59,7 +59,8 @@ class _Wrapped:
 
     async def unary(self, payload: bytes, context: _Context) -> object:
         """Answers one request with one response."""
-        request_id = await _identify(context)
+        request_id = _identify(context)
+        context.set_trailing_metadata(((REQUEST_ID, request_id),))
         try:
             return await self._unary(self._parsed(payload), context)
         except (Exception, asyncio.CancelledError) as error:
@@ -67,7 +68,8 @@ class _Wrapped:
 
     async def stream(self, payload: bytes, context: _Context) -> AsyncIterator[object]:
         """Answers one request with a stream."""
-        request_id = await _identify(context)
+        request_id = _identify(context)
+        await context.send_initial_metadata(((REQUEST_ID, request_id),))
         try:
             responses = self._stream(self._parsed(payload), context)
             if isinstance(responses, Awaitable):  # a handler that writes to the context
@@ -85,12 +87,13 @@ class _Wrapped:
             raise InvalidRequest(Violation("request", "is not a message of the type that this rpc takes")) from None
 
 
-async def _identify(context: _Context) -> str:
-    """The caller's request id, or a new one; sent back either way."""
+def _identify(context: _Context) -> str:
+    """The caller's request id, or a new one.
+
+    It goes back ahead of the first item of a stream, and otherwise in the trailing metadata, where it costs no operation of its own.
+    """
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID, "")
-    request_id = given if isinstance(given, str) and 0 < len(given) <= 128 else secrets.token_hex(8)
-    await context.send_initial_metadata(((REQUEST_ID, request_id),))
-    return request_id
+    return given if isinstance(given, str) and 0 < len(given) <= 128 else secrets.token_hex(8)
 
 
 async def _end(context: _Context, error: BaseException, method: str, request_id: str) -> NoReturn:
@@ -103,12 +106,12 @@ async def _end(context: _Context, error: BaseException, method: str, request_id:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, RolloutError):
-        await _abort(context, status_of(error, request_id))
+        await _abort(context, status_of(error, request_id), request_id)
     _log.error("%s failed", method, exc_info=error, extra={"request_id": request_id})
-    await _abort(context, internal(request_id))
+    await _abort(context, internal(request_id), request_id)
 
 
-async def _abort(context: _Context, status: Status) -> NoReturn:
+async def _abort(context: _Context, status: Status, request_id: str) -> NoReturn:
     rich = rpc_status.to_status(status)
-    await context.abort(rich.code, rich.details, rich.trailing_metadata)
+    await context.abort(rich.code, rich.details, (*rich.trailing_metadata, (REQUEST_ID, request_id)))
     raise AssertionError("abort raises")
