@@ -190,8 +190,8 @@ def test_labels_have_no_order() -> None:
     assert fingerprint(replace(FULL, labels={"run": "y", "team": "x"})) == fingerprint(FULL)
 
 
-@pytest.mark.parametrize("text", ["{", "nonsense", "[" * 100_000, "9" * 5_000])
-def test_what_is_not_json_is_malformed(text: str) -> None:
+@pytest.mark.parametrize("text", ["{", "nonsense", "[" * 100_000, "[]", "null", "1", '{"a": NaN}'])
+def test_what_is_no_json_object_is_malformed(text: str) -> None:
     with pytest.raises(MalformedMessage):
         fingerprint(replace(PLAIN, metadata_json=text))
 
@@ -200,7 +200,6 @@ def test_half_a_surrogate_pair_has_a_fingerprint() -> None:
     assert fingerprint(replace(PLAIN, rollout_id="\ud800")) != fingerprint(replace(PLAIN, rollout_id="\ud801"))
 
 
-@pytest.mark.xfail(strict=True, reason="5 and 5.0 are written as they are, though the specs are equal")
 @pytest.mark.parametrize(
     ("a", "b"),
     [
@@ -211,3 +210,15 @@ def test_half_a_surrogate_pair_has_a_fingerprint() -> None:
 def test_equal_specs_have_equal_fingerprints(a: Spec, b: Spec) -> None:
     assert a == b
     assert fingerprint(a) == fingerprint(b)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="what lies beyond a float or 4,300 digits is read as infinite, so all of it is the same"
+)
+@pytest.mark.parametrize(
+    ("a", "b"), [("1e400", "1e500"), ("1" + "0" * 5_000, "2" + "0" * 5_000), ("1e400", "1" + "0" * 5_000)]
+)
+def test_numbers_that_python_does_not_hold_are_told_apart(a: str, b: str) -> None:
+    """Messages carry them verbatim, so they are different payloads."""
+    left, right = (Message.parse(f'{{"role": "user", "n": {number}}}') for number in (a, b))
+    assert fingerprint(replace(PLAIN, messages=(left,))) != fingerprint(replace(PLAIN, messages=(right,)))

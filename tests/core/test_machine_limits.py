@@ -120,7 +120,6 @@ class TestLimits:
         machine.accept(Appended((USER,) * 30))
         assert_refused(machine, Asked(2, "0", "u/0/2", 33))
 
-    @pytest.mark.xfail(strict=True, reason="_tool_started looks at no limit, as _asked does")
     @pytest.mark.parametrize("limits", [Limits(generated_tokens=1), Limits(tool_turns=0)])
     def test_starting_a_call_against_a_limit_is_illegal(self, limits: Limits) -> None:
         machine = fresh(limits)

@@ -29,7 +29,7 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 
-from .rollouts import CALL, RESULT, USER, answered, assert_refused, fresh, shown, shown_outcome
+from .rollouts import CALL, RESULT, USER, answered, assert_refused, fresh, ids, shown, shown_outcome
 
 OTHER_CALL = ToolCall("b", "add", "{}")
 OTHER_RESULT = Message.write({"role": "tool", "content": "9", "tool_call_id": "b"})
@@ -47,10 +47,10 @@ ROLLOUT: tuple[Input, ...] = (
     Ended(Stop("stop")),
 )
 
-# Columns: how many records of the rollout have been taken. x legal, . illegal, ! illegal but taken today (see XFAIL).
+# Columns: how many records of the rollout have been taken. x legal, . illegal.
 TABLE = """
                   0 1 2 3 4 5 6 7 8 9 10
-Accepted          x ! . . . . . . . . .
+Accepted          x . . . . . . . . . .
 Asked             x x . x . . . x . x .
 Answered          . . x . . . . . x . .
 Appended          x x . x . . . x . x .
@@ -58,16 +58,9 @@ ToolStarted       x x . x x x x x . x .
 ToolReturned      . . . . x x x . . . .
 Note              x x x x x x x x x x .
 Ended             x x x x x x x x x x .
-SegmentOpened     ! ! ! ! ! ! ! ! ! ! .
-DriftFound        ! ! ! ! ! ! ! ! ! ! .
+SegmentOpened     . . . . . . . . . . .
+DriftFound        . . . . . . . . . . .
 """
-XFAIL = {
-    "Accepted": "a second Accepted is taken as long as no turn was asked for",
-    "SegmentOpened": "accept lets consequences through: its match has no last case",
-    "DriftFound": "accept lets consequences through: its match has no last case",
-    "call": "_tool_returned takes the call off the pending ones before it has looked at it",
-    "turn": "_tool_returned takes the call off the pending ones before it has looked at it",
-}
 STATES = ["OPEN", "OPEN", "ASKING", "OPEN", "CALLING", "CALLING", "CALLING", "OPEN", "ASKING", "OPEN", "ENDED"]
 
 # The index of the next call in its turn, by cut.
@@ -107,8 +100,7 @@ def cells() -> Iterator[object]:
     for line in TABLE.strip().splitlines()[1:]:
         kind, *row = line.split()
         for at, mark in enumerate(row):
-            known = [pytest.mark.xfail(strict=True, reason=XFAIL[kind])] if mark == "!" else []
-            yield pytest.param(kind, at, mark == "x", id=f"{kind}-{at}", marks=known)
+            yield pytest.param(kind, at, mark == "x", id=f"{kind}-{at}")
 
 
 def assert_goes_on(machine: Machine, at: int) -> None:
@@ -188,35 +180,32 @@ MISFITS: list[tuple[int, str, object]] = [
 ]
 
 
-def try_misfit(at: int, name: str, value: object) -> Machine:
+@pytest.mark.parametrize(("at", "name", "value"), MISFITS)
+def test_a_record_with_one_field_wrong_is_refused_and_forgotten(at: int, name: str, value: object) -> None:
     machine = cut(at)
     assert_refused(machine, replace(ROLLOUT[at], **{name: value}))  # type: ignore[arg-type]
-    return machine
+    assert_goes_on(machine, at)
 
 
-@pytest.mark.parametrize(("at", "name", "value"), MISFITS)
-def test_a_record_with_one_field_wrong_is_refused(at: int, name: str, value: object) -> None:
-    try_misfit(at, name, value)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_an_answer_that_the_ledger_refuses_is_an_illegal_record(count: int) -> None:
+    machine = cut(2)
+    assert_refused(machine, answered(1, 7, 8, logprobs=pack_logprobs([-1.0] * count)))
+    assert_goes_on(machine, 2)
 
 
 @pytest.mark.parametrize(
-    ("at", "name", "value"),
+    ("at", "shared"),
     [
-        pytest.param(*misfit, marks=pytest.mark.xfail(strict=True, reason=XFAIL[misfit[1]]))
-        if misfit[0] in (5, 6) and misfit[1] in XFAIL
-        else misfit
-        for misfit in MISFITS
+        (2, 1),
+        (8, 4),
+        pytest.param(8, -1, marks=pytest.mark.xfail(strict=True, reason="only the upper bound is checked")),
     ],
 )
-def test_a_record_with_one_field_wrong_is_forgotten(at: int, name: str, value: object) -> None:
-    assert_goes_on(try_misfit(at, name, value), at)
-
-
-@pytest.mark.xfail(strict=True, reason="the ledger's ValueError comes through accept as it is")
-def test_an_answer_that_the_ledger_refuses_is_an_illegal_record() -> None:
-    machine = cut(2)
-    assert_refused(machine, answered(1, 7, 8, logprobs=pack_logprobs([-1.0])))
-    assert_goes_on(machine, 2)
+def test_an_answer_cannot_share_more_with_the_segment_than_there_is(at: int, shared: int) -> None:
+    machine = cut(at)
+    assert_refused(machine, answered(machine.turn, 9, reported=ids(1), shared=shared))
+    assert_goes_on(machine, at)
 
 
 def test_a_refusal_says_which_record_and_where() -> None:

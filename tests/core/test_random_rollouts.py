@@ -70,7 +70,7 @@ class RandomRollouts(RuleBasedStateMachine):
     def _take(self, record: Input) -> list[Record]:
         """Gives the machine a record; returns what it says follows."""
         taken = self.machine.accept(record)
-        assert taken[-1] is record
+        assert isinstance(record, Answered) or taken[-1] is record
         self.log += taken
         return list(taken[:-1])
 
@@ -131,9 +131,11 @@ class RandomRollouts(RuleBasedStateMachine):
             policy_version=turn.policy_version,
             notes=data.draw(st.sampled_from(((), (("resampled", "twice"),)))),
         )
+        held = segments[-1].ids() if segments else []
         before, asked_in = len(segments), self.machine.ledger.current_id
-        follows = self._take(record)
+        follows = self._take(self._sharing(data, record, held))
         drift = self.books.answered(record)
+        self._logs_a_prompt_once(record, held, opened=len(segments) > before)
         drifts = [r for r in follows if isinstance(r, DriftFound)]
         found = [(r.drift.kind.value, r.drift.index, r.drift.expected, r.drift.reported) for r in drifts]
         assert found == ([] if drift is None else [drift])
@@ -141,6 +143,27 @@ class RandomRollouts(RuleBasedStateMachine):
         opened = [(r.segment_id, r.prompt_tokens, r.turn) for r in follows if isinstance(r, SegmentOpened)]
         assert opened == [(str(i), segments[i].prompt, record.turn) for i in range(before, len(segments))]
         self._agrees(State.OPEN)
+
+    def _sharing(self, data: st.DataObject, record: Answered, held: list[int]) -> Answered:
+        """The same answer, told without some of the prompt's tokens that the segment holds."""
+        if record.reported is None:
+            return record
+        shared = data.draw(st.integers(0, common(held, list(record.reported))))
+        return replace(record, reported=record.reported[shared:], shared=shared)
+
+    def _logs_a_prompt_once(self, record: Answered, held: list[int], *, opened: bool) -> None:
+        """What is logged is the answer that came; of its prompt no token that the segment holds is there a second time."""
+        logged = self.log[-1]
+        assert isinstance(logged, Answered)
+        assert self.machine.last_answer is logged
+        if record.reported is None:
+            assert logged == record
+            return
+        assert logged.reported is not None
+        whole = pack_tokens(held[: logged.shared]) + logged.reported
+        assert replace(logged, reported=whole, shared=0) == record
+        if record.token_ids is not None and not opened:
+            assert logged.shared == len(held) or self.log_was_told_shared
 
     def _append(self, added: list[Message]) -> None:
         assert self._take(Appended(tuple(added))) == []

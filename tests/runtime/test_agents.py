@@ -166,7 +166,7 @@ async def test_what_an_agent_sees_of_its_rollout(new_world: type[World]) -> None
 
 
 class Stubborn(Agent):
-    """Does not give way to being cancelled, until the test lets it."""
+    """Does not give way to being cancelled, until the test lets it; or nearly so, so that a failed test comes to its end."""
 
     name = "stubborn"
 
@@ -176,7 +176,7 @@ class Stubborn(Agent):
 
     async def play(self, run: Run) -> None:
         await run.sample()
-        while not self.free.is_set():
+        while not self.free.is_set() and self.refused < 100:
             try:
                 await self.free.wait()
             except BaseException:
@@ -215,7 +215,7 @@ async def test_an_agent_that_asks_again_and_again_after_its_end_ends_once_and_fr
         pushed = 0
 
         async def play(self, run: Run) -> None:
-            while not Pushing.free:
+            while not Pushing.free and Pushing.pushed < 1000:
                 try:
                     await run.sample()
                 except BaseException:

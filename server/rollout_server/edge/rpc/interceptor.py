@@ -90,7 +90,7 @@ class _Wrapped:
 def _identify(context: _Context) -> str:
     """The caller's request id, or a new one.
 
-    It goes back ahead of the first item of a stream, and otherwise in the trailing metadata, where it costs no operation of its own.
+    It goes back ahead of the first item of a stream, and otherwise in the trailing metadata, where it costs no extra operation.
     """
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID, "")
     return given if isinstance(given, str) and 0 < len(given) <= 128 else secrets.token_hex(8)
