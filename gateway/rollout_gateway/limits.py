@@ -1,9 +1,16 @@
 """The size limit of request bodies."""
 
+import asyncio
+from contextlib import suppress
+from typing import Final
+
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_DISCARD_SECONDS: Final = 5.0
+_DISCARD_BYTES: Final = 64 * 1024 * 1024
 
 
 class BodyLimit:
@@ -24,6 +31,7 @@ class BodyLimit:
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
             refusal = self._refusal()
+            await self._discard(receive)
             response = JSONResponse({"detail": refusal.detail}, refusal.status_code, refusal.headers)
             await response(scope, receive, send)
             return
@@ -37,10 +45,19 @@ class BodyLimit:
             message = await receive()
             taken += len(message.get("body", b""))
             if taken > self._max_bytes:
+                await self._discard(receive)
                 raise self._refusal()
             return message
 
         return counted
+
+    async def _discard(self, receive: Receive) -> None:
+        """Reads on for a while: a client that writes before it reads would otherwise find its connection reset, not an answer."""
+        left = max(self._max_bytes, _DISCARD_BYTES)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_SECONDS):
+                while left > 0 and (message := await receive()).get("more_body", False):
+                    left -= len(message["body"])
 
     def _refusal(self) -> HTTPException:
         # The rest of the body is still on its way, so the connection cannot be used again.

@@ -31,7 +31,7 @@ from rollout_server.edge.trainer.client import HttpClient, HttpSettings
 from rollout_server.edge.trainer.masked import Trainers
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.wish import Capacity, Wish
-from rollout_server.settings import TOY, Settings
+from rollout_server.settings import TOY, Settings, load
 
 if TYPE_CHECKING:
     from rollout_server.http import HttpServer
@@ -115,7 +115,7 @@ def serve(*agents: Agent, **settings: object) -> None:
     """Serves agents until SIGTERM or Ctrl-C: one process, gRPC and HTTP. Settings may be given by their field names."""
     from rollout_server import logs
 
-    chosen = Settings(**settings)  # type: ignore[arg-type]
+    chosen = load(**settings)
     logs.set_up(chosen.log_format, chosen.log_level)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve(agents, chosen))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from typing import Literal
@@ -13,7 +14,9 @@ _IDS = ("rollout_uid", "rollout_id", "turn", "request_id")
 
 class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        ids = " ".join(f"{name}={value}" for name in _IDS if (value := getattr(record, name, None)) is not None)
+        found = ((name, getattr(record, name, None)) for name in _IDS)
+        # Escaped: a line break in an id must not begin a line of its own.
+        ids = " ".join(f"{name}={json.dumps(str(value))[1:-1]}" for name, value in found if value is not None)
         text = super().format(record)
         return f"{text} [{ids}]" if ids else text
 
@@ -27,5 +30,5 @@ def set_up(log_format: Literal["text", "json"], level: str) -> None:
     else:
         handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for noisy in ("httpx", "httpcore", "uvicorn.error", "uvicorn.access", "asyncio", "filelock", "urllib3"):
+    for noisy in ("grpc", "httpx", "httpcore", "uvicorn.error", "uvicorn.access", "asyncio", "filelock", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

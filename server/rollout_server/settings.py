@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 TOY = "toy"
@@ -20,7 +20,11 @@ def _pairs(value: object) -> object:
     """Reads `NAME=PATH,NAME=PATH`."""
     if not isinstance(value, str):
         return value
-    return dict(pair.split("=", 1) for pair in value.split(",") if "=" in pair)
+    pairs = [pair.split("=", 1) for pair in value.split(",") if pair.strip()]
+    wrong = [pair[0] for pair in pairs if len(pair) < 2 or not all(pair)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is not NAME=PATH")
+    return {name.strip(): path.strip() for name, path in pairs}
 
 
 Paths = Annotated[dict[str, Path], NoDecode, BeforeValidator(_pairs)]
@@ -161,3 +165,29 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", validation_alias=_named("ROLLOUT_LOG_LEVEL"), description="The least important lines that are written."
     )
+
+
+class WrongSettings(ValueError):
+    """Settings that cannot be used; the text names each by its environment names."""
+
+
+def load(**flags: object) -> Settings:
+    """The settings in force; flags by field name go first. Raises `WrongSettings`."""
+    try:
+        return Settings(**flags)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise WrongSettings("; ".join(_complaint(e["loc"], e["msg"]) for e in error.errors())) from None
+
+
+def names_of(field: str) -> list[str]:
+    """The environment names of a setting, ours first."""
+    alias = Settings.model_fields[field].validation_alias
+    return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [field.upper()]
+
+
+def _complaint(loc: tuple[int | str, ...], message: str) -> str:
+    place = str(loc[0]) if loc else ""
+    field = next((f for f in Settings.model_fields if place == f or place in names_of(f)), None)
+    names = names_of(field) if field is not None else [place]
+    also = f" ({', '.join(names[1:])})" if names[1:] else ""
+    return f"{names[0]}{also}: {message}"

@@ -6,16 +6,16 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
+
 from tests.conformance.replay import TRANSCRIPTS, ReplayTrainer, Transcript, fill, longest_context, plain
 
 Json = Any
@@ -62,18 +62,20 @@ CORRECTIONS: dict[str, Callable[[Json, Transcript], None]] = {
     "tool_call_extra_keys": _keep_call_keys,
     "string_operands": _refuse_strings,
 }
-OWN_MASKS = frozenset({"bad_json_arguments", "arguments_not_an_object", "wrong_arguments", "unknown_tool", "string_operands"})
+OWN_MASKS = frozenset(
+    {"bad_json_arguments", "arguments_not_an_object", "wrong_arguments", "unknown_tool", "string_operands"}
+)
 """Where a tool's text is the server's own, so that the next mask is too."""
 
 
 @pytest.fixture(scope="module")
-def without_template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def without_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tokenizers") / "without-template"
     shutil.copytree(CONFORMANCE, directory)
     config = json.loads((directory / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    yield directory
+    return directory
 
 
 def _settings(transcript: Transcript, without_template: Path) -> Settings:

@@ -1,4 +1,4 @@
-"""The trainer client on both event loops: the product runs on uvloop's, and the two report broken connections differently."""
+"""The trainer client on both event loops: the product runs on uvloop, and the two report broken connections differently."""
 
 from __future__ import annotations
 

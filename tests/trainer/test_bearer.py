@@ -14,6 +14,9 @@ from rollout_server.runtime.port import Credentials
 from tests.trainer.asking import Asking
 from tests.trainer.raw_trainer import answer, closed, raw_trainer
 
+# Loops differ in how connections break; these need one loop only.
+pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
+
 SECRET = "sk-live-0123456789abcdefghijklmnopqrstuvwxyz"
 QUOTED = 'sk-"quoted"-\\0123456789'
 
@@ -93,7 +96,7 @@ async def test_no_repr_shows_it(trainers: Trainers) -> None:
         assert SECRET not in repr((answered, asking.asks, asking.sampler, Credentials(SECRET, SECRET, SECRET)))
 
 
-def test_no_repr_of_a_request_shows_it_either() -> None:
+async def test_no_repr_of_a_request_shows_it_either() -> None:
     request = HttpRequest("http://t/", b"{}", {"authorization": f"Bearer {SECRET}"}, 1)
     assert SECRET not in repr(request)
 

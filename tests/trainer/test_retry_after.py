@@ -13,6 +13,9 @@ from rollout_server.edge.trainer.masked import Trainers
 from tests.trainer.asking import Asking
 from tests.trainer.raw_trainer import Act, answer, raw_trainer
 
+# Loops differ in how connections break; these need one loop only.
+pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
+
 CATEGORIES = {429: Category.RATE_LIMITED, 503: Category.TRAINER_SERVER}
 
 

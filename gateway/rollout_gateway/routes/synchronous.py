@@ -39,7 +39,7 @@ _ROLLOUT_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     200: {"description": "The rollout ended, well or not: see `status`.", "model": answers.RolloutAnswer},
     **_COMMON,
     400: _error("This server cannot run such a rollout."),
-    409: _error("A rollout with this id and another payload runs or waits to be fetched."),
+    409: _error("A rollout with this id and another payload runs."),
     413: _error("The body is too large."),
     422: _error("The body does not validate; nobody was called.", answers.InvalidBodyAnswer),
     429: _error("Too many rollouts wait; try again after Retry-After."),
@@ -134,6 +134,8 @@ async def _health(rollouts: Rollouts, metadata: CallMetadata) -> Response:
             return JSONResponse({"status": "healthy", "service": _SERVICE})
         found = problem(error)
         return JSONResponse({"status": "unhealthy", "service": _SERVICE, "detail": found.detail}, 503)
+    if server.draining:
+        return JSONResponse({"status": "draining", "service": _SERVICE}, 503)
     return JSONResponse(_healthy(server, agents))
 
 

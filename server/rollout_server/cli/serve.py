@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rollout_server.agent import Agent
+from rollout_server.cli.complain import complaining
 
 
 def serve(
@@ -32,24 +36,17 @@ def serve(
 
     Everything else is set through the environment or .env: see `rollout config`.
     """
-    from rollout_server import app  # gRPC takes its time
-    from rollout_server.calculator import Calculator
-    from rollout_server.settings import Settings
-
     flags: dict[str, object] = {"host": host, "http_port": http_port, "grpc_port": grpc_port, "log_format": log_format}
     if tokenizer:
         flags["tokenizers"] = dict(_pair(text) for text in tokenizer)
     given = {name: value for name, value in flags.items() if value is not None}
-    try:
-        chosen = [_agent(name) for name in agents or []] or [Calculator(delay=Settings().calculator_delay_seconds)]
-        app.serve(*chosen, **given)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise typer.Exit(_complain(error)) from None
+    chosen = [_agent(name) for name in agents or []]
+    with complaining("serve"):
+        from rollout_server import app  # gRPC takes its time
+        from rollout_server.calculator import Calculator
+        from rollout_server.settings import load
 
-
-def _complain(error: Exception) -> int:
-    typer.secho(f"rollout serve: {error}", fg=typer.colors.RED, err=True)
-    return 1
+        app.serve(*(chosen or [Calculator(delay=load(**given).calculator_delay_seconds)]), **given)
 
 
 def _pair(text: str) -> tuple[str, Path]:
@@ -66,7 +63,8 @@ def _agent(name: str) -> Agent:
         raise typer.BadParameter(f"{name!r} is not MODULE:OBJECT", param_hint="AGENTS")
     module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     found = getattr(module, attribute, None)
-    made = found() if isinstance(found, type) and issubclass(found, Agent) else found
+    with _importing(name):
+        made = found() if isinstance(found, type) and issubclass(found, Agent) else found
     if not isinstance(made, Agent):
         raise typer.BadParameter(f"{attribute!r} in {place} is not an Agent", param_hint="AGENTS")
     return made
@@ -74,10 +72,8 @@ def _agent(name: str) -> Agent:
 
 def _load_module(name: str) -> object:
     sys.path.insert(0, str(Path.cwd()))
-    try:
+    with _importing(name):
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(f"there is no module {error.name!r}", param_hint="AGENTS") from None
 
 
 def _load_file(path: Path) -> object:
@@ -86,5 +82,17 @@ def _load_file(path: Path) -> object:
         raise typer.BadParameter(f"there is no file {path}", param_hint="AGENTS")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    with _importing(str(path)):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _importing(place: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # an author's file may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        text = f"{place} cannot be imported: {type(error).__name__}: {error}{where}"
+        raise typer.BadParameter(text, param_hint="AGENTS") from None

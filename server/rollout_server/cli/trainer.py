@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from rollout_server.cli.complain import complaining
+
 
 def trainer(
     port: Annotated[int, typer.Option(envvar="MOCK_TRAINER_PORT", help="HTTP port; 0: any.")] = 9001,
@@ -23,7 +25,7 @@ def trainer(
     ] = None,
 ) -> None:
     """Play a trainer that counts every token itself and refuses a wrong mask, with a scripted model."""
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), complaining("trainer"):
         asyncio.run(_trainer(host, port, tokenizer, tools_from, api_key))
 
 
@@ -31,6 +33,8 @@ async def _trainer(host: str, port: int, tokenizer: Path | None, tools_from: str
     from rollout_server.testing.tokenizer import TOY_TOKENIZER
     from rollout_server.testing.trainer import StrictTrainer
 
+    if tokenizer is not None and not (tokenizer / "tokenizer_config.json").exists():
+        raise ValueError(f"there is no tokenizer in {tokenizer}: it has no tokenizer_config.json")
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from rollout_server.core.message import JSON, Message, parse_object
+from rollout_server.core.message import JSON, MalformedMessage, Message, parse_json
 from rollout_server.core.spec import Spec, Target, TokenizerName
 
 VERSION = "1"
@@ -72,4 +72,12 @@ def _tokenizer(name: TokenizerName | None) -> JSON:
 def _json(text: str) -> JSON:
     if not text:
         return None
-    return parse_object(text)
+    value = parse_json(text, parse_int=_written, parse_float=_written)
+    if not isinstance(value, dict):
+        raise MalformedMessage("a JSON object is needed")
+    return value
+
+
+def _written(number: str) -> JSON:
+    """Numbers as they are written: some are larger, or more exact, than Python holds."""
+    return ["number", number]

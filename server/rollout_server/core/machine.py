@@ -162,7 +162,9 @@ class Machine:
 
     def _answered(self, record: Answered) -> tuple[tuple[Consequence, ...], Answered]:
         held = self.ledger.current.ids() if self.ledger.current is not None else pack_tokens()
-        self._require(self.state is State.ASKING and record.turn == self.turn and record.shared <= len(held), record)
+        self._require(
+            self.state is State.ASKING and record.turn == self.turn and 0 <= record.shared <= len(held), record
+        )
         follows = self._commit(record, held) if record.token_ids is not None else ()
         self._count_answer(record)
         self._warnings.extend(Warned(code, text, record.turn) for code, text in record.notes)

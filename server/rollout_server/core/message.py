@@ -18,7 +18,8 @@ JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON
 
 MAX_DEPTH = 256
 _MAX_DIGITS = 4300
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
+# Possessive, and content with a string that is not closed: it never goes back.
+_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[][{}]', re.DOTALL)
 
 
 class MalformedMessage(ValueError):
@@ -75,12 +76,14 @@ def tool_calls(fields: Mapping[str, JSON]) -> tuple[ToolCall, ...]:
     return tuple(_tool_call(call, index) for index, call in enumerate(calls))
 
 
-def parse_json(text: str, *, parse_int: Callable[[str], float] = int) -> JSON:
+def parse_json(
+    text: str, *, parse_int: Callable[[str], JSON] = int, parse_float: Callable[[str], JSON] = float
+) -> JSON:
     """Parses JSON. Unlike `json.loads` it refuses NaN and Infinity, which are not JSON. Raises `MalformedMessage`."""
     if _is_deep(text):
         raise MalformedMessage(f"nested more than {MAX_DEPTH} levels deep")
     try:
-        value: JSON = json.loads(text, parse_constant=_refuse_constant, parse_int=parse_int)
+        value: JSON = json.loads(text, parse_constant=_refuse_constant, parse_int=parse_int, parse_float=parse_float)
     except ValueError as error:
         raise MalformedMessage(str(error)) from None
     return value

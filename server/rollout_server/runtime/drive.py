@@ -17,7 +17,7 @@ from rollout_server.core.outcome import Category, End, Failure, Stop, Verdict
 from rollout_server.core.record import Ended
 from rollout_server.runtime.port import OpenSampler
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.run import Run
+from rollout_server.runtime.run import RolloutOver, Run
 from rollout_server.runtime.toolbox import Toolbox
 
 _log = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ async def _play(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> E
     await _first_of(play, rollout.ending, run.over)
     if run.over.done():
         await asyncio.wait({play}, timeout=GRACE_SECONDS)  # what it still does may be part of the reward
+        _log_other_errors(rollout, play)
         return run.over.result()
     if not play.done():
         return rollout.ending.result()
@@ -129,6 +130,14 @@ def _agent_failed(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Failu
     error = None if task.cancelled() else task.exception()
     _log.error("the %s of agent %s failed", part, rollout.agent.name, exc_info=error, extra=_where(rollout))
     return _failure(rollout, f"agent's {part} failed")
+
+
+def _log_other_errors(rollout: Rollout, play: asyncio.Task[Any]) -> None:
+    """An agent that failed in its own way while its rollout ended wants to know of it."""
+    error = play.exception() if play.done() and not play.cancelled() else None
+    others = error.split(RolloutOver)[1] if isinstance(error, BaseExceptionGroup) else error
+    if others is not None and not isinstance(others, RolloutOver):
+        _log.error("agent %s failed as its rollout ended", rollout.agent.name, exc_info=others, extra=_where(rollout))
 
 
 def _failure(rollout: Rollout, what: str) -> Failure:

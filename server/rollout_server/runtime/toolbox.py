@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class Toolbox:
                 raise
             return ToolResult(call, "Error: The tool was cancelled", failed=True)
         except (Exception, SystemExit) as error:  # the boundary to a tool author's code
-            _log.debug("tool %s raised %s", call.name, type(error).__name__, exc_info=True)
+            _log.debug("tool %s raised %s at %s", call.name, type(error).__name__, _place(error))
             return ToolResult(call, f"Error: {error}" if str(error) else f"Error: {type(error).__name__}", failed=True)
 
     async def _run(self, call: ToolCall) -> str:
@@ -60,6 +61,12 @@ class Toolbox:
             return await tool.run(arguments)
         except ArgumentError as error:
             raise ToolError(f"Invalid arguments for {call.name}: {error}") from None
+
+
+def _place(error: BaseException) -> str:
+    """File and line. The error's own text is not for the log: it may repeat what the model wrote."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
 
 
 def _arguments(call: ToolCall) -> JSON:

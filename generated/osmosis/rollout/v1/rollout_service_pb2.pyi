@@ -862,6 +862,7 @@ class GetServerInfoResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """The version of the distribution."""
     max_running: _builtins.int
@@ -876,6 +877,8 @@ class GetServerInfoResponse(_message.Message):
     """Rollouts that wait now."""
     finished: _builtins.int
     """Rollouts that have finished since the start."""
+    draining: _builtins.bool
+    """The server is stopping: it takes no new rollouts."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Stable words for what works here, such as "http_masked", "grpc_completions", "token_mode", "journal"."""
@@ -901,10 +904,11 @@ class GetServerInfoResponse(_message.Message):
         running: _builtins.int = ...,
         queued: _builtins.int = ...,
         finished: _builtins.int = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["max_rollout_time", b"max_rollout_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "finished", b"finished", "max_queued", b"max_queued", "max_request_bytes", b"max_request_bytes", "max_rollout_time", b"max_rollout_time", "max_running", b"max_running", "queued", b"queued", "running", b"running", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "features", b"features", "finished", b"finished", "max_queued", b"max_queued", "max_request_bytes", b"max_request_bytes", "max_rollout_time", b"max_rollout_time", "max_running", b"max_running", "queued", b"queued", "running", b"running", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -148,6 +148,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             running=roster.running,
             queued=roster.queued,
             finished=roster.finished,
+            draining=roster.draining,
         )
 
     def _start(self, request: pb.StartRolloutRequest, context: _Context) -> tuple[Rollout, bool]:

@@ -20,6 +20,10 @@ from rollout_server.runtime.port import Failed
 
 _HUB_SECONDS = 5.0
 _LONGEST_NAME = 200
+_NOT_HERE = (
+    "is not on this server, and the Hugging Face Hub was not there to be asked for it; check the name, give the server "
+    "a network, or map the name to a directory with its setting ROLLOUT_TOKENIZERS"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ def read_tokenizer(name: TokenizerName, settings: TokenizerSettings) -> ChatToke
     if directory is None:
         local = settings.local_files_only or not _on_hub(name, shown)
         source, revision = name.name, name.revision or None
+        if local and not _is_cached(source, revision):
+            raise _failed(f"tokenizer {shown} {_NOT_HERE}")
     try:
         tokenizer = _load(source, revision, settings.trust_remote_code, local)
     except Exception as error:  # transformers raises whatever its readers do
@@ -108,6 +114,14 @@ def _on_hub(name: TokenizerName, shown: str) -> bool:
     return True
 
 
+def _is_cached(name: str, revision: str | None) -> bool:
+    """Whether the Hub's cache holds the tokenizer. Asked first, because transformers asks the Hub about names it does not find."""
+    from huggingface_hub import try_to_load_from_cache
+
+    files = ("tokenizer_config.json", "tokenizer.json")
+    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
+
+
 def _load(source: str, revision: str | None, trust_remote_code: bool, local: bool) -> ChatTokenizer:
     _quiet()
     from transformers import AutoTokenizer
@@ -125,10 +139,7 @@ def _why(error: Exception, settings: TokenizerSettings, mapped: bool, local: boo
             "set TOKENIZER_TRUST_REMOTE_CODE=true on the server if you trust that code"
         )
     if local and not mapped and isinstance(error, OSError):
-        return (
-            "is not on this server, and the Hugging Face Hub was not there to be asked for it; check the name, give the server "
-            "a network, or map the name to a directory with its setting ROLLOUT_TOKENIZERS"
-        )
+        return _NOT_HERE
     where = "its directory" if mapped else "its files on the Hugging Face Hub"
     return f"cannot be loaded: {where} cannot be read as a tokenizer ({type(error).__name__})"
 

@@ -112,6 +112,8 @@ def read_answer(body: bytes, turn: int) -> Answer:
         text = bytes(choice.message).decode()
         fields = parse_object(text)
         message = Message.parsed(text, fields)
+        if message.role != "assistant":
+            raise MalformedMessage(f'role is {message.role[:40]!r}, "assistant" is needed')
         _check_content(fields)
         calls = len(tool_calls(fields))
     except (MalformedMessage, UnicodeDecodeError) as error:

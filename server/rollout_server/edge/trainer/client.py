@@ -93,7 +93,7 @@ class HttpClient:
             wait = answer.retry_after
             if wait is None or (request.deadline is not None and time.monotonic() + wait >= request.deadline):
                 return answer
-            await asyncio.sleep(max(0.05, wait))
+            await asyncio.sleep(max(wait, min(1.0, 0.05 * 2**attempts)))
 
     async def close(self) -> None:
         """Closes all connections."""
