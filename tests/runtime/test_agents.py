@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 from rollout_server import Agent, Limits, Run, Verdict
-from rollout_server.core.outcome import Cancellation, Category, Failure, Outcome, Stop
+from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.record import Note
-from rollout_server.runtime.run import AgentMistake, RolloutOver
-from rollout_server.runtime.wish import Capacity, Selection
+from rollout_server.runtime.run import AgentMistake
 
-from tests.runtime.world import FOREVER, Looping, Say, World, call, check_log, contents, outcome_of, wait
-
-SECRET = "postgres://user:hunter2@db"
+from tests.runtime.world import (
+    FOREVER,
+    SECRET,
+    Say,
+    World,
+    assert_internal,
+    call,
+    contents,
+    outcome_of,
+)
 
 
 class Crashing(Agent):
@@ -56,38 +62,21 @@ async def test_a_sampler_that_fails_unclassified_is_internal(new_world: type[Wor
 
 
 async def test_the_end_passes_an_agents_except_exception(new_world: type[World]) -> None:
+    caught: list[Exception] = []
+
     class Careful(Agent):
         name = "careful"
 
         async def play(self, run: Run) -> None:
             while True:
-                with suppress(Exception):
+                try:
                     await run.sample()
+                except Exception as error:
+                    caught.append(error)
 
     outcome = await outcome_of(new_world(Careful()).start(limits=Limits(turns=3)))
     assert outcome.end == Stop("max_turns")
-
-
-async def test_an_agent_that_swallows_the_end_does_not_change_it(new_world: type[World]) -> None:
-    class Deaf(Agent):
-        name = "deaf"
-
-        async def play(self, run: Run) -> None:
-            for _ in range(3):
-                with suppress(RolloutOver):
-                    await run.sample()
-            with suppress(RolloutOver):
-                await run.append({"role": "user", "content": "not heard"})
-            with suppress(RolloutOver):
-                await run.call([call("add")])
-            with suppress(RolloutOver):
-                await run.finish("mine")
-            raise LookupError
-
-    rollout = new_world(Deaf()).start(limits=Limits(turns=1))
-    outcome = await outcome_of(rollout)
-    assert outcome.end == Stop("max_turns")
-    assert contents(outcome, "user") == ["5 + 3?"]
+    assert caught == []
 
 
 async def test_a_verdict_is_part_of_the_outcome(new_world: type[World]) -> None:
@@ -165,98 +154,6 @@ async def test_what_an_agent_sees_of_its_rollout(new_world: type[World]) -> None
     assert seen == [rollout.uid, "mine/1", 0, False, {"a": [1]}, [user], 1, "8", "length", "assistant"]
 
 
-class Stubborn(Agent):
-    """Does not give way to being cancelled, until the test lets it; or nearly so, so that a failed test comes to its end."""
-
-    name = "stubborn"
-
-    def __init__(self) -> None:
-        self.free = asyncio.Event()
-        self.refused = 0
-
-    async def play(self, run: Run) -> None:
-        await run.sample()
-        while not self.free.is_set() and self.refused < 100:
-            try:
-                await self.free.wait()
-            except BaseException:
-                self.refused += 1
-
-
-@pytest.mark.parametrize("how", ["cancel", "time"])
-async def test_an_agent_that_does_not_give_way_ends_once_and_frees_its_place(new_world: type[World], how: str) -> None:
-    agent = Stubborn()
-    world = new_world(agent, Looping(), capacity=Capacity(running=1))
-    rollout = world.start(limits=Limits(seconds=30))
-    waiting = world.start(agent="looping")
-    await asyncio.sleep(1)
-    if how == "cancel":
-        world.roster.cancel(Selection("me", uids=(rollout.uid,)), "not needed")
-    outcome = await outcome_of(rollout)
-    if how == "cancel":
-        assert outcome.end == Cancellation("not needed")
-    else:
-        assert isinstance(outcome.end, Failure)
-        assert outcome.end.category is Category.TIMEOUT
-    assert (await outcome_of(waiting)).end == Stop("stop")
-    assert agent.refused == 1
-    agent.free.set()
-    await asyncio.sleep(1)
-    assert check_log(rollout) == outcome
-    assert (world.roster.running, world.roster.queued, world.roster.finished) == (0, 0, 2)
-
-
-async def test_an_agent_that_asks_again_and_again_after_its_end_ends_once_and_frees_its_place(
-    new_world: type[World],
-) -> None:
-    class Pushing(Agent):
-        name = "pushing"
-        free = False
-        pushed = 0
-
-        async def play(self, run: Run) -> None:
-            while not Pushing.free and Pushing.pushed < 1000:
-                try:
-                    await run.sample()
-                except BaseException:
-                    Pushing.pushed += 1
-
-    world = new_world(Pushing(), Looping(), capacity=Capacity(running=1))
-    rollout = world.start(limits=Limits(turns=1))
-    waiting = world.start(agent="looping")
-    assert (await outcome_of(rollout)).end == Stop("max_turns")
-    assert (await outcome_of(waiting)).end == Stop("stop")
-    pushed = Pushing.pushed
-    await asyncio.sleep(100)
-    assert pushed < Pushing.pushed < pushed + 200
-    Pushing.free = True
-    await asyncio.sleep(2)
-    check_log(rollout)
-
-
-async def test_what_play_still_does_after_its_end_is_there_when_it_is_judged(new_world: type[World]) -> None:
-    class Finishing(Agent):
-        name = "finishing"
-        seen = 0
-
-        async def play(self, run: Run) -> None:
-            try:
-                await super().play(run)
-                await run.finish("enough")
-            finally:
-                await asyncio.sleep(3)
-                Finishing.seen = run.turn
-                run.note("finishing", "done")
-
-        async def reward(self, run: Run) -> float:
-            return Finishing.seen
-
-    rollout = new_world(Finishing()).start()
-    outcome = await outcome_of(rollout)
-    assert (outcome.end, outcome.verdict.reward) == (Stop("enough"), 1.0)
-    assert isinstance(rollout.log.entries[-2].record, Note)
-
-
 async def test_an_agent_that_stops_waiting_for_an_answer_cannot_go_on(new_world: type[World]) -> None:
     class Impatient(Agent):
         name = "impatient"
@@ -292,10 +189,6 @@ async def test_an_agent_may_leave_remarks_while_its_calls_run(new_world: type[Wo
     assert [entry.record.text for entry in rollout.log.entries if isinstance(entry.record, Note)] == ["while they run"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a failed play whose question was given up with it decides the end, and its own error is dropped",
-)
 async def test_an_error_that_gives_up_an_open_question_is_in_the_servers_log(
     new_world: type[World], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -312,33 +205,6 @@ async def test_an_error_that_gives_up_an_open_question_is_in_the_servers_log(
     assert SECRET in caplog.text
 
 
-async def test_an_agent_that_goes_on_after_its_end_reaches_nothing(new_world: type[World]) -> None:
-    reached: list[str] = []
-
-    class Undead(Agent):
-        name = "undead"
-
-        async def play(self, run: Run) -> None:
-            with suppress(asyncio.CancelledError):
-                await wait(FOREVER)
-            try:
-                await run.sample()
-            except RolloutOver as over:
-                reached.append(repr(over.end))
-            raise LookupError
-
-    world = new_world(Undead())
-    rollout = world.start()
-    await asyncio.sleep(1)
-    world.roster.cancel(Selection("me"), "not needed")
-    outcome = await outcome_of(rollout)
-    await asyncio.sleep(1)
-    assert outcome.end == Cancellation("not needed")
-    assert reached == ["Cancellation(reason='not needed')"]
-    assert world.script(rollout).asks == []
-    assert world.roster.running == 0
-
-
 async def test_an_agent_that_cancels_itself_fails(new_world: type[World]) -> None:
     class Quitting(Agent):
         name = "quitting"
@@ -349,9 +215,16 @@ async def test_an_agent_that_cancels_itself_fails(new_world: type[World]) -> Non
     assert_internal(await outcome_of(new_world(Quitting()).start()))
 
 
-def assert_internal(outcome: Outcome) -> None:
-    """The failure is said to be ours or the author's, and nothing of its text shows."""
-    assert isinstance(outcome.end, Failure)
-    assert outcome.end.category is Category.INTERNAL
-    assert SECRET not in outcome.end.message
-    assert "LookupError" not in outcome.end.message
+async def test_a_reward_cannot_go_on_with_the_rollout(new_world: type[World]) -> None:
+    """What it sampled would be trained."""
+
+    class Greedy(Agent):
+        name = "greedy"
+
+        async def reward(self, run: Run) -> float:
+            await run.sample()
+            return 1.0
+
+    outcome = await outcome_of(new_world(Greedy()).start(Say("8"), Say("more")))
+    assert_internal(outcome)
+    assert outcome.metrics.turns == 1

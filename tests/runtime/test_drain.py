@@ -9,7 +9,7 @@ from rollout_server.core.error import Draining
 from rollout_server.core.outcome import Cancellation, Category, Failure, Outcome, Stop
 from rollout_server.runtime.wish import Capacity, Selection
 
-from tests.runtime.test_agents import Stubborn
+from tests.runtime.test_ends import Stubborn
 from tests.runtime.world import FOREVER, Looping, Say, World, check_log, outcome_of
 
 

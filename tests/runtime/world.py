@@ -13,7 +13,7 @@ from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.limits import Limits
 from rollout_server.core.machine import Machine, replay
 from rollout_server.core.message import JSON, Message, ToolCall
-from rollout_server.core.outcome import Failure, Outcome
+from rollout_server.core.outcome import Category, Failure, Outcome
 from rollout_server.core.record import Accepted, Answered, Ended
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.runtime.port import Ask, Clock, Credentials, Failed, Sampler, Tool
@@ -26,6 +26,7 @@ from tests.core.rollouts import shown_outcome
 USER = Message.write({"role": "user", "content": "5 + 3?"})
 FOREVER = float("inf")
 EPOCH = 1_700_000_000.0
+SECRET = "postgres://user:hunter2@db"
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,14 @@ def check_log(rollout: Rollout) -> Outcome:
     assert again is not None
     assert shown_outcome(again) == shown_outcome(outcome)
     return outcome
+
+
+def assert_internal(outcome: Outcome) -> None:
+    """The failure is said to be ours or the author's, and nothing of its text shows."""
+    assert isinstance(outcome.end, Failure)
+    assert outcome.end.category is Category.INTERNAL
+    assert SECRET not in outcome.end.message
+    assert "LookupError" not in outcome.end.message
 
 
 def contents(outcome: Outcome, role: str) -> list[JSON]:

@@ -68,7 +68,8 @@ async def _play(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> E
     play = _start(rollout.agent.perform(run), f"play {rollout.uid}", tasks)
     await _first_of(play, rollout.ending, run.over)
     if run.over.done():
-        await asyncio.wait({play}, timeout=GRACE_SECONDS)  # what it still does may be part of the reward
+        # What play still does may be part of the reward, but nobody waits for it beyond that.
+        await _first_of(play, rollout.ending, within=GRACE_SECONDS)
         _log_other_errors(rollout, play)
         return run.over.result()
     if not play.done():
@@ -79,6 +80,7 @@ async def _play(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> E
 
 
 async def _judge(rollout: Rollout, run: Run, stop: Stop, tasks: list[asyncio.Task[Any]]) -> tuple[End, Verdict]:
+    run.close(stop)
     judge = _start(rollout.agent.judge(run), f"judge {rollout.uid}", tasks)
     await _first_of(judge, rollout.ending)
     if not judge.done():
@@ -101,8 +103,8 @@ async def _contained(work: Coroutine[Any, Any, _T]) -> _T:
         raise _Crashed(f"SystemExit({error.code!r})") from error
 
 
-async def _first_of(*futures: asyncio.Future[Any]) -> None:
-    await asyncio.wait(set(futures), return_when=asyncio.FIRST_COMPLETED)
+async def _first_of(*futures: asyncio.Future[Any], within: float | None = None) -> None:
+    await asyncio.wait(set(futures), timeout=within, return_when=asyncio.FIRST_COMPLETED)
 
 
 @contextmanager

@@ -37,6 +37,8 @@ class Roster:
         clock: Clock = Clock(),
     ) -> None:
         self.agents = {agent.name: agent for agent in agents}
+        if len(self.agents) < len(agents):
+            raise ValueError(f"two agents have the same name, of {[agent.name for agent in agents]}")
         self.default_agent = agents[0].name
         self.capacity = capacity
         self.bounds = bounds

@@ -160,6 +160,10 @@ class Run:
         stop = self._machine.natural_stop()
         self._end(Stop(reason, stop.truncated))
 
+    def close(self, end: End) -> None:
+        """From now on nothing can be asked for: what a reward samples would be trained as part of the rollout."""
+        self._decide(end)
+
     async def _call(self, intent: ToolStarted) -> ToolResult:
         started = self._rollout.clock.monotonic()
         try:

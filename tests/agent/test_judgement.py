@@ -1,0 +1,73 @@
+"""What an agent's reward may return, and how it is taken."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from rollout_server import Agent, Run, Verdict
+
+from tests.agent.test_agent import Plain
+
+
+class Judge(Agent):
+    """Returns what it was made with."""
+
+    name = "judge"
+
+    def __init__(self, judgement: Any) -> None:
+        self.judgement = judgement
+
+    async def reward(self, run: Run) -> Any:
+        return self.judgement
+
+
+@pytest.mark.parametrize(
+    ("judgement", "verdict"),
+    [
+        (None, Verdict()),
+        (0.5, Verdict(0.5)),
+        (-1, Verdict(-1.0)),
+        (Fraction(1, 4), Verdict(0.25)),
+        (Verdict(), Verdict()),
+        (Verdict(1, {"style": 2}, '{"why": "so"}'), Verdict(1.0, {"style": 2.0}, '{"why": "so"}')),
+    ],
+)
+async def test_what_is_a_judgement(judgement: object, verdict: Verdict) -> None:
+    taken = await Judge(judgement).judge(None)
+    assert taken == verdict
+    assert isinstance(taken.reward, float | None)
+
+
+@pytest.mark.parametrize(
+    ("judgement", "error", "shown"),
+    [
+        (True, TypeError, "returned True"),
+        ("1", TypeError, "returned '1'"),
+        (Decimal(1), TypeError, "returned Decimal('1')"),
+        ([1.0], TypeError, "returned [1.0]"),
+        (1j, TypeError, "returned 1j"),
+        (float("nan"), ValueError, "returned nan"),
+        (float("-inf"), ValueError, "returned -inf"),
+        pytest.param(10**400, ValueError, "not a finite number", id="10**400"),
+        (Verdict(True), TypeError, "in a Verdict returned True"),
+        (Verdict(float("nan")), ValueError, "returned nan"),
+        (Verdict(scores={"style": "good"}), TypeError, "score 'style', returned 'good'"),  # type: ignore[dict-item]
+        (Verdict(scores={"style": float("inf")}), ValueError, "score 'style', returned inf"),
+        (Verdict(extra_json="[1]"), ValueError, "extra_json must be one JSON object"),
+        (Verdict(extra_json="{"), ValueError, "extra_json must be one JSON object"),
+    ],
+)
+async def test_what_is_none_is_refused_with_agent_and_value(
+    judgement: object, error: type[Exception], shown: str
+) -> None:
+    with pytest.raises(error) as refused:
+        await Judge(judgement).judge(None)
+    assert str(refused.value).startswith("agent 'judge': reward")
+    assert shown in str(refused.value)
+
+
+async def test_without_a_reward_there_is_no_judgement() -> None:
+    assert await Plain().judge(None) == Verdict()

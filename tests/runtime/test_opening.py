@@ -1,0 +1,50 @@
+"""Samplers that cannot be opened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rollout_server.core.spec import Spec
+from rollout_server.runtime.port import Sampler, Tool
+from rollout_server.runtime.roster import Roster
+from rollout_server.runtime.wish import Capacity, Selection, Wish
+
+from tests.runtime.world import (
+    Looping,
+    Say,
+    Script,
+    a_spec,
+    a_wish,
+)
+
+
+def open_unless_bad(uid: str, spec: Spec, tools: Sequence[Tool]) -> Sampler:
+    """Opens samplers, but not for rollouts that are called bad."""
+    if spec.rollout_id == "bad":
+        raise OSError("no such tokenizer")
+    return Script(Say("done", seconds=10))
+
+
+def unready_roster() -> Roster:
+    uids = iter("abcdefgh")
+    return Roster([Looping()], open_unless_bad, lambda: next(uids), capacity=Capacity(running=1))
+
+
+async def test_a_rollout_whose_sampler_cannot_be_opened_is_refused_or_ends() -> None:
+    roster = unready_roster()
+    try:
+        roster.start(a_wish("key", rollout_id="bad"))
+    except OSError:
+        assert [*roster.select(Selection("me"))] == []
+    else:
+        await asyncio.sleep(1)
+        assert [rollout.outcome is not None for _, rollout in roster.select(Selection("me"))] == [True]
+
+
+async def test_a_sampler_that_cannot_be_opened_does_not_hold_the_queue() -> None:
+    roster = unready_roster()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    rollouts = [roster.start(Wish(a_spec(rollout_id=name), "me"))[0] for name in ("first", "bad", "last")]
+    await asyncio.sleep(60)
+    assert [rollout.outcome is not None for rollout in rollouts] == [True, True, True]
