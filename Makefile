@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PROTOS := $(wildcard protos/osmosis/*/v1/*.proto)
 UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate
 
-.PHONY: help setup demo test bench check format lint types oldest protos release-protos lock clean
+.PHONY: help setup demo test bench mutants check format lint types oldest protos release-protos lock clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -68,5 +68,21 @@ oldest: .venv-oldest/.ready ## Run the contract tests on the oldest grpcio and p
 
 check: format lint types oldest test ## Everything that a landing needs
 
+.venv-mutants/.ready:
+	$(PYTHON) -m venv .venv-mutants
+	.venv-mutants/bin/python -m pip install --quiet --disable-pip-version-check cosmic-ray==8.7.0 pytest hypothesis
+	@touch $@
+
+mutants: .venv-mutants/.ready ## Mutate the ledger and the machine and list what no test noticed (an hour)
+	rm -rf build/mutants && mkdir -p build/mutants/rollout_server build/mutants/tests
+	touch build/mutants/rollout_server/__init__.py build/mutants/tests/__init__.py
+	cp -r server/rollout_server/core build/mutants/rollout_server/
+	cp -r tests/core build/mutants/tests/
+	cd build/mutants && export PATH="$(CURDIR)/.venv-mutants/bin:$$PATH" PYTHONPATH="$(CURDIR)/build/mutants" \
+		PYTHONDONTWRITEBYTECODE=1 ROLLOUT_EXAMPLES=few && cp tests/core/mutants.toml . \
+		&& cosmic-ray init mutants.toml mutants.sqlite && cr-filter-operators mutants.sqlite mutants.toml \
+		&& cosmic-ray baseline mutants.toml && cosmic-ray exec mutants.toml mutants.sqlite \
+		&& cr-report --surviving-only --show-diff mutants.sqlite
+
 clean: ## Remove environments and caches
-	rm -rf .venv .venv-protos .venv-oldest .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv .venv-protos .venv-oldest .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings

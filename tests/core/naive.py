@@ -116,6 +116,7 @@ def common(a: list[int], b: list[int]) -> int:
 def assert_laws(ledger: Ledger, naive: NaiveLedger) -> None:
     """The laws of the ledger, each stated against the naive one."""
     assert [s.id for s in ledger.segments] == [str(i) for i in range(len(naive.segments))]
+    assert ledger.current_id == (ledger.segments[-1].id if ledger.segments else "0")
     for real, plain in zip(ledger.segments, naive.segments, strict=True):
         _assert_segment(real, plain)
     trained = [i for s in ledger.segments for i, bit in zip(s.sample().response_ids, s.sample().response_mask) if bit]  # noqa: B905

@@ -50,6 +50,11 @@ def begun(*, prompt: tuple[int, ...] = (1, 2, 3), answer: tuple[int, ...] = (10,
     return ledger
 
 
+def spans_of(ledger: Ledger, segment: int = -1) -> list[tuple[str, int, int, int]]:
+    spans = ledger.segments[segment].spans
+    return [(s.reason.value if s.reason else "model", s.turn, s.start, s.stop) for s in spans]
+
+
 def answered(turn: int, *answer: int, **rest: object) -> Answered:
     """An answer in token ids, after a prompt that was predicted as one token unless `rest` says otherwise."""
     given: dict[str, object] = {"predicted": predicts(100 + turn), "finish_reason": "stop", **rest}

@@ -1,23 +1,20 @@
-"""The laws of the machine, case by case: intents, conversation, ledger, outcome."""
+"""The laws of the machine, case by case: intents, conversation, outcome."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
-from rollout_server.core.ledger import Drift, DriftKind, Origin, SegmentKind, pack_logprobs
 from rollout_server.core.limits import Limits
 from rollout_server.core.machine import Over, State
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Cancellation, Category, End, Failure, Stop, Verdict, Warned
 from rollout_server.core.record import (
-    Answered,
     Appended,
     Asked,
-    DriftFound,
     Ended,
     Note,
-    SegmentOpened,
     ToolReturned,
     ToolStarted,
 )
@@ -34,7 +31,6 @@ from .rollouts import (
     ends,
     fresh,
     ids,
-    predicts,
     returned,
     starts,
     takes_turn,
@@ -94,6 +90,15 @@ def asks_again(wish: Asked | Over) -> Asked:
 
 
 class TestConversation:
+    def test_the_size_is_that_of_messages_and_tokens_each_held_twice(self) -> None:
+        machine = fresh()
+        texts = sum(len(m.text.encode()) for m in (SYSTEM, USER))
+        assert machine.size == 2 * texts
+        takes_turn(machine, 5, 6)
+        takes_turn(machine, 7, reported=ids(1))
+        texts += 2 * len(ANSWER.text.encode())
+        assert machine.size == 2 * texts + 16 * (3 + 2)
+
     def test_messages_grow_in_the_order_of_the_records(self) -> None:
         machine = fresh()
         takes_turn(machine, 5)
@@ -138,60 +143,6 @@ class TestConversation:
         machine.accept(returned(later, RESULTS[2]))
         machine.accept(returned(late, RESULTS[1]))
         assert tuple(machine.messages[3:]) == RESULTS
-
-
-class TestLedger:
-    def test_the_first_answer_opens_the_main_segment(self) -> None:
-        machine = fresh()
-        answer = answered(asks(machine).turn, 5, predicted=predicts(1, 2, 3))
-        assert machine.accept(answer) == (SegmentOpened(1, "0", Origin(SegmentKind.MAIN), 3), answer)
-        assert len(takes_turn(machine, 6)) == 1
-
-    def test_a_prompt_of_nothing_opens_one_too(self) -> None:
-        assert takes_turn(fresh(), 5, predicted=None, reported=ids())[0] == SegmentOpened(
-            1, "0", Origin(SegmentKind.MAIN), 0
-        )
-
-    def test_drift_is_told_before_the_segment_it_opens_and_both_before_the_answer(self) -> None:
-        machine = fresh()
-        takes_turn(machine, 5)
-        drift, opened, answer = takes_turn(machine, 6, reported=ids(101, 9, 9))
-        assert drift == DriftFound(2, "0", Drift(DriftKind.RETOKENISED, 1, 3, 3))
-        assert opened == SegmentOpened(2, "1", Origin(SegmentKind.DRIFT, "0", 1), 3)
-        assert isinstance(answer, Answered)
-
-    def test_drift_of_the_environment_opens_nothing(self) -> None:
-        machine = fresh()
-        takes_turn(machine, 5)
-        takes_turn(machine, 6, reported=ids(1))
-        drift, answer = takes_turn(machine, 7, reported=ids(1, 6, 9))
-        assert drift == DriftFound(3, "1", Drift(DriftKind.ENVIRONMENT, 2, 3, 3))
-        assert isinstance(answer, Answered)
-
-    def test_each_drift_is_a_warning_of_the_outcome(self) -> None:
-        machine = fresh()
-        takes_turn(machine, 5, reported=ids(7, 8))
-        takes_turn(machine, 6, reported=ids(7, 8, 9, 9))
-        assert ends(machine, STOP).warnings == (
-            Warned("token_drift", "turn 1: the trainer's prompt parts from ours at token 0 (prompt)", 1, 0),
-            Warned("token_drift", "turn 2: the trainer's prompt parts from ours at token 2 (retokenised)", 2, 2),
-        )
-
-    def test_an_answer_carries_logprobs_and_policy_into_the_ledger(self) -> None:
-        machine = fresh()
-        takes_turn(machine, 5, logprobs=pack_logprobs([-0.5]), policy_version="p7")
-        span = machine.ledger.segments[0].spans[1]
-        assert (span.turn, span.policy_version, span.logprobs_known) == (1, "p7", True)
-        assert machine.ledger.segments[0].sample().logprobs == pack_logprobs([-0.5])
-
-    @pytest.mark.parametrize(
-        "rest", [{"token_ids": None}, {"token_ids": None, "reported": ids(1)}, {"predicted": None}]
-    )
-    def test_without_ids_or_without_a_prompt_there_is_nothing_to_record(self, rest: dict[str, object]) -> None:
-        machine = fresh()
-        assert len(takes_turn(machine, 5, **rest)) == 1
-        assert machine.ledger.segments == ()
-        assert tuple(machine.messages) == (SYSTEM, USER, ANSWER)
 
 
 class TestOutcome:
@@ -250,14 +201,14 @@ class TestOutcome:
 
 
 def test_more_turns_and_calls_than_there_are_small_numbers() -> None:
-    """Beyond 256 equal numbers are no longer the same object."""
+    """Beyond 256 equal numbers are no longer the same object; records that come from a log never are."""
     machine = fresh(Limits(turns=300, tool_turns=290))
     for turn in range(1, 301):
         asks(machine)
         machine.accept(answered(turn, 5))
         if turn <= 290:
-            starts(machine, CALL)
-            machine.accept(ToolReturned(turn, 0, CALL, RESULT, False))
+            machine.accept(ToolStarted(int(str(turn)), 0, CALL))
+            machine.accept(ToolReturned(int(str(turn)), 0, replace(CALL), RESULT, False))
     assert machine.ask() == machine.start_calls([CALL]) == Over(Stop("max_turns"))
     assert machine.metrics.turns == 300
 
@@ -269,3 +220,9 @@ def test_more_turns_and_calls_than_there_are_small_numbers() -> None:
     for index in range(300):
         machine.accept(ToolReturned(1, index, CALL, RESULT, False))
     assert machine.metrics.tool_calls == 300
+
+    machine = fresh()
+    for turn in range(300):
+        takes_turn(machine, reported=ids(turn))
+    assert len(machine.ledger.segments) == 300
+    assert len(takes_turn(machine, reported=ids(299))) == 2, "drift of the environment, and the answer"

@@ -38,8 +38,9 @@ class TestLimits:
         assert machine.ask() == Over(Stop("max_turns"))
         assert len(starts(machine, CALL)) == 1, "the tools of the last turn still run"
 
-    def test_no_turns_at_all(self) -> None:
-        assert fresh(Limits(turns=0)).ask() == Over(Stop("max_turns"))
+    @pytest.mark.parametrize("turns", [0, -1])
+    def test_no_turns_at_all(self, turns: int) -> None:
+        assert fresh(Limits(turns=turns)).ask() == Over(Stop("max_turns"))
 
     @pytest.mark.parametrize(("generated", "over"), [(2, False), (3, True), (4, True)])
     def test_generated_tokens(self, generated: int, over: bool) -> None:
@@ -71,8 +72,9 @@ class TestLimits:
         assert machine.start_calls([CALL]) == Over(Stop("max_turns"))
         assert isinstance(machine.ask(), Asked)
 
-    def test_tool_turns_may_be_none_at_all(self) -> None:
-        machine = fresh(Limits(tool_turns=0))
+    @pytest.mark.parametrize("tool_turns", [0, -1])
+    def test_tool_turns_may_be_none_at_all(self, tool_turns: int) -> None:
+        machine = fresh(Limits(tool_turns=tool_turns))
         takes_turn(machine, 5)
         assert machine.start_calls([CALL]) == Over(Stop("max_turns"))
 
@@ -127,7 +129,9 @@ class TestLimits:
         assert isinstance(machine.start_calls([CALL]), Over)
         assert_refused(machine, ToolStarted(1, 0, CALL))
 
-    @pytest.mark.parametrize(("finish_reason", "truncated"), [("length", True), ("stop", False), ("", False)])
+    @pytest.mark.parametrize(
+        ("finish_reason", "truncated"), [("length", True), ("".join("length"), True), ("stop", False), ("", False)]
+    )
     def test_a_stop_says_whether_the_last_answer_was_cut(self, finish_reason: str, truncated: bool) -> None:
         machine = fresh(Limits(turns=2))
         assert machine.natural_stop() == Stop("stop", False)
@@ -215,10 +219,10 @@ class TestMetrics:
     ) -> None:
         machine = fresh()
         takes_turn(machine, 5)
-        for started in starts(machine, CALLS[0]):
+        for started in starts(machine, *CALLS):
             machine.accept(returned(started, failed=True, ms=10.0))
         started_again = starts(machine, *CALLS)
         for index in back:
             machine.accept(returned(started_again[index], failed=index == 2, ms=1.0 + index))
         used = ends(machine, Ended(Cancellation("enough"))).metrics
-        assert (used.tool_calls, used.tool_failures, used.tool_ms) == (1 + len(back), 1 + failures, 10.0 + ms)
+        assert (used.tool_calls, used.tool_failures, used.tool_ms) == (3 + len(back), 3 + failures, 10.0 + ms)

@@ -8,7 +8,14 @@ import string
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_server.core.message import MalformedMessage, Message, ToolCall, parse_json, parse_object, tool_calls
+from rollout_server.core.message import (
+    MalformedMessage,
+    Message,
+    ToolCall,
+    parse_json,
+    parse_object,
+    tool_calls,
+)
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -37,7 +44,6 @@ def test_the_text_stays_as_it_came(
     "text",
     [
         '{"role": "user", "n": 18446744073709551616}',
-        '{"role": "user", "n": %s}' % ("9" * 4000),
         '{"role": "user", "n": %s.5}' % ("9" * 5000),
         '{"role": "user", "n": 1e400}',
         '{"role": "user", "n": 0.1000000000000000055511151231257827}',
@@ -94,24 +100,6 @@ def test_what_parsing_would_lose_is_kept(text: str) -> None:
 def test_what_is_no_message_is_malformed(text: str) -> None:
     with pytest.raises(MalformedMessage):
         Message.parse(text)
-
-
-@pytest.mark.parametrize("depth", [2_000, 100_000])
-@pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a": ', "}"), ("[", "")])
-def test_deep_nesting_is_malformed(depth: int, opens: str, closes: str) -> None:
-    with pytest.raises(MalformedMessage):
-        Message.parse('{"role": "user", "content": ' + opens * depth + "1" + closes * depth + "}")
-
-
-@pytest.mark.parametrize("text", ["9" * 5_000, "-" + "9" * 5_000, "[" + "9" * 5_000 + "]"])
-def test_a_number_of_thousands_of_digits_is_carried_or_malformed(text: str) -> None:
-    """CPython converts integers of up to 4,300 digits, a guard against quadratic time."""
-    whole = '{"role": "user", "n": ' + text + "}"
-    try:
-        parsed = Message.parse(whole)
-    except MalformedMessage:
-        return
-    assert parsed.text == whole
 
 
 @given(st.text(alphabet='{}[]",:\\ \n\tulnaefrstoxIN0123456789.eE+-\ud800\ufeff', max_size=40))

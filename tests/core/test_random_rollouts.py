@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.limits import Limits
 from rollout_server.core.machine import IllegalRecord, Machine, Over, State, replay
 from rollout_server.core.message import Message, ToolCall
@@ -28,7 +29,7 @@ from rollout_server.core.record import (
 )
 
 from .books import Books
-from .naive import assert_laws
+from .naive import assert_laws, common
 from .rollouts import assert_refused, draw_turn, shown_outcome
 
 texts = st.sampled_from(("", "8", "ü€😀", "\\ud83d", "a" * 50))
@@ -133,9 +134,10 @@ class RandomRollouts(RuleBasedStateMachine):
         )
         held = segments[-1].ids() if segments else []
         before, asked_in = len(segments), self.machine.ledger.current_id
-        follows = self._take(self._sharing(data, record, held))
+        told = self._sharing(data, record, held)
+        follows = self._take(told)
         drift = self.books.answered(record)
-        self._logs_a_prompt_once(record, held, opened=len(segments) > before)
+        self._logs_a_prompt_once(told, record, held, opened=len(segments) > before)
         drifts = [r for r in follows if isinstance(r, DriftFound)]
         found = [(r.drift.kind.value, r.drift.index, r.drift.expected, r.drift.reported) for r in drifts]
         assert found == ([] if drift is None else [drift])
@@ -151,19 +153,16 @@ class RandomRollouts(RuleBasedStateMachine):
         shared = data.draw(st.integers(0, common(held, list(record.reported))))
         return replace(record, reported=record.reported[shared:], shared=shared)
 
-    def _logs_a_prompt_once(self, record: Answered, held: list[int], *, opened: bool) -> None:
-        """What is logged is the answer that came; of its prompt no token that the segment holds is there a second time."""
+    def _logs_a_prompt_once(self, told: Answered, whole: Answered, held: list[int], *, opened: bool) -> None:
+        """What is logged is the answer as it came, without the tokens of its prompt that the segment held already."""
         logged = self.log[-1]
         assert isinstance(logged, Answered)
         assert self.machine.last_answer is logged
-        if record.reported is None:
-            assert logged == record
-            return
-        assert logged.reported is not None
-        whole = pack_tokens(held[: logged.shared]) + logged.reported
-        assert replace(logged, reported=whole, shared=0) == record
-        if record.token_ids is not None and not opened:
-            assert logged.shared == len(held) or self.log_was_told_shared
+        if logged.reported is None or whole.token_ids is None or opened or told.shared:
+            assert logged == told
+        else:
+            prompt = pack_tokens(held) + logged.reported
+            assert (logged.shared, replace(logged, reported=prompt, shared=0)) == (len(held), whole)
 
     def _append(self, added: list[Message]) -> None:
         assert self._take(Appended(tuple(added))) == []

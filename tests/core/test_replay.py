@@ -76,6 +76,11 @@ def test_the_log_holds_what_followed_right_before_what_it_follows_from() -> None
     assert KINDS[16:] == ["DriftFound", "Answered", "Ended"]
 
 
+def test_a_log_does_not_repeat_the_prompt_that_a_segment_holds() -> None:
+    answers = [record for record in LOG if isinstance(record, Answered)]
+    assert [(a.shared, a.reported) for a in answers] == [(0, ids(5)), (0, ids(5, 7, 30)), (4, ids(22))]
+
+
 def test_a_replayed_log_gives_the_same_outcome() -> None:
     machine, log = play()
     assert machine.outcome is not None
@@ -119,8 +124,6 @@ def test_a_log_with_two_neighbours_swapped_is_refused(place: int) -> None:
     swapped = [*LOG[:place], LOG[place + 1], LOG[place], *LOG[place + 2 :]]
     if KINDS[place] == KINDS[place + 1] == "ToolReturned":
         assert outcome_of(swapped) == outcome_of(LOG)
-    elif place == 0:
-        pytest.skip("what comes before Accepted is the driver's to keep in order")
     else:
         assert_refused(swapped)
 
@@ -154,6 +157,10 @@ def test_a_log_whose_answer_was_changed_no_longer_agrees_with_what_followed() ->
     assert isinstance(answer, Answered)
     assert_refused([*LOG[:place], replace(answer, token_ids=ids(7, 30)), *LOG[place + 1 :]])
     assert_refused([*LOG[:place], replace(answer, reported=ids(100 + 1)), *LOG[place + 1 :]])
+    place = places("Answered")[2]
+    answer = LOG[place]
+    assert isinstance(answer, Answered)
+    assert_refused([*LOG[:place], replace(answer, shared=3), *LOG[place + 1 :]])
 
 
 @pytest.mark.parametrize("place", [i for i in range(len(LOG)) if KINDS[i] not in ("SegmentOpened", "DriftFound")])

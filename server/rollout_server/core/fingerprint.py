@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 
 from rollout_server.core.message import JSON, MalformedMessage, Message, parse_json
 from rollout_server.core.spec import Spec, Target, TokenizerName
@@ -72,12 +73,17 @@ def _tokenizer(name: TokenizerName | None) -> JSON:
 def _json(text: str) -> JSON:
     if not text:
         return None
-    value = parse_json(text, parse_int=_written, parse_float=_written)
-    if not isinstance(value, dict):
+    value = parse_json(text, parse_int=_number_as_written, parse_float=_number_as_written, parse_pairs=_pairs)
+    if not isinstance(value, Mapping) or "object" not in value:
         raise MalformedMessage("a JSON object is needed")
     return value
 
 
-def _written(number: str) -> JSON:
-    """Numbers as they are written: some are larger, or more exact, than Python holds."""
-    return ["number", number]
+def _number_as_written(number: str) -> JSON:
+    """Some numbers are larger, or more exact, than Python holds. Objects are tagged too, so no other value looks like this."""
+    return {"number": number}
+
+
+def _pairs(pairs: list[tuple[str, JSON]]) -> JSON:
+    """Keys in any order are the same object; a key that stands twice is not the same as one that stands once."""
+    return {"object": [list(pair) for pair in sorted(pairs, key=lambda pair: pair[0])]}

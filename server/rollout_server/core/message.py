@@ -77,13 +77,23 @@ def tool_calls(fields: Mapping[str, JSON]) -> tuple[ToolCall, ...]:
 
 
 def parse_json(
-    text: str, *, parse_int: Callable[[str], JSON] = int, parse_float: Callable[[str], JSON] = float
+    text: str,
+    *,
+    parse_int: Callable[[str], JSON] = int,
+    parse_float: Callable[[str], JSON] = float,
+    parse_pairs: Callable[[list[tuple[str, JSON]]], JSON] | None = None,
 ) -> JSON:
     """Parses JSON. Unlike `json.loads` it refuses NaN and Infinity, which are not JSON. Raises `MalformedMessage`."""
     if _is_deep(text):
         raise MalformedMessage(f"nested more than {MAX_DEPTH} levels deep")
     try:
-        value: JSON = json.loads(text, parse_constant=_refuse_constant, parse_int=parse_int, parse_float=parse_float)
+        value: JSON = json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_int=parse_int,
+            parse_float=parse_float,
+            object_pairs_hook=parse_pairs,
+        )
     except ValueError as error:
         raise MalformedMessage(str(error)) from None
     return value

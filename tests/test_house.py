@@ -1,0 +1,251 @@
+"""The house's rules, held by its sources: who may import whom, what the core may not touch, how large things get."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = (ROOT / "server", ROOT / "gateway")
+STANDARD = "the standard library"
+THIRD = "third parties"
+ANYTHING = "anything"
+
+_OURS = ("rollout_server", "rollout_gateway", "rollout_client", "osmosis")
+_AUTHORS = {f"rollout_server.{name}" for name in ("core", "runtime", "agent", "tool")}
+
+# Who may import whom, also inside functions. The longest name that fits decides; a module without a room fails.
+ROOMS: dict[str, set[str]] = {
+    "rollout_server.core": {"rollout_server.core"},
+    "rollout_server.runtime": {"rollout_server.core", "rollout_server.runtime"},
+    "rollout_server.edge": {"rollout_server.core", "rollout_server.runtime", "rollout_server.edge", THIRD},
+    "rollout_server.edge.rpc": {
+        "rollout_server.core",
+        "rollout_server.runtime",
+        "rollout_server.edge",
+        "osmosis",
+        THIRD,
+    },
+    # What users write against.
+    "rollout_server.agent": {*_AUTHORS, THIRD},
+    "rollout_server.tool": {*_AUTHORS, THIRD},
+    "rollout_server.calculator": _AUTHORS,
+    "rollout_server.sdk": {*_AUTHORS, "rollout_server.sdk", THIRD},
+    "rollout_server.settings": {"rollout_server.core", THIRD},
+    "rollout_server.logs": {THIRD},
+    # The trainer that judges us counts for itself: nothing of the server's is in it.
+    "rollout_server.testing": {"rollout_server.testing", "osmosis", THIRD},
+    # The composition root and the commands.
+    "rollout_server.app": {ANYTHING},
+    "rollout_server.http": {ANYTHING},
+    "rollout_server.cli": {ANYTHING},
+    # The public names, and `serve`, which goes to the composition root.
+    "rollout_server": {*_AUTHORS, "rollout_server.app"},
+    # The gateway only translates.
+    "rollout_gateway": {"rollout_gateway", "osmosis", THIRD},
+    "rollout_client": {"rollout_client", "osmosis", THIRD},
+}
+
+# Generated messages outside edge/rpc, where wire turns them into values: a client needs its stub, a journal has its own package.
+STUBS_ALSO_IN = ("rollout_server.edge.",)
+JOURNAL = "rollout_server.edge.journal"
+
+# No clock, no chance, no tasks, no log, no I/O. What else the core may use of the standard library is added here, on purpose.
+PURE = "__future__ array bisect collections dataclasses enum functools hashlib itertools json math re types typing urllib.parse"
+IMPURE_CALLS = {"open", "print", "input", "eval", "exec", "__import__"}
+
+LINES = 250
+LARGER = {
+    "rollout_server.core.ledger": (
+        300,
+        "one theory, one class with its values: cut in two, neither half could be read alone",
+    ),
+    "rollout_server.core.machine": (300, "one transition function and its states"),
+}
+FUNCTION_LINES = 70
+PARAMETERS = 6
+
+LIGHT = (
+    "rollout_server.core",
+    "rollout_server.runtime",
+    "rollout_server.agent",
+    "rollout_server.tool",
+    "rollout_server.calculator",
+)
+HEAVY = ("transformers", "torch", "grpc")
+
+
+def modules() -> dict[str, Path]:
+    """Our modules by name."""
+    found = {}
+    for root in SOURCES:
+        for path in sorted(root.rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+every_module = pytest.mark.parametrize("name", MODULES)
+CORE = [name for name in MODULES if name.startswith("rollout_server.core")]
+core_modules = pytest.mark.parametrize("name", CORE)
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+def imports(name: str) -> set[str]:
+    """What a module imports, anywhere in it; `from a import b` as "a.b"."""
+    found: set[str] = set()
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    return found
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def room(name: str) -> str | None:
+    if name == "rollout_server":
+        return name
+    return max((r for r in ROOMS if r != "rollout_server" and within(name, r)), key=len, default=None)
+
+
+def origin(imported: str) -> str:
+    """Where an imported name comes from: the standard library, third parties, or one of us (then itself)."""
+    top = imported.split(".", maxsplit=1)[0]
+    if top in _OURS:
+        return imported
+    return STANDARD if top in sys.stdlib_module_names else THIRD
+
+
+def is_allowed(imported: str, allowed: set[str]) -> bool:
+    source = origin(imported)
+    return ANYTHING in allowed or source == STANDARD or any(within(source, each) for each in allowed)
+
+
+def is_stub(name: str, imported: str) -> bool:
+    """A client in the edge may import the stub that it calls; the journal its own records."""
+    stub = any(part.endswith("_pb2_grpc") for part in imported.split("."))
+    in_edge = name.startswith(STUBS_ALSO_IN)
+    return (in_edge and stub) or (within(name, JOURNAL) and within(imported, "osmosis.journal"))
+
+
+@every_module
+def test_every_module_has_a_room_and_imports_what_its_room_may(name: str) -> None:
+    where = room(name)
+    assert where is not None, f"{name} is in no room of the house"
+    wrong = {i for i in imports(name) if not is_allowed(i, ROOMS[where]) and not is_stub(name, i)}
+    assert wrong == set()
+
+
+def test_the_rules_can_be_broken() -> None:
+    """The checks above see what they forbid."""
+    assert room("rollout_server.nowhere") is None
+    assert room("rollout_server.edge.rpc.wire.event") == "rollout_server.edge.rpc"
+    assert not is_allowed("rollout_server.runtime.log.Log", ROOMS["rollout_server.core"])
+    assert not is_allowed("grpc", ROOMS["rollout_server.runtime"])
+    assert not is_allowed("google.protobuf.message", ROOMS["rollout_server.runtime"])
+    assert not is_allowed("osmosis.rollout.v1.spec_pb2", ROOMS["rollout_server.edge"])
+    assert not is_allowed("rollout_server.agent", ROOMS["rollout_server.edge.rpc"])
+    assert not is_allowed("rollout_server.core.message", ROOMS["rollout_gateway"])
+    assert not is_allowed("rollout_server.core.ledger", ROOMS["rollout_server.testing"])
+    assert not is_allowed("rollout_server.core_of_another", ROOMS["rollout_server.core"])
+    assert is_allowed("json", ROOMS["rollout_server.core"])
+    assert is_stub("rollout_server.edge.tools.remote", "osmosis.rollout.v1.tool_service_pb2_grpc")
+    assert not is_stub("rollout_server.edge.tools.remote", "osmosis.rollout.v1.tool_service_pb2")
+    assert "asyncio" in imports("rollout_server.runtime.log")
+
+
+@core_modules
+def test_the_core_is_pure(name: str) -> None:
+    standard = {i for i in imports(name) if origin(i) == STANDARD}
+    assert {i for i in standard if not any(within(i, pure) for pure in PURE.split())} == set()
+    calls = {n.func.id for n in ast.walk(tree(name)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    assert calls & IMPURE_CALLS == set()
+    assert not any(isinstance(n, ast.AsyncFunctionDef | ast.Await | ast.Global) for n in ast.walk(tree(name)))
+
+
+@core_modules
+def test_the_core_keeps_nothing_that_changes_in_its_modules(name: str) -> None:
+    mutable = (MutableSequence, MutableMapping, MutableSet, array)
+    kept = {key for key, value in vars(importlib.import_module(name)).items() if isinstance(value, mutable)}
+    assert {key for key in kept if not key.startswith("__")} == set()
+
+
+@every_module
+def test_nothing_rebinds_a_global(name: str) -> None:
+    assert not any(isinstance(node, ast.Global) for node in ast.walk(tree(name)))
+
+
+@every_module
+def test_a_module_can_be_read_in_one_sitting(name: str) -> None:
+    most, _ = LARGER.get(name, (LINES, ""))
+    lines = [line for line in MODULES[name].read_text(encoding="utf-8").splitlines() if line.strip()]
+    assert len(lines) <= most
+
+
+def test_exceptions_are_still_needed() -> None:
+    for name in LARGER:
+        lines = [line for line in MODULES[name].read_text(encoding="utf-8").splitlines() if line.strip()]
+        assert len(lines) > LINES, f"{name} has become small enough: take it off the list"
+
+
+def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (n for n in ast.walk(tree(name)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """The names of all parameters but the object or class itself."""
+    given = function.args
+    named = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return [n for n in named if n not in ("self", "cls")]
+
+
+@every_module
+def test_functions_are_short_and_take_few_parameters(name: str) -> None:
+    for function in functions(name):
+        assert function.end_lineno is not None
+        assert function.end_lineno - function.lineno < FUNCTION_LINES, function.name
+        assert len(parameters(function)) <= PARAMETERS, function.name
+
+
+def test_importing_what_authors_use_is_light() -> None:
+    light = ["rollout_server", *(name for name in MODULES if any(within(name, each) for each in LIGHT))]
+    program = f"import sys, {', '.join(light)}; print(*sorted({set(HEAVY)!r} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == []
+
+
+@every_module
+def test_model_libraries_are_imported_where_they_are_used(name: str) -> None:
+    """They take seconds to load, so no module does at its top."""
+    at_top = {alias.name for node in tree(name).body if isinstance(node, ast.Import) for alias in node.names}
+    at_top |= {str(node.module) for node in tree(name).body if isinstance(node, ast.ImportFrom)}
+    assert {i for i in at_top if i.split(".")[0] in ("transformers", "torch")} == set()
+
+
+def test_the_rooms_are_the_ones_there_are() -> None:
+    """A package of ours that the build knows is among those looked at."""
+    tops = {m.name for root in SOURCES for m in pkgutil.iter_modules([str(root)])}
+    assert tops <= {name.split(".")[0] for name in MODULES} | {"rollout_client"}
+    assert {"rollout_server", "rollout_gateway"} <= tops
