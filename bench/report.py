@@ -15,7 +15,7 @@ from rich.table import Table
 
 from bench.result import GATEWAY_TARGET, START_TARGET, Cost, Measured, Result
 
-_PACKAGES = "rollout-server aiohttp httpx httpx-aiohttp grpcio fastapi uvicorn uvloop msgspec transformers tokenizers"
+_PACKAGES = "rollout-server aiohttp httpx grpcio fastapi uvicorn uvloop msgspec transformers tokenizers"
 _MEGABYTE = 1024 * 1024
 _QUIET = 0.15
 """The share of its core up to which a program counts as alone on it; the kernel's own network work is in it."""

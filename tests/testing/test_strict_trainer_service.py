@@ -3,10 +3,8 @@
 import asyncio
 from contextlib import AsyncExitStack
 
-import aiohttp
 import httpx
 import pytest
-from httpx_aiohttp import AiohttpTransport
 from rollout_server.testing.script import Fault, FaultKind, Reply, Script, tool_call
 from rollout_server.testing.script_json import script_from_json
 from rollout_server.testing.serving import Listener
@@ -202,9 +200,7 @@ def test_scripts_read_from_json_are_those_written_in_python() -> None:
 
 async def test_250_rollouts_at_once(toy) -> None:
     async with StrictTrainer() as trainer, AsyncExitStack() as stack:
-        # httpx's own pool looks through all of its connections for each call.
-        connections = AiohttpTransport(client=lambda: aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        client = httpx.AsyncClient(base_url=trainer.url, timeout=110, transport=connections)
+        client = httpx.AsyncClient(base_url=trainer.url, timeout=110, limits=httpx.Limits(max_connections=None))
         await stack.enter_async_context(client)
         rollouts = []
         for i in range(250):
