@@ -17,7 +17,8 @@ trainer's tokens, and the difference is reported as drift too.
 
 Laws (tests/core/test_ledger.py): authorship decides the mask; spans concatenated are what the model saw and wrote; ids, mask and
 logprobs have equal length, with 0.0 for tokens the model did not write and nothing at all where the trainer sent no
-logprobs; spans are only added; a segment, as it is handed out, ends with a token of the model.
+logprobs; spans are only added; a segment, as it is handed out, ends with a token of the model
+as soon as there is one.
 """
 
 from __future__ import annotations

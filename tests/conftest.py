@@ -1,0 +1,25 @@
+"""What all suites share: a table at the end that says what each of them took."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds and tests of each folder of `tests/`, set-up and tear-down included."""
+    seconds: dict[str, float] = defaultdict(float)
+    tests: dict[str, int] = defaultdict(int)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                place = Path(report.nodeid.partition("::")[0])
+                suite = place.parts[1] if len(place.parts) > 2 else place.stem
+                seconds[suite] += report.duration
+                tests[suite] += report.when == "call"
+    if len(seconds) > 1:
+        terminalreporter.write_sep("=", "suites")
+        for suite in sorted(seconds, key=lambda name: -seconds[name]):
+            terminalreporter.write_line(f"{suite:32} {tests[suite]:5} tests {seconds[suite]:7.1f} s")
