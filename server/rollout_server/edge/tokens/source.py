@@ -116,10 +116,13 @@ def _on_hub(name: TokenizerName, shown: str) -> bool:
 
 def _is_cached(name: str, revision: str | None) -> bool:
     """Whether the Hub's cache holds the tokenizer. Asked first, because transformers asks the Hub about names it does not find."""
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub import errors, try_to_load_from_cache
 
     files = ("tokenizer_config.json", "tokenizer.json")
-    return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
+    try:
+        return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
+    except errors.HFValidationError:  # what cannot be a name on the Hub is in no cache of it
+        return False
 
 
 def _load(source: str, revision: str | None, trust_remote_code: bool, local: bool) -> ChatTokenizer:
