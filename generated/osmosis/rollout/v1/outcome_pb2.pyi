@@ -94,7 +94,7 @@ class Stop(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """"stop", "max_turns", "max_tokens", "max_bytes" or an agent's own word."""
+    """"stop", "max_turns", "max_tokens", "max_bytes" or an agent's own word; with an HTTP_PLAIN trainer its last finish_reason for "stop"."""
     truncated: _builtins.bool
     """The last answer was cut by length."""
     def __init__(
@@ -180,7 +180,7 @@ class Warning(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     code: _builtins.str
-    """A stable word: "token_drift", "resampled", "logprobs_missing", "unverified", "length_exceeded",
+    """A stable word: "token_drift", "resampled", "logprobs_missing", "unverified", "tokens_unknown", "length_exceeded",
     "rendering_inexact".
     """
     message: _builtins.str

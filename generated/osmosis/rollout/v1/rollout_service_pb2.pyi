@@ -53,6 +53,38 @@ ROLLOUT_STATE_FINISHED: RolloutState.ValueType  # 3
 """It has an outcome."""
 Global___RolloutState: _TypeAlias = RolloutState  # noqa: Y015
 
+class _DeliveryState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DeliveryStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeliveryState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DELIVERY_STATE_UNSPECIFIED: _DeliveryState.ValueType  # 0
+    """There is none: the rollout has not finished, or nobody is to be told."""
+    DELIVERY_STATE_PENDING: _DeliveryState.ValueType  # 1
+    """It is sent again and again until it is acknowledged or expires."""
+    DELIVERY_STATE_ACKNOWLEDGED: _DeliveryState.ValueType  # 2
+    """The receiver has it. It is not sent again."""
+    DELIVERY_STATE_REFUSED: _DeliveryState.ValueType  # 3
+    """The receiver refused it for good. It is not sent again."""
+    DELIVERY_STATE_EXPIRED: _DeliveryState.ValueType  # 4
+    """Nobody acknowledged it in time. It is not sent again."""
+
+class DeliveryState(_DeliveryState, metaclass=_DeliveryStateEnumTypeWrapper):
+    """How far the delivery of an outcome to `RolloutSpec.outcome` is."""
+
+DELIVERY_STATE_UNSPECIFIED: DeliveryState.ValueType  # 0
+"""There is none: the rollout has not finished, or nobody is to be told."""
+DELIVERY_STATE_PENDING: DeliveryState.ValueType  # 1
+"""It is sent again and again until it is acknowledged or expires."""
+DELIVERY_STATE_ACKNOWLEDGED: DeliveryState.ValueType  # 2
+"""The receiver has it. It is not sent again."""
+DELIVERY_STATE_REFUSED: DeliveryState.ValueType  # 3
+"""The receiver refused it for good. It is not sent again."""
+DELIVERY_STATE_EXPIRED: DeliveryState.ValueType  # 4
+"""Nobody acknowledged it in time. It is not sent again."""
+Global___DeliveryState: _TypeAlias = DeliveryState  # noqa: Y015
+
 class _RolloutView:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -106,6 +138,48 @@ REQUEST_MEMORY_UNTIL_RECEIVED: RequestMemory.ValueType  # 1
 Global___RequestMemory: _TypeAlias = RequestMemory  # noqa: Y015
 
 @_typing.final
+class Delivery(_message.Message):
+    """The delivery of an outcome: at least once, the same bytes under the same key, nothing after an acknowledgement."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    NEXT_ATTEMPT_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    state: Global___DeliveryState.ValueType
+    """How far it is."""
+    attempts: _builtins.int
+    """Requests that were sent."""
+    error: _builtins.str
+    """Why the last attempt failed, for a person."""
+    @_builtins.property
+    def next_attempt_time(self) -> _timestamp_pb2.Timestamp:
+        """When it will be tried again."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was acknowledged, refused or given up."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___DeliveryState.ValueType = ...,
+        attempts: _builtins.int = ...,
+        error: _builtins.str = ...,
+        next_attempt_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "next_attempt_time", b"next_attempt_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "end_time", b"end_time", "error", b"error", "next_attempt_time", b"next_attempt_time", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Delivery: _TypeAlias = Delivery  # noqa: Y015
+
+@_typing.final
 class Rollout(_message.Message):
     """A rollout."""
 
@@ -119,12 +193,16 @@ class Rollout(_message.Message):
     FINISH_TIME_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    DELIVERY_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """Ours: 1 to 64 characters of A-Z a-z 0-9 _ -, unique for ever."""
     state: Global___RolloutState.ValueType
     """Where it is."""
     last_sequence: _builtins.int
     """The sequence of its last event."""
+    caller: _builtins.str
+    """Whose it is: the name of the API key it was started with, "anonymous" without one."""
     @_builtins.property
     def spec(self) -> _spec_pb2.RolloutSpec:
         """What was asked for, with limits and agent filled in."""
@@ -145,6 +223,10 @@ class Rollout(_message.Message):
     def metrics(self) -> _outcome_pb2.Metrics:
         """What it has used so far."""
 
+    @_builtins.property
+    def delivery(self) -> Global___Delivery:
+        """How far its outcome's delivery is; unset: there is none."""
+
     def __init__(
         self,
         *,
@@ -156,10 +238,12 @@ class Rollout(_message.Message):
         finish_time: _timestamp_pb2.Timestamp | None = ...,
         outcome: _outcome_pb2.Outcome | None = ...,
         metrics: _outcome_pb2.Metrics | None = ...,
+        delivery: Global___Delivery | None = ...,
+        caller: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "finish_time", b"finish_time", "metrics", b"metrics", "outcome", b"outcome", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "delivery", b"delivery", "finish_time", b"finish_time", "metrics", b"metrics", "outcome", b"outcome", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "finish_time", b"finish_time", "last_sequence", b"last_sequence", "metrics", b"metrics", "outcome", b"outcome", "spec", b"spec", "state", b"state", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "create_time", b"create_time", "delivery", b"delivery", "finish_time", b"finish_time", "last_sequence", b"last_sequence", "metrics", b"metrics", "outcome", b"outcome", "spec", b"spec", "state", b"state", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -496,6 +580,8 @@ class Selection(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
+    DELIVERY_STATES_FIELD_NUMBER: _builtins.int
+    CALLERS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Of this group."""
     agent: _builtins.str
@@ -518,6 +604,14 @@ class Selection(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """With all of these labels."""
 
+    @_builtins.property
+    def delivery_states(self) -> _containers.RepeatedScalarFieldContainer[Global___DeliveryState.ValueType]:
+        """With a delivery in one of these states."""
+
+    @_builtins.property
+    def callers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of one of these callers. Others than oneself need an admin key: PERMISSION_DENIED."""
+
     def __init__(
         self,
         *,
@@ -528,10 +622,12 @@ class Selection(_message.Message):
         states: _abc.Iterable[Global___RolloutState.ValueType] | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         all: _builtins.bool = ...,
+        delivery_states: _abc.Iterable[Global___DeliveryState.ValueType] | None = ...,
+        callers: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "all", b"all", "group_id", b"group_id", "labels", b"labels", "rollout_ids", b"rollout_ids", "states", b"states", "uids", b"uids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "all", b"all", "callers", b"callers", "delivery_states", b"delivery_states", "group_id", b"group_id", "labels", b"labels", "rollout_ids", b"rollout_ids", "states", b"states", "uids", b"uids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -863,6 +959,8 @@ class GetServerInfoResponse(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    DEFAULT_AGENT_FIELD_NUMBER: _builtins.int
+    KEYS_REQUIRED_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """The version of the distribution."""
     max_running: _builtins.int
@@ -879,6 +977,10 @@ class GetServerInfoResponse(_message.Message):
     """Rollouts that have finished since the start."""
     draining: _builtins.bool
     """The server is stopping: it takes no new rollouts."""
+    default_agent: _builtins.str
+    """The agent that runs where a request names none."""
+    keys_required: _builtins.bool
+    """The server has API keys: every other rpc wants one."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Stable words for what works here, such as "http_masked", "grpc_completions", "token_mode", "journal"."""
@@ -905,10 +1007,12 @@ class GetServerInfoResponse(_message.Message):
         queued: _builtins.int = ...,
         finished: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        default_agent: _builtins.str = ...,
+        keys_required: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["max_rollout_time", b"max_rollout_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "features", b"features", "finished", b"finished", "max_queued", b"max_queued", "max_request_bytes", b"max_request_bytes", "max_rollout_time", b"max_rollout_time", "max_running", b"max_running", "queued", b"queued", "running", b"running", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_agent", b"default_agent", "draining", b"draining", "features", b"features", "finished", b"finished", "keys_required", b"keys_required", "max_queued", b"max_queued", "max_request_bytes", b"max_request_bytes", "max_rollout_time", b"max_rollout_time", "max_running", b"max_running", "queued", b"queued", "running", b"running", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

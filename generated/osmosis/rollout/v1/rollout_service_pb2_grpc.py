@@ -30,7 +30,11 @@ class RolloutServiceStub(object):
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
     UNAVAILABLE (the server starts or drains: retry elsewhere or later), INTERNAL (a fault of ours; its text is in the server's log
-    under the request id). A caller sees its own rollouts only; others are NOT_FOUND. A deadline ends the call, never the rollout.
+    under the request id). A deadline ends the call, never the rollout.
+
+    Callers: where the server has API keys, every rpc but GetServerInfo wants one as `authorization: Bearer KEY` in the metadata. A caller is
+    the name of its key, and sees its own rollouts only: others are NOT_FOUND. An admin key sees those of all callers. Without API keys
+    everybody is the same caller.
     """
 
     def __init__(self, channel):
@@ -101,7 +105,11 @@ class RolloutServiceServicer(object):
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
     UNAVAILABLE (the server starts or drains: retry elsewhere or later), INTERNAL (a fault of ours; its text is in the server's log
-    under the request id). A caller sees its own rollouts only; others are NOT_FOUND. A deadline ends the call, never the rollout.
+    under the request id). A deadline ends the call, never the rollout.
+
+    Callers: where the server has API keys, every rpc but GetServerInfo wants one as `authorization: Bearer KEY` in the metadata. A caller is
+    the name of its key, and sees its own rollouts only: others are NOT_FOUND. An admin key sees those of all callers. Without API keys
+    everybody is the same caller.
     """
 
     def StartRollout(self, request, context):
@@ -172,7 +180,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AcknowledgeOutcome(self, request, context):
-        """Tells that an outcome was received, which frees a request id that is remembered until then.
+        """Tells that an outcome was received, which frees a request id that is remembered until then, and ends its delivery.
 
         NOT_FOUND: no such rollout. FAILED_PRECONDITION: it has not finished. Retry freely.
         """
@@ -197,7 +205,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """What this server is and can do. Retry freely.
+        """What this server is and can do. Open to everybody. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -274,7 +282,11 @@ class RolloutService(object):
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
     UNAVAILABLE (the server starts or drains: retry elsewhere or later), INTERNAL (a fault of ours; its text is in the server's log
-    under the request id). A caller sees its own rollouts only; others are NOT_FOUND. A deadline ends the call, never the rollout.
+    under the request id). A deadline ends the call, never the rollout.
+
+    Callers: where the server has API keys, every rpc but GetServerInfo wants one as `authorization: Bearer KEY` in the metadata. A caller is
+    the name of its key, and sees its own rollouts only: others are NOT_FOUND. An admin key sees those of all callers. Without API keys
+    everybody is the same caller.
     """
 
     @staticmethod

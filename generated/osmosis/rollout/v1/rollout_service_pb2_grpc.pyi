@@ -31,7 +31,11 @@ class RolloutServiceStub:
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
     UNAVAILABLE (the server starts or drains: retry elsewhere or later), INTERNAL (a fault of ours; its text is in the server's log
-    under the request id). A caller sees its own rollouts only; others are NOT_FOUND. A deadline ends the call, never the rollout.
+    under the request id). A deadline ends the call, never the rollout.
+
+    Callers: where the server has API keys, every rpc but GetServerInfo wants one as `authorization: Bearer KEY` in the metadata. A caller is
+    the name of its key, and sees its own rollouts only: others are NOT_FOUND. An admin key sees those of all callers. Without API keys
+    everybody is the same caller.
     """
 
     @_typing.overload
@@ -78,7 +82,7 @@ class RolloutServiceStub:
     INVALID_ARGUMENT: an empty selection. NOT_FOUND: a uid that does not exist. Retry freely.
     """
     AcknowledgeOutcome: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.AcknowledgeOutcomeRequest, _rollout_service_pb2.AcknowledgeOutcomeResponse]
-    """Tells that an outcome was received, which frees a request id that is remembered until then.
+    """Tells that an outcome was received, which frees a request id that is remembered until then, and ends its delivery.
 
     NOT_FOUND: no such rollout. FAILED_PRECONDITION: it has not finished. Retry freely.
     """
@@ -90,7 +94,7 @@ class RolloutServiceStub:
     ListAgents: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListAgentsRequest, _rollout_service_pb2.ListAgentsResponse]
     """The agents of this server. Retry freely."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetServerInfoRequest, _rollout_service_pb2.GetServerInfoResponse]
-    """What this server is and can do. Retry freely."""
+    """What this server is and can do. Open to everybody. Retry freely."""
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
@@ -98,7 +102,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
     UNAVAILABLE (the server starts or drains: retry elsewhere or later), INTERNAL (a fault of ours; its text is in the server's log
-    under the request id). A caller sees its own rollouts only; others are NOT_FOUND. A deadline ends the call, never the rollout.
+    under the request id). A deadline ends the call, never the rollout.
+
+    Callers: where the server has API keys, every rpc but GetServerInfo wants one as `authorization: Bearer KEY` in the metadata. A caller is
+    the name of its key, and sees its own rollouts only: others are NOT_FOUND. An admin key sees those of all callers. Without API keys
+    everybody is the same caller.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -142,7 +150,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     INVALID_ARGUMENT: an empty selection. NOT_FOUND: a uid that does not exist. Retry freely.
     """
     AcknowledgeOutcome: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.AcknowledgeOutcomeRequest, _rollout_service_pb2.AcknowledgeOutcomeResponse]  # type: ignore[assignment]
-    """Tells that an outcome was received, which frees a request id that is remembered until then.
+    """Tells that an outcome was received, which frees a request id that is remembered until then, and ends its delivery.
 
     NOT_FOUND: no such rollout. FAILED_PRECONDITION: it has not finished. Retry freely.
     """
@@ -154,14 +162,18 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     ListAgents: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListAgentsRequest, _rollout_service_pb2.ListAgentsResponse]  # type: ignore[assignment]
     """The agents of this server. Retry freely."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetServerInfoRequest, _rollout_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
-    """What this server is and can do. Retry freely."""
+    """What this server is and can do. Open to everybody. Retry freely."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """Starts rollouts and tells how they go.
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
     UNAVAILABLE (the server starts or drains: retry elsewhere or later), INTERNAL (a fault of ours; its text is in the server's log
-    under the request id). A caller sees its own rollouts only; others are NOT_FOUND. A deadline ends the call, never the rollout.
+    under the request id). A deadline ends the call, never the rollout.
+
+    Callers: where the server has API keys, every rpc but GetServerInfo wants one as `authorization: Bearer KEY` in the metadata. A caller is
+    the name of its key, and sees its own rollouts only: others are NOT_FOUND. An admin key sees those of all callers. Without API keys
+    everybody is the same caller.
     """
 
     @_abc_1.abstractmethod
@@ -251,7 +263,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.AcknowledgeOutcomeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.AcknowledgeOutcomeResponse, _abc.Awaitable[_rollout_service_pb2.AcknowledgeOutcomeResponse]]:
-        """Tells that an outcome was received, which frees a request id that is remembered until then.
+        """Tells that an outcome was received, which frees a request id that is remembered until then, and ends its delivery.
 
         NOT_FOUND: no such rollout. FAILED_PRECONDITION: it has not finished. Retry freely.
         """
@@ -281,6 +293,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.GetServerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.GetServerInfoResponse, _abc.Awaitable[_rollout_service_pb2.GetServerInfoResponse]]:
-        """What this server is and can do. Retry freely."""
+        """What this server is and can do. Open to everybody. Retry freely."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

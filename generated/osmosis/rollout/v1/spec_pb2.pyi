@@ -28,25 +28,25 @@ class _Dialect:
 class _DialectEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dialect.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DIALECT_UNSPECIFIED: _Dialect.ValueType  # 0
-    """Taken from the URL: GRPC for grpc: and grpcs:, HTTP_MASKED for http: and https:."""
+    """Taken from the URL: GRPC for grpc: and grpcs:; for http: and https: HTTP_MASKED, and HTTP_PLAIN in `RolloutSpec.outcome`."""
     DIALECT_GRPC: _Dialect.ValueType  # 1
     """The services of this package."""
     DIALECT_HTTP_MASKED: _Dialect.ValueType  # 2
     """OpenAI-style chat completions with response_mask, the synchronous dialect."""
     DIALECT_HTTP_PLAIN: _Dialect.ValueType  # 3
-    """OpenAI-style chat completions without masks, the asynchronous dialect."""
+    """OpenAI-style chat completions without masks, the asynchronous dialect. In `RolloutSpec.outcome`: POST {url}/v1/rollout/completed."""
 
 class Dialect(_Dialect, metaclass=_DialectEnumTypeWrapper):
     """The protocol an endpoint speaks."""
 
 DIALECT_UNSPECIFIED: Dialect.ValueType  # 0
-"""Taken from the URL: GRPC for grpc: and grpcs:, HTTP_MASKED for http: and https:."""
+"""Taken from the URL: GRPC for grpc: and grpcs:; for http: and https: HTTP_MASKED, and HTTP_PLAIN in `RolloutSpec.outcome`."""
 DIALECT_GRPC: Dialect.ValueType  # 1
 """The services of this package."""
 DIALECT_HTTP_MASKED: Dialect.ValueType  # 2
 """OpenAI-style chat completions with response_mask, the synchronous dialect."""
 DIALECT_HTTP_PLAIN: Dialect.ValueType  # 3
-"""OpenAI-style chat completions without masks, the asynchronous dialect."""
+"""OpenAI-style chat completions without masks, the asynchronous dialect. In `RolloutSpec.outcome`: POST {url}/v1/rollout/completed."""
 Global___Dialect: _TypeAlias = Dialect  # noqa: Y015
 
 class _TokenMode:
@@ -172,7 +172,9 @@ class Sampling(_message.Message):
     logprobs: _builtins.bool
     """Ask for the logprobs of sampled tokens."""
     extra_json: _builtins.str
-    """Further parameters, one JSON object, passed on to HTTP trainers key by key. It cannot replace a key that the protocol itself sets."""
+    """Further parameters, one JSON object, passed on to HTTP trainers key by key. It cannot replace a key that the protocol itself sets,
+    save for a parameter named here that is unset: HTTP_PLAIN trainers are sent it as it stands, if it has the parameter's type.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end an answer. At most 64."""
@@ -223,9 +225,9 @@ class Limits(_message.Message):
     TOOL_TURNS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     turns: _builtins.int
-    """Completions asked for, 1 or more."""
+    """Completions asked for, 1 or more; for HTTP_PLAIN trainers also 0, which ends the rollout before its first turn."""
     generated_tokens: _builtins.int
-    """Tokens generated in all turns together, 1 or more. An answer that crosses it is kept whole."""
+    """Tokens generated in all turns together, 1 or more (0 as above). An answer that crosses it is kept whole."""
     calls_per_turn: _builtins.int
     """Tool calls taken from one answer, 1 or more."""
     tool_turns: _builtins.int
@@ -364,7 +366,7 @@ class RolloutSpec(_message.Message):
     """For agents and tools: one JSON object, at most 1 MiB (a setting)."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Message]:
-        """The conversation so far, at least one message, all in the same form."""
+        """The conversation so far, all in the same form. At least one message; for HTTP_PLAIN trainers also none."""
 
     @_builtins.property
     def completions(self) -> Global___Target:

@@ -93,6 +93,8 @@ class _SegmentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentKi
     """A conversation of its own, begun by the agent."""
     SEGMENT_KIND_BRANCH: _SegmentKind.ValueType  # 5
     """A second continuation of the same prefix."""
+    SEGMENT_KIND_GAP: _SegmentKind.ValueType  # 6
+    """The trainer sent no token ids for a turn in between, so who wrote which token of this prompt is unknown."""
 
 class SegmentKind(_SegmentKind, metaclass=_SegmentKindEnumTypeWrapper):
     """How a segment came to be."""
@@ -109,6 +111,8 @@ SEGMENT_KIND_SUBAGENT: SegmentKind.ValueType  # 4
 """A conversation of its own, begun by the agent."""
 SEGMENT_KIND_BRANCH: SegmentKind.ValueType  # 5
 """A second continuation of the same prefix."""
+SEGMENT_KIND_GAP: SegmentKind.ValueType  # 6
+"""The trainer sent no token ids for a turn in between, so who wrote which token of this prompt is unknown."""
 Global___SegmentKind: _TypeAlias = SegmentKind  # noqa: Y015
 
 @_typing.final
