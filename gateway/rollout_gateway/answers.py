@@ -1,6 +1,6 @@
 """What the gateway answers, for the OpenAPI description only: answers are spliced together, never validated."""
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -77,22 +77,80 @@ class ToolsAnswer(BaseModel):
     tools: list[FunctionTool]
 
 
+class PropertySchema(BaseModel):
+    """A parameter. Further JSON Schema keys stand beside these."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    description: str | None = None
+    enum: list[str] | None = None
+
+
+class ParametersSchema(BaseModel):
+    """The parameters of a function."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["object"] = "object"
+    properties: dict[str, PropertySchema]
+    required: list[str]
+
+
+class InitToolFunction(BaseModel):
+    """A function that the model may call."""
+
+    name: str
+    description: str
+    parameters: ParametersSchema
+    strict: bool
+
+
+class InitTool(BaseModel):
+    """A tool in OpenAI's form, its schema in the plain shape that clients of the asynchronous dialect validate."""
+
+    type: Literal["function"] = "function"
+    function: InitToolFunction
+
+
+_NUMBER: Final = {"type": "number", "description": "A number"}
+_ADD: Final[dict[str, Any]] = {
+    "name": "add",
+    "description": "Add two numbers",
+    "parameters": {"type": "object", "properties": {"a": _NUMBER, "b": _NUMBER}, "required": ["a", "b"]},
+    "strict": False,
+}
+
+
+class InitAnswer(BaseModel):
+    """A rollout was accepted; `rollout_id` is the first one's where the same idempotency key came before."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"rollout_id": "test-rollout-001", "tools": [{"type": "function", "function": _ADD}]}]
+        }
+    )
+
+    rollout_id: str
+    tools: list[InitTool]
+
+
 class HealthAnswer(BaseModel):
-    """The server is up. The agent and the counts are missing where the server tells them only with a key."""
+    """The server is up. `active_rollouts` run or wait for a place, `completed_rollouts` have ended since it started."""
 
     status: Literal["healthy"] = "healthy"
     service: Literal["rollout-server"] = "rollout-server"
-    agent_loop: str | None = None
-    active_rollouts: int | None = None
-    completed_rollouts: int | None = None
+    agent_loop: str = Field(description="The agent that runs where a request names none.")
+    active_rollouts: int
+    completed_rollouts: int
 
 
 class UnhealthyAnswer(BaseModel):
-    """The server cannot be reached or does not answer as it should."""
+    """The server cannot be reached, does not answer as it should (then `detail` says more), or takes no new rollouts."""
 
-    status: Literal["unhealthy"] = "unhealthy"
+    status: Literal["unhealthy", "draining"] = "unhealthy"
     service: Literal["rollout-server"] = "rollout-server"
-    detail: str
+    detail: str | None = None
 
 
 class ErrorAnswer(BaseModel):
@@ -113,3 +171,8 @@ class InvalidBodyAnswer(BaseModel):
     """The body does not validate; nobody was called."""
 
     detail: list[Violation]
+
+
+def error(description: str, model: type[BaseModel] = ErrorAnswer) -> dict[str, Any]:
+    """An entry of a route's `responses`."""
+    return {"description": description, "model": model}

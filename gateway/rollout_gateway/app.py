@@ -1,71 +1,90 @@
 """The gateway as an ASGI application: HTTP/JSON in front, a gRPC channel behind, and nothing but translation between."""
 
-import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import grpc
-from fastapi import FastAPI
-from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
+from fastapi import Depends, FastAPI
 from pydantic.json_schema import models_json_schema
-from starlette.requests import Request
-from starlette.responses import Response
 
-from rollout_gateway.body import InvalidBody, RolloutBody
+from rollout_gateway.body import RolloutBody
 from rollout_gateway.boundary import Boundary
-from rollout_gateway.calls import HungUp, Rollouts, StreamEndedEarly
+from rollout_gateway.calls import Rollouts
+from rollout_gateway.counting import Counting, Meters
+from rollout_gateway.deadline import honour_deadline
+from rollout_gateway.fleet import stub_of
+from rollout_gateway.init_body import InitBody
 from rollout_gateway.limits import BodyLimit
+from rollout_gateway.refusals import Refusals
+from rollout_gateway.resource.body import BODIES
+from rollout_gateway.resource.errors import PlainPaths
+from rollout_gateway.routes.asynchronous import asynchronous_router
+from rollout_gateway.routes.events import events_router
+from rollout_gateway.routes.rollouts import rollouts_router
+from rollout_gateway.routes.service import service_router
 from rollout_gateway.routes.synchronous import synchronous_router
 from rollout_gateway.settings import GatewaySettings
-from rollout_gateway.status import Problem, answer_failed_call
 
-_LOG = logging.getLogger(__name__)
-_DESCRIPTION = "Runs agent rollouts for the training of language models. gRPC callers find more: `osmosis.rollout.v1`."
+_DESCRIPTION: Final = """Runs agent rollouts for the training of language models.
+
+`/v1/rollouts` is the plain API: start, watch, read and cancel rollouts. Its errors have one shape, `PlainError`: a stable
+code, the fields at fault (422), what to do, and `Retry-After` where waiting helps. The two dialects are those of trainers
+that exist; their errors have FastAPI's shape. gRPC callers find more: `osmosis.rollout.v1`.
+"""
+_SECURITY: Final = {
+    "bearer": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "An API key, where the server has some: `Authorization: Bearer KEY`.",
+    }
+}
 
 
 class GatewayApp(FastAPI):
-    """FastAPI, with the models of bodies that handlers read raw added to the OpenAPI description."""
+    """FastAPI, with what handlers read without its help added to the OpenAPI description: raw bodies, and API keys."""
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI description; made once."""
         if self.openapi_schema is None:
-            _, models = models_json_schema([(RolloutBody, "validation")], ref_template="#/components/schemas/{model}")
+            bodies = [(model, "validation") for model in (RolloutBody, InitBody, *BODIES)]
+            _, models = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
             described = super().openapi()
-            described["components"]["schemas"].update(models["$defs"])
+            components = described.setdefault("components", {})
+            components.setdefault("schemas", {}).update(models["$defs"])
+            components["securitySchemes"] = _SECURITY
+            # Without keys on the server none is needed.
+            described["security"] = [{"bearer": []}, {}]
         return super().openapi()
 
 
-def create_app(channel: grpc.aio.Channel, settings: GatewaySettings | None = None) -> FastAPI:
-    """Makes the application. The channel stays the caller's, who closes it after the last request."""
+def create_app(
+    servers: grpc.aio.Channel | Sequence[grpc.aio.Channel],
+    settings: GatewaySettings | None = None,
+    *,
+    metrics: Callable[[], bytes] | None = None,
+) -> FastAPI:
+    """Makes the application for one server or several.
+
+    Channels stay the caller's, who closes them after the last request; those to several servers are `open_channel`'s.
+    `metrics` gives the metrics of a server in this process in Prometheus' text form, for `GET /metrics`; it is called on the
+    event loop. Raises ValueError for channels that are no fleet.
+    """
     settings = settings or GatewaySettings()
-    app = GatewayApp(title="Rollout gateway", version="1", description=_DESCRIPTION)
-    app.include_router(synchronous_router(Rollouts(RolloutServiceStub(channel), settings)))
-    _answer(app, InvalidBody, _invalid_body)
-    _answer(app, grpc.aio.AioRpcError, _failed_call)
-    _answer(app, StreamEndedEarly, _ended_early)
-    _answer(app, HungUp, _hung_up)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(Boundary)
+    channels = [servers] if isinstance(servers, grpc.aio.Channel) else servers
+    rollouts, meters = Rollouts(stub_of(channels), settings), Meters()
+    dialects = [synchronous_router(rollouts), asynchronous_router(rollouts)]
+    plain = [rollouts_router(rollouts), events_router(rollouts), service_router(rollouts, meters, metrics)]
+    app = GatewayApp(
+        title="Rollout gateway", version="1", description=_DESCRIPTION, dependencies=[Depends(honour_deadline)]
+    )
+    for router in (*plain, *dialects):
+        app.include_router(router)
+    paths = PlainPaths(
+        plain=[route for router in plain for route in router.routes],
+        others=[route for router in dialects for route in router.routes],
+    )
+    Refusals(rollouts, paths.hold).install(app)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
+    app.add_middleware(Boundary, is_plain=paths.hold)
+    app.add_middleware(Counting, meters=meters)
     return app
-
-
-def _answer(app: FastAPI, kind: type[Exception], handler: Callable[[Request, Any], Awaitable[Response]]) -> None:
-    app.add_exception_handler(kind, cast(Callable[[Request, Exception], Awaitable[Response]], handler))
-
-
-async def _invalid_body(_: Request, error: InvalidBody) -> Response:
-    return Problem(422, error.violations).response()
-
-
-async def _failed_call(request: Request, error: grpc.aio.AioRpcError) -> Response:
-    return answer_failed_call(error, request.state.request_id)
-
-
-async def _ended_early(request: Request, error: StreamEndedEarly) -> Response:
-    _LOG.error("request %s: the stream of rollout %s ended without an outcome", request.state.request_id, error)
-    return Problem(503, "The rollout server ended the call before the rollout had an outcome").response()
-
-
-async def _hung_up(_: Request, __: HungUp) -> Response:
-    # Nobody is there to read it; the access log shows what happened.
-    return Response(status_code=499)

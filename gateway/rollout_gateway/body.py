@@ -1,4 +1,4 @@
-"""Bodies of the synchronous dialect: their models, and reading one without losing a character of its messages.
+"""Bodies of the synchronous dialect, and how bodies of both dialects are read without losing a character of their messages.
 
 A body is read twice: parsed and validated as usual, and cut into the raw texts of its messages and metadata, which is
 what travels on. Parsing and writing again would lose key order, white space, repeated keys and large integers.
@@ -6,16 +6,18 @@ what travels on. Parsing and writing again would lose key order, white space, re
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from starlette.requests import Request
 
 MAX_ROLLOUT_ID: Final = 256
 # CPython refuses to convert longer decimals; every bound is far below, so a value of the right sign stands for them.
 _MAX_DIGITS: Final = 4300
 _HUGE: Final = 10**30
+_Model = TypeVar("_Model", bound=BaseModel)
 
 EXAMPLE: Final[dict[str, Any]] = {
     "rollout_id": "test-rollout-001",
@@ -42,20 +44,30 @@ class InvalidBody(ValueError):
         self.violations = violations
 
 
-def _not_blank(value: str) -> str:
+def not_blank(value: str) -> str:
+    """The text itself. Raises ValueError for one of white space only."""
     if not value.strip():
         raise ValueError("must not be blank")
     return value
 
 
-def _http_url(value: str) -> str:
-    parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+def http_url(value: str) -> str:
+    """The URL without trailing slashes. Raises ValueError for what no trainer can be reached at."""
+    try:
+        parts = urlsplit(value)
+        named = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        # Its text repeats the part of the URL that may hold a password.
+        named = False
+    if not named:
         raise ValueError("must be an http or https URL with a host")
     return value.rstrip("/")
 
 
 Hint = Annotated[int, Field(strict=True, ge=1)]
+RolloutId = Annotated[str, Field(min_length=1, max_length=MAX_ROLLOUT_ID), AfterValidator(not_blank)]
+ServerUrl = Annotated[str, AfterValidator(http_url)]
+Secret = Annotated[str | None, Field(repr=False, json_schema_extra={"format": "password", "writeOnly": True})]
 
 
 class Function(BaseModel):
@@ -98,25 +110,30 @@ class SamplingParams(BaseModel):
     logprobs: bool = True
 
 
-class Metadata(BaseModel):
+class Hints(BaseModel):
     """For agents and tools; the keys below also mean something to the server. A key that is null counts as absent."""
 
     model_config = ConfigDict(extra="allow")
 
     agent: str | None = Field(None, description="The agent to run; the server's default one if absent.")
-    debug_trace: Annotated[Any, WithJsonSchema({"type": "boolean"})] = Field(
-        False, description="true: `extra_fields.trace` of the answer tells turn by turn what happened."
-    )
     max_assistant_turns: Hint | None = Field(None, description="Lowers max_turns.")
     max_user_turns: Hint | None = Field(None, description="Bounds the turns that ran tools.")
     budget_tokens: Hint | None = Field(None, description="Lowers max_tokens_total.")
     timeout_seconds: Annotated[float, Field(strict=True, gt=0, le=10**8)] | None = Field(
         None, description="Time limit of the rollout."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Switches of the chat template.")
     on_drift: Literal["warn", "fail"] | None = Field(
         None, description="What to do when the prompt that the trainer saw is not the one predicted."
     )
+
+
+class Metadata(Hints):
+    """For agents and tools; the keys below also mean something to the server. A key that is null counts as absent."""
+
+    debug_trace: Annotated[Any, WithJsonSchema({"type": "boolean"})] = Field(
+        False, description="true: `extra_fields.trace` of the answer tells turn by turn what happened."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Switches of the chat template.")
 
 
 class RolloutBody(BaseModel):
@@ -124,10 +141,8 @@ class RolloutBody(BaseModel):
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
 
-    rollout_id: Annotated[str, Field(min_length=1, max_length=MAX_ROLLOUT_ID), AfterValidator(_not_blank)]
-    server_url: Annotated[str, AfterValidator(_http_url)] = Field(
-        description="The trainer; it answers POST {server_url}/v1/chat/completions."
-    )
+    rollout_id: RolloutId
+    server_url: ServerUrl = Field(description="The trainer; it answers POST {server_url}/v1/chat/completions.")
     messages: list[ChatMessage] = Field(min_length=1)
     sampling_params: SamplingParams
     tokenizer_name: str = Field(description="The tokenizer of the trainer's model.")
@@ -135,7 +150,7 @@ class RolloutBody(BaseModel):
     max_turns: int = Field(10, ge=1, le=100)
     max_tokens_total: int = Field(8192, ge=1, le=1_000_000, description="Generated tokens of all turns together.")
     tool_server_url: str | None = None
-    callback_api_key: str | None = Field(None, description="Sent to the trainer as a bearer token.")
+    callback_api_key: Secret = Field(None, description="Sent to the trainer as a bearer token.")
     metadata: Metadata = Field(default_factory=Metadata)
 
 
@@ -163,25 +178,46 @@ def parse_rollout(content: bytes, max_metadata_bytes: int) -> ParsedRollout:
 
     Raises InvalidBody. JSON is what RFC 8259 calls so (no NaN, no lone surrogates), in UTF-8, with integers of any size.
     """
-    values = _decoded(content)
-    try:
-        body = RolloutBody.model_validate(values)
-    except ValidationError as error:
-        raise InvalidBody([_violation(each) for each in error.errors(include_url=False, include_input=False)]) from None
+    body = validated(RolloutBody, content)
     slices = msgspec.json.decode(content, type=_Slices)
     metadata = bytes(slices.metadata)
-    if len(metadata) > max_metadata_bytes:
-        raise InvalidBody([violation("too_long", ("metadata",), f"At most {max_metadata_bytes} bytes as JSON")])
+    bound_metadata(metadata, max_metadata_bytes)
     kwargs = b""
     if body.metadata.chat_template_kwargs is not None:
         kwargs = bytes(msgspec.json.decode(metadata, type=_MetadataSlices).chat_template_kwargs)
-    messages = msgspec.json.decode(slices.messages, type=list[msgspec.Raw])
     return ParsedRollout(
         body=body,
-        messages=tuple(bytes(message).decode() for message in messages),
+        messages=sliced(slices.messages),
         metadata_json=metadata.decode(),
         template_kwargs_json=kwargs.decode(),
     )
+
+
+def demand_json(request: Request) -> None:
+    """Raises InvalidBody for other content types, which a web page could send from a browser without being asked."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise InvalidBody([violation("content_type", (), "The Content-Type must be application/json")])
+
+
+def validated(model: type[_Model], content: bytes) -> _Model:
+    """The values of a body. Raises InvalidBody, which names every fault but repeats no value."""
+    values = _decoded(content)
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise InvalidBody([_violation(each) for each in error.errors(include_url=False, include_input=False)]) from None
+
+
+def bound_metadata(text: bytes, most: int) -> None:
+    """Raises InvalidBody for metadata that has more bytes in the body than are allowed."""
+    if len(text) > most:
+        raise InvalidBody([violation("too_long", ("metadata",), f"At most {most} bytes as JSON")])
+
+
+def sliced(messages: msgspec.Raw) -> tuple[str, ...]:
+    """A list as the texts of its members, each as it stands in the body."""
+    return tuple(bytes(message).decode() for message in msgspec.json.decode(messages, type=list[msgspec.Raw]))
 
 
 def violation(kind: str, loc: tuple[str | int, ...], message: str) -> dict[str, Any]:

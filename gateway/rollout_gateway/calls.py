@@ -5,20 +5,23 @@ import logging
 import re
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import grpc
 from osmosis.rollout.v1.outcome_pb2 import Outcome
 from osmosis.rollout.v1.rollout_service_pb2 import AcknowledgeOutcomeRequest, RunRolloutRequest
 from starlette.requests import Request
 
+from rollout_gateway.deadline import Bounded, seconds_left
+from rollout_gateway.failed import too_late
 from rollout_gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
 
 _LOG = logging.getLogger(__name__)
-_VISIBLE: Final = re.compile(r"[ -~]*")
+# gRPC carries only ASCII, and servers take 8 KiB of metadata for a call; no key and no trace is as long as this.
+_VISIBLE: Final = re.compile(r"[ -~]{0,2048}")
 _T = TypeVar("_T")
 
 CallMetadata = tuple[tuple[str, str], ...]
@@ -34,10 +37,23 @@ class StreamEndedEarly(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """The server as the routes see it."""
+    """The server, or a fleet of them, as the routes see it."""
 
-    stub: "RolloutServiceAsyncStub"
+    server: "RolloutServiceAsyncStub"
     settings: GatewaySettings
+
+    @property
+    def stub(self) -> "RolloutServiceAsyncStub":
+        """What calls of the current request are made on: they end with its deadline, where it has one.
+
+        Raises grpc.aio.AioRpcError, DEADLINE_EXCEEDED, once it has passed: gRPC would give a fast server a chance.
+        """
+        left = seconds_left()
+        if left is None:
+            return self.server
+        if left <= 0:
+            raise too_late()
+        return cast("RolloutServiceAsyncStub", Bounded(self.server, left))
 
     async def run(self, asked: RunRolloutRequest, metadata: CallMetadata) -> tuple[str, Outcome]:
         """Runs or attaches to a rollout until it has finished; returns its uid and outcome.
@@ -63,27 +79,42 @@ class Rollouts:
     async def acknowledge(self, uid: str, metadata: CallMetadata) -> None:
         """Tells the server that an outcome is on its way to its client.
 
-        A failure costs nothing but memory: the same id is then answered with the same outcome once more.
+        A failure costs nothing but memory: the same id is then answered with the same outcome once more. The request's
+        deadline does not count: the client is being answered.
         """
         try:
-            await self.stub.AcknowledgeOutcome(
+            await self.server.AcknowledgeOutcome(
                 AcknowledgeOutcomeRequest(uid=uid), metadata=metadata, timeout=self.settings.call_seconds
             )
         except grpc.aio.AioRpcError as error:
             _LOG.warning("rollout %s: its outcome could not be acknowledged: %s", uid, error.code().name)
 
 
-def call_metadata(request: Request) -> CallMetadata:
-    """What of an HTTP request travels on: who asks, the request id, and the trace it belongs to."""
+def call_metadata(request: Request, default_key: str = "") -> CallMetadata:
+    """What of an HTTP request travels on: who asks, the request id, and the trace it belongs to.
+
+    A request without an Authorization header is made under `default_key`, if there is one.
+    """
     metadata = [("x-request-id", request.state.request_id)]
     authorization = request.headers.get("authorization")
     if authorization is not None:
-        # gRPC carries only ASCII. The empty credential equals no key, so the server decides as for any wrong one.
+        # The empty credential equals no key, so the server decides as for any wrong one.
         metadata.append(("authorization", authorization if _VISIBLE.fullmatch(authorization) else ""))
-    traceparent = request.headers.get("traceparent", "")
-    if traceparent and _VISIBLE.fullmatch(traceparent):
-        metadata.append(("traceparent", traceparent))
+    elif default_key:
+        metadata.append(("authorization", f"Bearer {default_key}"))
+    metadata.extend(_trace(request))
     return tuple(metadata)
+
+
+def _trace(request: Request) -> CallMetadata:
+    """W3C Trace Context: the state belongs to its parent and goes with it or not at all; its headers are one list."""
+    traceparent = request.headers.get("traceparent", "")
+    if not traceparent or not _VISIBLE.fullmatch(traceparent):
+        return ()
+    tracestate = ",".join(filter(None, request.headers.getlist("tracestate")))
+    if not tracestate or not _VISIBLE.fullmatch(tracestate):
+        return (("traceparent", traceparent),)
+    return (("traceparent", traceparent), ("tracestate", tracestate))
 
 
 async def unless_hung_up(request: Request, work: Coroutine[Any, Any, _T]) -> _T:

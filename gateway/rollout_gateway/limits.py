@@ -1,4 +1,4 @@
-"""The size limit of request bodies."""
+"""The limits of request bodies: their size, and the time they may take to arrive."""
 
 import asyncio
 from contextlib import suppress
@@ -9,20 +9,25 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout_gateway.stopping import Stoppable
+
 _DISCARD_SECONDS: Final = 5.0
 _DISCARD_BYTES: Final = 64 * 1024 * 1024
 
 
 class BodyLimit:
-    """ASGI middleware that answers 413 to bodies over `max_bytes`.
+    """ASGI middleware that answers 413 to bodies over `max_bytes` and 408 to those not whole after `seconds`.
 
-    A declared length is refused before anything is read. A chunked body is counted as it arrives; the exception raised
-    then passes through the application to Starlette's handler, so at most `max_bytes` and one chunk are ever held.
+    A declared length is refused before anything is read. Otherwise a body is counted and timed as it arrives; the exception
+    raised then passes through the application to Starlette's handler, so at most `max_bytes` and one chunk are ever held. How
+    long the application takes is limited by the end of the gateway only, see `Stoppable`.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = 60.0) -> None:
+        # Innermost, so that its answer takes the shape of the API that was asked.
+        self._app = Stoppable(app)
         self._max_bytes = max_bytes
+        self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -30,26 +35,34 @@ class BodyLimit:
             return
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
-            refusal = self._refusal()
+            refusal = self._too_large()
             await self._discard(receive)
             response = JSONResponse({"detail": refusal.detail}, refusal.status_code, refusal.headers)
             await response(scope, receive, send)
             return
-        await self._app(scope, self._counted(receive), send)
+        await self._app(scope, self._limited(receive), send)
 
-    def _counted(self, receive: Receive) -> Receive:
+    def _limited(self, receive: Receive) -> Receive:
         taken = 0
+        # None once the body is whole: what is waited for then is the end of the connection.
+        ends: float | None = asyncio.get_running_loop().time() + self._seconds
 
-        async def counted() -> Message:
-            nonlocal taken
-            message = await receive()
+        async def limited() -> Message:
+            nonlocal taken, ends
+            try:
+                async with asyncio.timeout_at(ends):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow() from None
+            if not message.get("more_body", False):
+                ends = None
             taken += len(message.get("body", b""))
             if taken > self._max_bytes:
                 await self._discard(receive)
-                raise self._refusal()
+                raise self._too_large()
             return message
 
-        return counted
+        return limited
 
     async def _discard(self, receive: Receive) -> None:
         """Reads on for a while: a client that writes before it reads would otherwise find its connection reset, not an answer."""
@@ -59,6 +72,10 @@ class BodyLimit:
                 while left > 0 and (message := await receive()).get("more_body", False):
                     left -= len(message["body"])
 
-    def _refusal(self) -> HTTPException:
-        # The rest of the body is still on its way, so the connection cannot be used again.
+    # In both cases the rest of the body is still on its way, so the connection cannot be used again.
+
+    def _too_large(self) -> HTTPException:
         return HTTPException(413, f"The body is larger than {self._max_bytes} bytes", {"connection": "close"})
+
+    def _too_slow(self) -> HTTPException:
+        return HTTPException(408, f"The body did not arrive within {self._seconds:g} s", {"connection": "close"})

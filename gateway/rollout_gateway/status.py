@@ -2,9 +2,13 @@
 
 The server gives every status of its own a google.rpc.ErrorInfo. A status without one was made by the transport, whose
 text names sockets and addresses, so it is replaced.
+
+`Problem.response` answers in the shape of the two dialects, FastAPI's `{"detail": ...}`; `resource.errors` in that of the
+plain API.
 """
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,7 +42,10 @@ HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
 
+#: The word for a body, or an answer, over a limit.
+TOO_LARGE: Final = "TOO_LARGE"
 _INTERNAL: Final = "Internal server error"
+_AWAY_SECONDS: Final = 1.0
 _TRANSPORT_TEXTS: Final[Mapping[grpc.StatusCode, str]] = {
     grpc.StatusCode.CANCELLED: "The call to the rollout server was cancelled",
     grpc.StatusCode.UNAVAILABLE: "The rollout server is not available",
@@ -56,11 +63,16 @@ _Detail = TypeVar("_Detail", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An HTTP error: its status, the value of `detail`, and headers."""
+    """An HTTP error: its status, the value of `detail`, and headers.
+
+    `code` is the stable word of the error and `retry_after` the seconds to wait, for answers that have a place for them.
+    """
 
     status: int
     detail: str | list[dict[str, Any]]
     headers: Mapping[str, str] = field(default_factory=dict)
+    code: str = ""
+    retry_after: float | None = None
 
     def response(self) -> JSONResponse:
         """The answer `{"detail": ...}`."""
@@ -74,26 +86,34 @@ def problem(error: grpc.aio.AioRpcError, fields: Fields | None = None) -> Proble
     fields at fault, INVALID_ARGUMENT becomes 422 in FastAPI's shape.
     """
     code, details = error.code(), _details(error)
-    bad = _unpacked(details, BadRequest())
+    info, bad = _unpacked(details, ErrorInfo()), _unpacked(details, BadRequest())
+    word = info.reason if info is not None and info.reason else code.name
     if code is grpc.StatusCode.INVALID_ARGUMENT and bad is not None and bad.field_violations and fields is not None:
-        return Problem(422, [_violation(each, fields) for each in bad.field_violations])
+        return Problem(422, [_violation(each, fields) for each in bad.field_violations], code=word)
     text = error.details() or ""
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _OVERSIZE in text:
-        return Problem(413, "The request or its answer is larger than the rollout server's limit for one message")
+        text = "The request or its answer is larger than the rollout server's limit for one message"
+        return Problem(413, text, code=TOO_LARGE)
     status = HTTP_STATUS.get(code, 500)
     if status == 500:
-        return Problem(500, _INTERNAL)
-    if code in _TRANSPORT_TEXTS and _unpacked(details, ErrorInfo()) is None:
+        return Problem(500, _INTERNAL, code=grpc.StatusCode.INTERNAL.name)
+    if code in _TRANSPORT_TEXTS and info is None:
         text = _TRANSPORT_TEXTS[code]
-    return Problem(status, text or code.name, _headers(status, _unpacked(details, RetryInfo())))
+    wait = _retry_after(status, _unpacked(details, RetryInfo()))
+    return Problem(status, text or code.name, _headers(status, wait), word, wait)
 
 
-def answer_failed_call(error: grpc.aio.AioRpcError, request_id: str, fields: Fields | None = None) -> JSONResponse:
-    """The answer to a failed call; where the fault is not the client's, the log gets the words it does not see."""
+def logged_problem(error: grpc.aio.AioRpcError, request_id: str, fields: Fields | None = None) -> Problem:
+    """Translates a failed call; where the fault is not the client's, the log gets the words it does not see."""
     found = problem(error, fields)
     if found.status >= 500:
         _LOG.error("request %s: the server answered %s: %s", request_id, error.code().name, error.details())
-    return found.response()
+    return found
+
+
+def answer_failed_call(error: grpc.aio.AioRpcError, request_id: str, fields: Fields | None = None) -> JSONResponse:
+    """The answer of the dialects to a failed call."""
+    return logged_problem(error, request_id, fields).response()
 
 
 def body_location(path: str, fields: Fields) -> Loc:
@@ -112,11 +132,18 @@ def body_location(path: str, fields: Fields) -> Loc:
     return ("body", *parts)
 
 
-def _headers(status: int, retry: RetryInfo | None) -> dict[str, str]:
-    headers = {"www-authenticate": "Bearer"} if status == 401 else {}
+def _retry_after(status: int, retry: RetryInfo | None) -> float | None:
+    """In seconds. A server that is away says nothing, but it helps to come back."""
     if retry is not None:
-        delay = retry.retry_delay
-        headers["retry-after"] = str(max(1, delay.seconds + (delay.nanos > 0)))
+        return float(retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9)
+    return _AWAY_SECONDS if status == 503 else None
+
+
+def _headers(status: int, wait: float | None) -> dict[str, str]:
+    headers = {"www-authenticate": "Bearer"} if status == 401 else {}
+    if wait is not None:
+        # The header knows whole seconds only.
+        headers["retry-after"] = str(max(1, math.ceil(wait)))
     return headers
 
 

@@ -100,9 +100,23 @@ class Server:
         self._stack.callback(cleaning.cancel)
 
     async def _start_http(self, socket: Path) -> None:
+        from rollout_gateway.files import KeyPair
+        from rollout_gateway.serve import Listening
+        from rollout_gateway.settings import GatewaySettings
+        from rollout_gateway.tls import TlsFiles
+
         from rollout_server.http import HttpServer  # a server without HTTP needs no FastAPI
 
-        self._http = HttpServer(f"unix:{socket}", self.settings)
+        settings = self.settings
+        tls = None
+        if settings.tls_cert is not None and settings.tls_key is not None:
+            tls = TlsFiles(KeyPair(settings.tls_cert, settings.tls_key), settings.tls_client_ca)
+        gateway = GatewaySettings(
+            detach_grace_seconds=settings.detach_grace_seconds,
+            max_body_bytes=settings.max_request_bytes,
+            max_metadata_bytes=settings.max_metadata_bytes,
+        )
+        self._http = HttpServer(f"unix:{socket}", Listening(settings.host, settings.http_port, tls), gateway)
         self.http_port = await self._http.start()
         self._stack.push_async_callback(self._http.stop)
 

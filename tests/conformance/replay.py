@@ -16,6 +16,7 @@ from aiohttp import web
 
 Json = Any
 TRANSCRIPTS = Path(__file__).parents[3] / "shared" / "transcripts"
+REPEAT = "REPEAT x "
 ERROR_PREFIXES = (
     "Error: Invalid JSON arguments: ",
     "Error: Unknown function 'x'. Available: ",
@@ -50,15 +51,18 @@ class Seen:
     authorization: str | None
     key: str | None
     body: Json
+    raw: bytes
 
 
 @dataclass
 class ReplayTrainer:
-    """Answers its k-th request with the k-th recorded exchange."""
+    """Answers its k-th request with the k-th recorded exchange, `hold` seconds after it came."""
 
     transcript: Transcript
+    hold: float = 0.0
     seen: list[Seen] = field(default_factory=list)
     url: str = ""
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=2**26)
@@ -73,10 +77,19 @@ class ReplayTrainer:
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
+    async def until(self, requests: int) -> None:
+        """Waits until so many requests have come."""
+        while len(self.seen) < requests:
+            self._arrived.clear()
+            await self._arrived.wait()
+
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         headers = request.headers
-        body = json.loads(await request.read())
-        self.seen.append(Seen(request.path, headers.get("authorization"), headers.get("idempotency-key"), body))
+        raw = await request.read()
+        authorization, key = headers.get("authorization"), headers.get("idempotency-key")
+        self.seen.append(Seen(request.path, authorization, key, json.loads(raw), raw))
+        self._arrived.set()
+        await asyncio.sleep(self.hold)
         recorded = self.transcript.callbacks
         if len(self.seen) > len(recorded):
             return web.json_response({"detail": "no more answers were recorded"}, status=500)
@@ -84,7 +97,7 @@ class ReplayTrainer:
         if exchange["status"] is None:
             return await self._break(request, exchange["outcome"])
         answer = exchange["response"]
-        text = answer if isinstance(answer, str) else json.dumps(answer)
+        text = answer if isinstance(answer, str) else "" if answer is None else json.dumps(answer)
         headers = {"content-type": "application/json", **(exchange.get("response_headers") or {})}
         headers.pop("content-length", None)
         return web.Response(text=text, status=exchange["status"], headers=headers)
@@ -104,6 +117,8 @@ class ReplayTrainer:
 def fill(value: Json, places: Mapping[str, str]) -> Json:
     """Puts real addresses and names where the transcript has place holders."""
     if isinstance(value, str):
+        if value.startswith(REPEAT):
+            return "x" * int(value.removeprefix(REPEAT))
         for place, real in places.items():
             if value == place or (place.startswith("http://") and value.startswith(place)):
                 return real + value[len(place) :]
@@ -133,11 +148,18 @@ def plain(value: Json, volatile: frozenset[str] = frozenset()) -> Json:
 
 
 def longest_context(transcript: Transcript) -> int:
-    """The longest prompt + answer that the trainer reported."""
+    """The longest prompt + answer that the trainer reported, by ids or by usage."""
     answers = [exchange["response"] for exchange in transcript.callbacks if exchange["status"] == 200]
-    lengths = [
-        len(a["prompt_token_ids"]) + len(a["token_ids"])
-        for a in answers
-        if isinstance(a, dict) and a.get("prompt_token_ids") and a.get("token_ids")
-    ]
-    return max(lengths, default=0)
+    return max((_context(answer) for answer in answers if _has_message(answer)), default=0)
+
+
+def _has_message(answer: Json) -> bool:
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    return bool(choices and choices[0]["message"])
+
+
+def _context(answer: Json) -> int:
+    if answer.get("prompt_token_ids") and answer.get("token_ids"):
+        return len(answer["prompt_token_ids"]) + len(answer["token_ids"])
+    total: int = (answer.get("usage") or {}).get("total_tokens", 0)
+    return total

@@ -12,6 +12,7 @@ import httpx
 import uvicorn
 from rollout_gateway.app import create_app
 from rollout_gateway.body import EXAMPLE
+from rollout_gateway.init_body import INIT_EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 
 from tests.gateway.scripted_server import ScriptedServer
@@ -45,6 +46,10 @@ class Gateway:
     async def post(self, value: Any = EXAMPLE, **more: Any) -> httpx.Response:
         """Asks for a rollout."""
         return await self.client.post("/rollout", json=value, **more)
+
+    async def init(self, value: Any = INIT_EXAMPLE, **more: Any) -> httpx.Response:
+        """Asks for a rollout in the asynchronous dialect."""
+        return await self.client.post("/v1/rollout/init", json=value, **more)
 
 
 @contextlib.asynccontextmanager

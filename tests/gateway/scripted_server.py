@@ -58,10 +58,15 @@ class ScriptedServer(RolloutServiceServicer):
     refusals: dict[str, Refusal] = field(default_factory=dict)
     go: asyncio.Event = field(default_factory=asyncio.Event)
     finishes: bool = True
+    accepted: pb.StartRolloutResponse = field(default_factory=pb.StartRolloutResponse)
+    info: pb.GetServerInfoResponse = field(
+        default_factory=lambda: pb.GetServerInfoResponse(running=3, queued=2, finished=7, default_agent="calculator")
+    )
 
     started: asyncio.Event = field(default_factory=asyncio.Event)
     detached: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[pb.RunRolloutRequest] = field(default_factory=list)
+    starts: list[pb.StartRolloutRequest] = field(default_factory=list)
     watches: list[pb.WatchRolloutRequest] = field(default_factory=list)
     agents_asked: list[str] = field(default_factory=list)
     acknowledged: list[str] = field(default_factory=list)
@@ -89,6 +94,15 @@ class ScriptedServer(RolloutServiceServicer):
             finished = event_pb2.RolloutEvent(sequence=9, finished=event_pb2.Finished(outcome=self.outcome))
             yield pb.RunRolloutResponse(event=finished)
 
+    async def StartRollout(self, request: Any, context: Any) -> pb.StartRolloutResponse:
+        """Answers `accepted`, with what it lacks filled in."""
+        self.starts.append(request)
+        await self._enter("StartRollout", context)
+        self.started.set()
+        found = pb.Rollout(uid=UID, spec=request.spec, state=pb.ROLLOUT_STATE_QUEUED)
+        found.MergeFrom(self.accepted.rollout)
+        return pb.StartRolloutResponse(rollout=found, attached=self.accepted.attached, tools=self.tools)
+
     async def WatchRollout(self, request: Any, context: Any) -> AsyncIterator[pb.WatchRolloutResponse]:
         self.watches.append(request)
         await self._enter("WatchRollout", context)
@@ -112,4 +126,4 @@ class ScriptedServer(RolloutServiceServicer):
 
     async def GetServerInfo(self, request: Any, context: Any) -> pb.GetServerInfoResponse:
         await self._enter("GetServerInfo", context)
-        return pb.GetServerInfoResponse(running=3, queued=2, finished=7)
+        return self.info

@@ -5,8 +5,10 @@ from typing import Any
 
 import grpc
 import httpx
+import pytest
 from osmosis.rollout.v1 import message_pb2
 from rollout_gateway.body import EXAMPLE
+from rollout_gateway.init_body import INIT_EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 
 from tests.gateway.running import Gateway, serving
@@ -16,29 +18,70 @@ from tests.gateway.transcripts import client_exchange, needs_transcripts
 Code = grpc.StatusCode
 
 
+HEALTHY = {
+    "status": "healthy",
+    "service": "rollout-server",
+    "agent_loop": "calculator",
+    "active_rollouts": 5,
+    "completed_rollouts": 7,
+}
+
+
 async def test_health_tells_agent_and_counts(gateway: Gateway) -> None:
     response = await gateway.client.get("/health")
-    assert response.status_code == 200
-    assert response.json() == {
-        "status": "healthy",
-        "service": "rollout-server",
-        "agent_loop": "calculator",
-        "active_rollouts": 5,
-        "completed_rollouts": 7,
-    }
+    assert (response.status_code, response.json()) == (200, HEALTHY)
 
 
-async def test_health_is_open_where_the_server_demands_a_key(gateway: Gateway) -> None:
-    gateway.server.refusals["GetServerInfo"] = Refusal(Code.UNAUTHENTICATED)
+async def test_health_is_open_and_whole_where_the_server_demands_a_key(gateway: Gateway) -> None:
+    gateway.server.info.keys_required = True
+    gateway.server.refusals["ListAgents"] = Refusal(Code.UNAUTHENTICATED)
     response = await gateway.client.get("/health")
-    assert (response.status_code, response.json()) == (200, {"status": "healthy", "service": "rollout-server"})
+    assert (response.status_code, response.json()) == (200, HEALTHY)
 
 
-async def test_a_server_that_drains_is_unhealthy(gateway: Gateway) -> None:
-    gateway.server.refusals["ListAgents"] = Refusal(Code.UNAVAILABLE, "the server drains")
-    response = await gateway.client.get("/health")
+@pytest.mark.parametrize("path", ["/health", "/platform/health"])
+async def test_a_server_that_drains_is_unhealthy(gateway: Gateway, path: str) -> None:
+    gateway.server.info.keys_required = gateway.server.info.draining = True
+    response = await gateway.client.get(path)
+    assert (response.status_code, response.json()) == (503, {"status": "draining", "service": "rollout-server"})
+
+
+@pytest.mark.parametrize("path", ["/health", "/platform/health"])
+async def test_a_server_that_does_not_answer_is_unhealthy(gateway: Gateway, path: str) -> None:
+    gateway.server.refusals["GetServerInfo"] = Refusal(Code.UNAVAILABLE, "the server drains")
+    response = await gateway.client.get(path)
     expected = {"status": "unhealthy", "service": "rollout-server", "detail": "the server drains"}
     assert (response.status_code, response.json()) == (503, expected)
+
+
+async def test_platform_health_is_not_there_without_keys(gateway: Gateway) -> None:
+    response = await gateway.client.get("/platform/health")
+    assert (response.status_code, response.json()) == (404, {"detail": "Not found"})
+    assert "ListAgents" not in gateway.server.metadata
+
+
+@pytest.mark.parametrize("code", [Code.UNAUTHENTICATED, Code.PERMISSION_DENIED])
+async def test_platform_health_wants_a_key_of_the_servers(gateway: Gateway, code: grpc.StatusCode) -> None:
+    gateway.server.info.keys_required = True
+    gateway.server.refusals["ListAgents"] = Refusal(code, "something else")
+    response = await gateway.client.get("/platform/health", headers={"authorization": "Bearer wrong"})
+    assert (response.status_code, response.json()) == (401, {"detail": "Invalid or missing API key"})
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("key", ["Bearer right", "bearer right", "right"])
+async def test_platform_health_tells_holders_of_a_key_the_same(gateway: Gateway, key: str) -> None:
+    gateway.server.info.keys_required = True
+    response = await gateway.client.get("/platform/health", headers={"authorization": key})
+    assert (response.status_code, response.json()) == (200, HEALTHY)
+    assert gateway.server.metadata["ListAgents"]["authorization"] == key
+
+
+async def test_platform_health_of_a_server_that_falls_silent_is_503(gateway: Gateway) -> None:
+    gateway.server.info.keys_required = True
+    gateway.server.refusals["ListAgents"] = Refusal(Code.UNAVAILABLE)
+    response = await gateway.client.get("/platform/health")
+    assert (response.status_code, response.json()["status"]) == (503, "unhealthy")
 
 
 async def test_without_a_server_all_is_503_and_no_address_is_shown(address: str) -> None:
@@ -48,9 +91,10 @@ async def test_without_a_server_all_is_503_and_no_address_is_shown(address: str)
     ):
         health, tools = await client.get("/health"), await client.get("/tools")
         rollout = await client.post("/rollout", json=EXAMPLE)
+        init = await client.post("/v1/rollout/init", json=INIT_EXAMPLE)
     assert health.json()["status"] == "unhealthy"
-    assert {health.status_code, tools.status_code, rollout.status_code} == {503}
-    assert tools.json() == rollout.json() == {"detail": "The rollout server is not available"}
+    assert {health.status_code, tools.status_code, rollout.status_code, init.status_code} == {503}
+    assert tools.json() == rollout.json() == init.json() == {"detail": "The rollout server is not available"}
 
 
 @needs_transcripts
@@ -90,6 +134,10 @@ async def test_the_description_shows_a_body_that_works(gateway: Gateway) -> None
     content = operation["requestBody"]["content"]["application/json"]
     assert (await gateway.post(content["example"])).status_code == 200
     assert {"200", "409", "413", "422", "429", "503"} <= operation["responses"].keys()
+    init = described["paths"]["/v1/rollout/init"]["post"]
+    assert (await gateway.init(init["requestBody"]["content"]["application/json"]["example"])).status_code == 202
+    assert {"202", "401", "409", "413", "422", "429", "503"} <= init["responses"].keys()
+    assert {"200", "401", "404", "503"} <= described["paths"]["/platform/health"]["get"]["responses"].keys()
     schemas = described["components"]["schemas"]
     assert schemas["RolloutBody"]["properties"]["max_turns"] == {
         "default": 10,

@@ -1,25 +1,35 @@
 """The golden transcripts beside the repository; tests that need them skip where they are not."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SYNC = Path(__file__).resolve().parents[3] / "shared" / "transcripts" / "sync"
+TRANSCRIPTS = Path(__file__).resolve().parents[3] / "shared" / "transcripts"
 
-needs_transcripts = pytest.mark.skipif(not SYNC.is_dir(), reason="../shared/transcripts/sync is not beside this clone")
-
-
-def client_exchange(scenario: str) -> dict[str, Any]:
-    """What the client asked and was answered, with the place holders filled in."""
-    text = (SYNC / f"{scenario}.json").read_text().replace("http://TRAINER", "http://trainer.test:9001")
-    exchanges = json.loads(text)["exchanges"]
-    return dict(next(each for each in exchanges if each["to"] == "server"))
+needs_transcripts = pytest.mark.skipif(
+    not TRANSCRIPTS.is_dir(), reason="../shared/transcripts is not beside this clone"
+)
 
 
-def scenarios(prefix: str) -> list[str]:
-    return sorted(path.stem for path in SYNC.glob(f"{prefix}*.json"))
+def exchanges(scenario: str, dialect: str = "sync") -> list[dict[str, Any]]:
+    """Who asked whom what in a scenario, with the place holders filled in."""
+    text = (
+        (TRANSCRIPTS / dialect / f"{scenario}.json").read_text().replace("http://TRAINER", "http://trainer.test:9001")
+    )
+    repeated = re.sub(r"REPEAT x (\d+)", lambda found: "x" * int(found[1]), text)
+    return [dict(each) for each in json.loads(repeated)["exchanges"]]
+
+
+def client_exchange(scenario: str, dialect: str = "sync") -> dict[str, Any]:
+    """What the client asked and was answered first."""
+    return next(each for each in exchanges(scenario, dialect) if each["to"] == "server")
+
+
+def scenarios(prefix: str, dialect: str = "sync") -> list[str]:
+    return sorted(path.stem for path in (TRANSCRIPTS / dialect).glob(f"{prefix}*.json"))
 
 
 def without_nulls(value: Any) -> Any:

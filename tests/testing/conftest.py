@@ -6,6 +6,7 @@ import operator
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -128,5 +129,92 @@ def caller(client: Callable[[StrictTrainer], httpx.AsyncClient], toy: Any) -> Ca
 
     def make(trainer: StrictTrainer, **options: Any) -> Caller:
         return Caller(client(trainer), options.pop("tokenizer", toy), **options)
+
+    return make
+
+
+@dataclass
+class KeyedCaller:
+    """The server's side of the asynchronous dialect: no masks, a key for each turn, and an outcome at the end."""
+
+    client: httpx.AsyncClient
+    rollout_id: str = "r"
+    messages: list[Any] = field(default_factory=lambda: list(QUESTION))
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"{quote(self.rollout_id)}/0/{len(self.answers) + 1}"
+
+    async def post(self, key: str | None = None, headers: Any = None, **changes: Any) -> httpx.Response:
+        """The right call, or with `changes` a wrong one; nothing is taken over from the answer."""
+        body = {"model": "default", "rollout_id": self.rollout_id, "messages": self.messages, "max_tokens": 512}
+        sent = {"idempotency-key": self.key if key is None else key, **(headers or {})}
+        return await self.client.post("/v1/chat/completions", json=body | changes, headers=sent)
+
+    def take(self, response: httpx.Response) -> dict[str, Any]:
+        """Takes an answer over; its tools have run afterwards."""
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        self.answers.append(answer)
+        message = answer["choices"][0]["message"]
+        calls = message.get("tool_calls") or []
+        self.messages.append(message)
+        self.messages.extend(run_tool(call) for call in calls)
+        self.tool_calls += len(calls)
+        return answer
+
+    async def turn(self) -> dict[str, Any]:
+        return self.take(await self.post())
+
+    async def play(self) -> None:
+        """Turns until an answer calls no tools."""
+        while (await self.turn())["choices"][0]["message"].get("tool_calls"):
+            pass
+
+    def outcome(self, **changes: Any) -> dict[str, Any]:
+        """The right outcome, or with `changes` a wrong one."""
+        prompts = [self._count(answer, "prompt_token_ids", "prompt_tokens") for answer in self.answers]
+        generated = [self._count(answer, "token_ids", "completion_tokens") for answer in self.answers]
+        metrics = {
+            **dict.fromkeys(("total_latency_ms", "llm_latency_ms", "tool_latency_ms"), 1.5),
+            "num_llm_calls": len(self.answers),
+            "num_tool_calls": self.tool_calls,
+            "prompt_tokens": sum(prompts),
+            "response_tokens": sum(generated),
+            "max_context_tokens": max(map(operator.add, prompts, generated), default=0),
+        }
+        return {
+            "rollout_id": self.rollout_id,
+            "status": "COMPLETED",
+            "final_messages": self.messages,
+            "finish_reason": "stop",
+            "metrics": metrics,
+            "extra_fields": {},
+        } | changes
+
+    def failure(self, **changes: Any) -> dict[str, Any]:
+        """An outcome of a rollout that went wrong."""
+        failed = {"status": "ERROR", "finish_reason": "error", "error_message": "turn 1: no", "final_messages": []}
+        return self.outcome(**failed | changes)
+
+    async def deliver(self, body: Any = None, key: str = "outcome", **headers: str) -> httpx.Response:
+        """One delivery."""
+        content = json.dumps(self.outcome() if body is None else body)
+        sent = {"idempotency-key": key} if key else {}
+        return await self.client.post("/v1/rollout/completed", content=content, headers=sent | headers)
+
+    @staticmethod
+    def _count(answer: dict[str, Any], ids: str, usage: str) -> int:
+        return len(answer[ids]) if ids in answer else (answer.get("usage") or {}).get(usage, 0)
+
+
+@pytest.fixture
+def keyed(client: Callable[[StrictTrainer], httpx.AsyncClient]) -> Callable[..., KeyedCaller]:
+    """`keyed(trainer, rollout_id=..., messages=...)`."""
+
+    def make(trainer: StrictTrainer, **options: Any) -> KeyedCaller:
+        return KeyedCaller(client(trainer), **options)
 
     return make

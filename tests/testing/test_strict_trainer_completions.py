@@ -393,6 +393,18 @@ async def test_faults_are_statuses_and_the_same_key_comes_again(asking, fault, c
         assert trainer.verdict("r").accepted
 
 
+async def test_an_answer_that_gets_lost_was_generated_once(asking) -> None:
+    script = Script((Fault(kind=FaultKind.LOST),), then_model=True)
+    async with StrictTrainer(scripts={"r": script}) as trainer:
+        playing = asking(trainer)
+        code, why, _, _ = await status_of(playing.complete())
+        assert (code, why) == (grpc.StatusCode.UNAVAILABLE, "LOST")
+        await playing.play()
+        verdict = trainer.verdict("r")
+    assert verdict.accepted
+    assert (len(verdict.turns), verdict.siblings, verdict.faults) == (3, 0, ("turn 1: lost",))
+
+
 async def test_silence_and_answers_without_a_message(asking) -> None:
     faults = (Fault(kind=FaultKind.SILENCE), Fault(kind=FaultKind.EMPTY_CHOICES), Fault.raw("<html>"))
     async with StrictTrainer(scripts={"r": Script((*faults, Reply(content="Hello!")))}) as trainer:

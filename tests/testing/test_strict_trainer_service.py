@@ -121,6 +121,8 @@ async def test_verdicts_over_http(caller) -> None:
             "drifted": 0,
             "refusals": one["refusals"],
             "faults": [],
+            "siblings": 0,
+            "outcome": None,
             "earlier": 0,
         }
     ]

@@ -6,6 +6,7 @@ import typer
 
 from rollout_server.cli.config import config
 from rollout_server.cli.demo import demo
+from rollout_server.cli.gateway import gateway
 from rollout_server.cli.serve import serve
 from rollout_server.cli.trainer import trainer
 
@@ -15,7 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Runs agent rollouts for RL training and knows who wrote every token.",
 )
-for command in (serve, trainer, demo, config):
+for command in (serve, gateway, trainer, demo, config):
     app.command()(command)
 
 

@@ -6,11 +6,16 @@ import asyncio
 import contextlib
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rollout_server.cli.complain import complaining
+from rollout_server.testing.dialect import Dialect
+
+if TYPE_CHECKING:
+    from rollout_server.testing.trainer import StrictTrainer
+    from rollout_server.testing.verdict import Verdict
 
 
 def trainer(
@@ -18,27 +23,58 @@ def trainer(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer; none: the built-in one.")] = None,
     tools_from: Annotated[
-        str | None, typer.Option(help="Base URL of the gateway whose tools the trainer renders.")
+        str | None, typer.Option(help="Base URL of the gateway whose tools the trainer renders; empty: none.")
     ] = "http://127.0.0.1:9000",
     api_key: Annotated[
         str | None, typer.Option(envvar="MOCK_TRAINER_API_KEY", help="Demand this bearer token.")
     ] = None,
+    dialect: Annotated[
+        Dialect, typer.Option(help="Expect response masks, never, or as each rollout's first call says.")
+    ] = Dialect.EITHER,
 ) -> None:
     """Play a trainer that counts every token itself and refuses a wrong mask, with a scripted model."""
-    with contextlib.suppress(KeyboardInterrupt), complaining("trainer"):
-        asyncio.run(_trainer(host, port, tokenizer, tools_from, api_key))
-
-
-async def _trainer(host: str, port: int, tokenizer: Path | None, tools_from: str | None, api_key: str | None) -> None:
     from rollout_server.testing.tokenizer import TOY_TOKENIZER
     from rollout_server.testing.trainer import StrictTrainer
 
-    if tokenizer is not None and not (tokenizer / "tokenizer_config.json").exists():
-        raise ValueError(f"there is no tokenizer in {tokenizer}: it has no tokenizer_config.json")
+    with contextlib.suppress(KeyboardInterrupt), complaining("trainer"):
+        if tokenizer is not None and not (tokenizer / "tokenizer_config.json").exists():
+            raise ValueError(f"there is no tokenizer in {tokenizer}: it has no tokenizer_config.json")
+        strict = StrictTrainer(
+            tokenizer or TOY_TOKENIZER,
+            host=host,
+            port=port,
+            tools_from=tools_from or None,
+            api_key=api_key,
+            dialect=dialect,
+            reuses_ids=True,
+            settled=lambda verdict: typer.echo(told(verdict)),
+        )
+        asyncio.run(_serve(strict))
+
+
+def told(verdict: Verdict) -> str:
+    """One line about a rollout whose outcome came: what it came to, and what was wrong with it."""
+    said = verdict.outcome.body if verdict.outcome else {}
+    parts = [f"{len(verdict.turns)} turns", f"{sum(verdict.sample.response_mask)} tokens generated"]
+    if said.get("reward") is not None:
+        parts.append(f"reward {_shown(said['reward'])}")
+    if verdict.siblings:
+        parts.append(f"{verdict.siblings} turns generated again")
+    parts += [f"refused: {_shown(refusal.text)}" for refusal in verdict.refusals]
+    ended = f"{_shown(said.get('status'))}, {_shown(said.get('finish_reason'))}"
+    return f"{_shown(verdict.rollout_id)}: {ended}; {', '.join(parts)}"
+
+
+def _shown(value: object) -> str:
+    """A foreign value on one line of a terminal, control characters escaped."""
+    text = str(value)
+    return text if text.isprintable() else repr(text)
+
+
+async def _serve(strict: StrictTrainer) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    strict = StrictTrainer(tokenizer or TOY_TOKENIZER, host=host, port=port, tools_from=tools_from, api_key=api_key)
     async with strict:
         typer.echo(f"strict trainer on {strict.url}; verdicts under /verdicts", err=True)
         await stopped.wait()

@@ -61,8 +61,12 @@ def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
     for name, target in (("outcome", spec.outcome), ("tools", spec.tools)):
         if target is not None:
             yield from target_violations(target, f"spec.{name}")
+    if spec.outcome is not None and spec.outcome.dialect is Dialect.HTTP_MASKED:
+        yield Violation(
+            "spec.outcome.dialect", "the synchronous dialect has no callback for outcomes; use HTTP_PLAIN or GRPC"
+        )
     yield from _sampling(spec.sampling, masked=spec.completions.dialect is Dialect.HTTP_MASKED)
-    yield from _limits(spec.limits)
+    yield from _limits(spec.limits, least=0 if spec.completions.dialect is Dialect.HTTP_PLAIN else 1)
     yield from _tokenizer(spec)
     yield from _metadata(spec, bounds)
 
@@ -102,7 +106,7 @@ def _identity(spec: Spec) -> Iterator[Violation]:
 
 
 def _conversation(spec: Spec) -> Iterator[Violation]:
-    if not spec.messages:
+    if not spec.messages and spec.completions.dialect is not Dialect.HTTP_PLAIN:
         yield Violation("spec.messages", "needs at least one message")
     if spec.completions.dialect is not Dialect.HTTP_MASKED:
         return
@@ -124,11 +128,11 @@ def _sampling(sampling: Sampling, *, masked: bool) -> Iterator[Violation]:
     yield from _json_object(sampling.extra_json, "spec.sampling.extra_json")
 
 
-def _limits(limits: Limits) -> Iterator[Violation]:
-    for name in ("turns", "generated_tokens", "calls_per_turn", "bytes"):
+def _limits(limits: Limits, *, least: int) -> Iterator[Violation]:
+    for name, lowest in (("turns", least), ("generated_tokens", least), ("calls_per_turn", 1), ("bytes", 1)):
         value = getattr(limits, name)
-        if value is not None and value < 1:
-            yield Violation(f"spec.limits.{name}", "must be at least 1")
+        if value is not None and value < lowest:
+            yield Violation(f"spec.limits.{name}", f"must be at least {lowest}")
     if limits.seconds is not None and not 0 < limits.seconds <= MAX_SECONDS:
         yield Violation("spec.limits.time", f"must be positive and at most {MAX_SECONDS} s")
 

@@ -47,6 +47,18 @@ class NotFound(RolloutError):
     reason = "NOT_FOUND"
 
 
+class Unauthenticated(RolloutError):
+    """The call came without a key, or with one that is not known."""
+
+    reason = "KEY_NEEDED"
+
+
+class Forbidden(RolloutError):
+    """The caller's key does not allow it."""
+
+    reason = "ADMIN_KEY_NEEDED"
+
+
 class Conflict(RolloutError):
     """The request id is known with another payload."""
 

@@ -7,16 +7,17 @@ import json
 from collections.abc import Mapping
 
 from rollout_server.core.message import JSON, MalformedMessage, Message, parse_json
-from rollout_server.core.spec import Spec, Target, TokenizerName
+from rollout_server.core.spec import Dialect, Spec, Target, TokenizerName
 
-VERSION = "1"
+VERSION = "2"
 
 
 def fingerprint(spec: Spec) -> str:
     """A versioned SHA-256, in hexadecimal, over what the rollout is.
 
     JSON is compared by what it says, not by how it is written. Left out: credentials and tracing, which are no part of a spec, and
-    what only concerns the waiting (`cancel_after_detach`).
+    what only concerns the waiting (`cancel_after_detach`). In the asynchronous dialect also the rollout id: there a known key finds
+    its rollout under whatever id it is asked for again (http-wire.md, B).
     """
     text = json.dumps(_normalised(spec), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return f"{VERSION}:{hashlib.sha256(text.encode('ascii')).hexdigest()}"
@@ -25,7 +26,7 @@ def fingerprint(spec: Spec) -> str:
 def _normalised(spec: Spec) -> JSON:
     limits, sampling, tokenizer = spec.limits, spec.sampling, spec.tokenizer
     return {
-        "rollout_id": spec.rollout_id,
+        "rollout_id": None if spec.completions.dialect is Dialect.HTTP_PLAIN else spec.rollout_id,
         "group_id": spec.group_id,
         "agent": spec.agent,
         "messages": [_message(m) for m in spec.messages],

@@ -15,6 +15,9 @@ Where a trainer reports its prompts, they are the truth for prompt and environme
 only predicts them. If the prompt extends the segment but differs from the prediction, the segment goes on with the
 trainer's tokens, and the difference is reported as drift too.
 
+A trainer may also send no ids for a turn. What it saw and wrote then is unknown, and the next prompt holds an answer that
+nobody can tell from its surroundings; so a gap opens a segment as well, whose prompt is masked as a whole.
+
 Laws (tests/core/test_ledger.py): authorship decides the mask; spans concatenated are what the model saw and wrote; ids, mask and
 logprobs have equal length, with 0.0 for tokens the model did not write and nothing at all where the trainer sent no
 logprobs; spans are only added; a segment, as it is handed out, ends with a token of the model
@@ -76,6 +79,7 @@ class SegmentKind(Enum):
     COMPACTION = "compaction"
     SUBAGENT = "subagent"
     BRANCH = "branch"
+    GAP = "gap"
 
 
 class DriftKind(Enum):
@@ -256,6 +260,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
+        self._gap = False
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -268,12 +273,24 @@ class Ledger:
         return self._segments[-1] if self._segments else None
 
     @property
+    def gap(self) -> bool:
+        """The tokens of at least one turn are missing since the last commit."""
+        return self._gap
+
+    @property
     def current_id(self) -> str:
         """The id of the segment that the next turn continues."""
         return str(max(len(self._segments) - 1, 0))
 
+    def skip(self) -> None:
+        """The tokens of a turn are unknown, so nothing that follows can extend the current segment."""
+        self._gap = True
+
     def commit(self, turn: Turn) -> Drift | None:
-        """Adds one turn: what stood before the answer, then the answer. Returns the drift that was found."""
+        """Adds one turn: what stood before the answer, then the answer. Returns the drift that was found.
+
+        Raises ValueError for a turn without any prompt, and for one without a reported prompt after a gap.
+        """
         if turn.logprobs is not None and len(turn.logprobs) != len(turn.answer):
             raise ValueError("as many logprobs as tokens are needed")
         drift = self._add_prompt(turn)
@@ -283,9 +300,12 @@ class Ledger:
         return drift
 
     def _add_prompt(self, turn: Turn) -> Drift | None:
-        segment = self.current
+        segment, gap, self._gap = self.current, self._gap, False
         if segment is None:
             return self._add_first_prompt(turn)
+        if gap:
+            self._open_after_gap(segment, turn)
+            return None
         if turn.reported is None:
             self._add_environment(segment, _need(turn.predicted), turn.number)
             return None
@@ -294,17 +314,21 @@ class Ledger:
             drift = _parted(segment, turn)
             self._open(Origin(SegmentKind.DRIFT, segment.id, drift.index), turn.reported, turn.number)
             return drift
-        environment = turn.reported[held:]
-        if turn.predicted is None:
-            segment.append_masked(environment, MaskReason.ENVIRONMENT, turn.number)
+        return self._extend(segment, turn, turn.reported[held:])
+
+    def _extend(self, segment: Segment, turn: Turn, environment: Tokens) -> Drift | None:
+        """Adds what a prompt that extends the segment holds beyond it."""
+        predicted = turn.predicted
+        expected = predicted.closing + predicted.environment if predicted is not None else environment
+        if predicted is not None and environment == expected:
+            self._add_environment(segment, predicted, turn.number)
             return None
-        expected = turn.predicted.closing + turn.predicted.environment
-        if environment == expected:
-            self._add_environment(segment, turn.predicted, turn.number)
-            return None
+        held = len(segment)
         segment.append_masked(environment, MaskReason.ENVIRONMENT, turn.number)
+        if environment == expected:
+            return None
         index = held + first_difference(expected, environment)
-        return Drift(DriftKind.ENVIRONMENT, index, held + len(expected), len(turn.reported))
+        return Drift(DriftKind.ENVIRONMENT, index, held + len(expected), held + len(environment))
 
     def _add_first_prompt(self, turn: Turn) -> Drift | None:
         predicted = turn.predicted.environment if turn.predicted is not None else None
@@ -313,6 +337,12 @@ class Ledger:
         if predicted is None or predicted == prompt:
             return None
         return Drift(DriftKind.PROMPT, first_difference(predicted, prompt), len(predicted), len(prompt))
+
+    def _open_after_gap(self, segment: Segment, turn: Turn) -> None:
+        if turn.reported is None:
+            raise ValueError("after a gap a reported prompt is needed")
+        shared = first_difference(segment.ids(), turn.reported)
+        self._open(Origin(SegmentKind.GAP, segment.id, shared), turn.reported, turn.number)
 
     def _add_environment(self, segment: Segment, predicted: Prediction, turn: int) -> None:
         segment.append_masked(predicted.closing, MaskReason.CLOSING, turn)

@@ -165,7 +165,7 @@ class Machine:
         self._require(
             self.state is State.ASKING and record.turn == self.turn and 0 <= record.shared <= len(held), record
         )
-        follows = self._commit(record, held) if record.token_ids is not None else ()
+        follows = self._commit(record, held)
         self._count_answer(record)
         self._warnings.extend(Warned(code, text, record.turn) for code, text in record.notes)
         self._add((record.message,))
@@ -176,8 +176,13 @@ class Machine:
 
     def _commit(self, record: Answered, held: Tokens) -> tuple[Consequence, ...]:
         answer = record.token_ids
-        if answer is None or (record.predicted is None and record.reported is None):
+        if answer is None or (record.reported is None and (record.predicted is None or self.ledger.gap)):
+            self._skip(record)
             return ()
+        if self.ledger.gap and self.ledger.current is None:
+            self._warn_of_gap(
+                record.turn, "the answers before this turn came without ids: they are part of its masked prompt"
+            )
         reported = None if record.reported is None else held[: record.shared] + record.reported
         asked_in, segments = self.ledger.current_id, len(self.ledger.segments)
         turn = Turn(record.turn, answer, record.logprobs, record.predicted, reported, record.policy_version)
@@ -197,6 +202,15 @@ class Machine:
             prompt = len(reported) if reported is not None else opened.spans[0].stop
             follows.append(SegmentOpened(record.turn, opened.id, opened.origin, prompt))
         return tuple(follows)
+
+    def _skip(self, record: Answered) -> None:
+        if self.ledger.current is not None and not self.ledger.gap:
+            missing = "token_ids" if record.token_ids is None else "prompt_token_ids"
+            self._warn_of_gap(record.turn, f"the trainer sent no {missing}, so the turn is in no training sample")
+        self.ledger.skip()
+
+    def _warn_of_gap(self, turn: int, text: str) -> None:
+        self._warnings.append(Warned("tokens_unknown", f"turn {turn}: {text}", turn))
 
     def _count_answer(self, record: Answered) -> None:
         generated, prompt = self._lengths(record)

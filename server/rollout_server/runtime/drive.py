@@ -11,10 +11,12 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from rollout_server.core.outcome import Category, End, Failure, Stop, Verdict
 from rollout_server.core.record import Ended
+from rollout_server.core.spec import Dialect
 from rollout_server.runtime.port import OpenSampler
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run import RolloutOver, Run
@@ -76,7 +78,16 @@ async def _play(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> E
         return rollout.ending.result()
     if play.cancelled() or play.exception() is not None:
         return _agent_failed(rollout, "play", play)
-    return rollout.machine.natural_stop()
+    return _natural_stop(rollout)
+
+
+def _natural_stop(rollout: Rollout) -> Stop:
+    """In the asynchronous dialect the trainer's finish_reason of the last answer becomes the rollout's (http-wire.md, B)."""
+    stop, last = rollout.machine.natural_stop(), rollout.machine.last_answer
+    plain = rollout.spec.completions.dialect is Dialect.HTTP_PLAIN
+    if plain and stop.reason == "stop" and last is not None and last.finish_reason:
+        return replace(stop, reason=last.finish_reason)
+    return stop
 
 
 async def _judge(rollout: Rollout, run: Run, stop: Stop, tasks: list[asyncio.Task[Any]]) -> tuple[End, Verdict]:

@@ -43,8 +43,9 @@ class Log:
         """All entries so far."""
         return self._entries
 
-    def append(self, records: Iterable[Record], time: float, turn: int = 0, segment_id: str = "") -> None:
-        """Adds records and wakes the readers."""
+    def append(self, records: Iterable[Record], time: float, turn: int = 0, segment_id: str = "") -> Sequence[Entry]:
+        """Adds records and wakes the readers. Returns the entries that were added."""
+        last = len(self._entries)
         for record in records:
             self._entries.append(Entry(len(self._entries) + 1, time, record, turn, segment_id))
         if self._grown is not None:
@@ -52,6 +53,7 @@ class Log:
             self._grown = None
         if self._ended is not None and self._is_over():
             self._ended.set()
+        return self._entries[last:]
 
     def check(self, after: int) -> None:
         """Raises `Gone` for a sequence number that is not reached yet."""

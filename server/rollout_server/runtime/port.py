@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Failure, Verdict
 from rollout_server.core.record import Answered, Asked
-from rollout_server.core.spec import Spec
+from rollout_server.core.spec import Spec, Target
+from rollout_server.runtime.delivery import Receipt
+
+if TYPE_CHECKING:
+    from rollout_server.runtime.rollout import Rollout
 
 
 class Failed(Exception):
@@ -57,6 +61,14 @@ class Credentials:
     outcome: str = field(default="", repr=False)
     tools: str = field(default="", repr=False)
 
+    def refreshed(self, by: Credentials) -> Credentials:
+        """With those replaced that `by` brings."""
+        return Credentials(by.completions or self.completions, by.outcome or self.outcome, by.tools or self.tools)
+
+    def secrets(self) -> tuple[str, ...]:
+        """Those that are set: none of them may be repeated to anybody."""
+        return tuple(secret for secret in (self.completions, self.outcome, self.tools) if secret)
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -68,7 +80,8 @@ class Ask:
         last: the answer before, or None.
         last_messages: how many messages had been asked for then.
         deadline: when the rollout's time is over, on the monotonic clock; None: never.
-        credential: bearer token of the trainer; empty: none.
+        credentials: of the rollout.
+        remark: leaves a note in the rollout's log, as (code, text).
     """
 
     asked: Asked
@@ -76,7 +89,8 @@ class Ask:
     last: Answered | None
     last_messages: int
     deadline: float | None = None
-    credential: str = field(default="", repr=False)
+    credentials: Credentials = Credentials()
+    remark: Callable[[str, str], None] = field(default=lambda code, text: None, repr=False)
 
 
 class Sampler(Protocol):
@@ -88,6 +102,26 @@ class Sampler(Protocol):
 
 OpenSampler: TypeAlias = Callable[[str, Spec, Sequence[Tool]], Sampler]
 """Makes the sampler of a rollout from its uid, its spec and the tools that its model is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """An outcome on its way: the same `body` under the same `key` on each attempt. `credential` is a bearer token, or empty."""
+
+    target: Target
+    key: str
+    body: bytes = field(repr=False)
+    credential: str = field(default="", repr=False)
+
+
+class Reporter(Protocol):
+    """Tells receivers of outcomes."""
+
+    def pack(self, rollout: Rollout, target: Target, key: str) -> bytes:
+        """The outcome of a finished rollout as the receiver takes it."""
+
+    async def deliver(self, parcel: Parcel) -> Receipt:
+        """Sends it once. Whatever goes wrong on the way is a receipt."""
 
 
 class PlaysRuns(Protocol):

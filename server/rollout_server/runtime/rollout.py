@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from typing import TypeAlias
 
 from rollout_server.core.machine import Machine
 from rollout_server.core.outcome import Cancellation, End, Outcome
 from rollout_server.core.record import Accepted, Ended, Input, Record
-from rollout_server.core.spec import Spec
-from rollout_server.runtime.log import Log
-from rollout_server.runtime.port import Clock, Credentials, PlaysRuns
+from rollout_server.runtime.delivery import Delivery, DeliveryState
+from rollout_server.runtime.log import Entry, Log
+from rollout_server.runtime.port import Clock, PlaysRuns
+from rollout_server.runtime.wish import Wish
+
+Observe: TypeAlias = "Callable[[Rollout, Sequence[Entry]], None]"
+"""Told of every entry right after it was added to a rollout's log."""
 
 
 class RolloutState(Enum):
@@ -24,15 +29,17 @@ class RolloutState(Enum):
 
 
 class Rollout:
-    """Lives on one event loop. Everything that happens to it goes through `record`."""
+    """Lives on one event loop. Everything that happens to it goes through `record`, and then to the observer."""
 
-    def __init__(self, uid: str, spec: Spec, agent: PlaysRuns, clock: Clock) -> None:
+    def __init__(self, uid: str, wish: Wish, agent: PlaysRuns, clock: Clock, observe: Observe) -> None:
         self.uid = uid
-        self.spec = spec
+        self.spec = wish.spec
+        self.caller = wish.caller
         self.agent = agent
         self.clock = clock
-        self.credentials = Credentials()
-        self.machine = Machine(uid, spec.messages, spec.limits)
+        self.credentials = wish.credentials
+        self.machine = Machine(uid, wish.spec.messages, wish.spec.limits)
+        self.delivery: Delivery | None = None
         self.log = Log()
         self.running = False
         self.received = False
@@ -40,10 +47,11 @@ class Rollout:
         self.finished: float | None = None
         self.deadline: float | None = None
         self.ending: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self._observe = observe
         self._queued_at = clock.monotonic()
         self._attached = 0
         self._leaving: asyncio.TimerHandle | None = None
-        self.record(Accepted(len(spec.messages), agent.name, agent.version))
+        self.record(Accepted(len(wish.spec.messages), agent.name, agent.version))
         self._wait_for_listener()
 
     @property
@@ -58,6 +66,11 @@ class Rollout:
         """The terminal value, once there is one."""
         return self.machine.outcome
 
+    @property
+    def owes(self) -> bool:
+        """Its outcome is still to be delivered."""
+        return self.delivery is not None and self.delivery.state is DeliveryState.PENDING
+
     def queued_ms(self) -> float:
         """Milliseconds since it was accepted."""
         return 1000 * (self.clock.monotonic() - self._queued_at)
@@ -70,7 +83,8 @@ class Rollout:
             self.finished = now
             self._stop_waiting()
         segment = self.machine.ledger.current
-        self.log.append(logged, now, self.machine.turn, segment.id if segment is not None else "")
+        entries = self.log.append(logged, now, self.machine.turn, segment.id if segment is not None else "")
+        self._observe(self, entries)
         return logged
 
     def ask_to_end(self, end: End) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -16,11 +15,16 @@ from rollout_server.core.fingerprint import fingerprint
 from rollout_server.core.outcome import Cancellation, Category, Failure
 from rollout_server.core.record import Ended
 from rollout_server.runtime.drive import drive
-from rollout_server.runtime.port import Clock, Credentials, OpenSampler, PlaysRuns
+from rollout_server.runtime.kept import Kept
+from rollout_server.runtime.outbox import Outbox
+from rollout_server.runtime.place import Place, Selection
+from rollout_server.runtime.port import Credentials, OpenSampler, PlaysRuns
 from rollout_server.runtime.rollout import Rollout, RolloutState
-from rollout_server.runtime.wish import Capacity, Place, Selection, Wish
+from rollout_server.runtime.surroundings import Surroundings
+from rollout_server.runtime.wish import Caller, Capacity, Wish
 
 _log = logging.getLogger(__name__)
+_LAST_DELIVERIES = 5.0
 
 
 class Roster:
@@ -34,7 +38,7 @@ class Roster:
         *,
         capacity: Capacity = Capacity(),
         bounds: Bounds = Bounds(),
-        clock: Clock = Clock(),
+        surroundings: Surroundings = Surroundings(),
     ) -> None:
         self.agents = {agent.name: agent for agent in agents}
         if len(self.agents) < len(agents):
@@ -46,15 +50,16 @@ class Roster:
         self.draining = False
         self._open_sampler = open_sampler
         self._new_uid = new_uid
-        self._clock = clock
+        self._clock = surroundings.clock
+        self._observe = surroundings.observer.recorded
+        self._outbox = Outbox(surroundings, self._settled)
         self._places: dict[str, Place] = {}
         self._requests: dict[tuple[str, str, str], str] = {}
         self._queue: list[tuple[int, int, str]] = []
         self._waiting: dict[str, Rollout] = {}
         self._numbers = count(1)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._kept: deque[str] = deque()
-        self._kept_bytes = 0
+        self._kept = Kept(capacity, self._clock)
 
     @property
     def running(self) -> int:
@@ -86,15 +91,15 @@ class Roster:
         key = (wish.caller, spec.completions.url, wish.request_id) if wish.request_id else None
         known = self._known(wish, key, print_)
         if known is not None:
-            if wish.credentials != Credentials() and known.outcome is None:
-                known.credentials = wish.credentials
+            if known.outcome is None or known.owes:
+                known.credentials = known.credentials.refreshed(wish.credentials)
             return known, True
         return self._take(replace(wish, spec=spec), agent, print_, key), False
 
-    def get(self, uid: str, caller: str) -> Rollout:
-        """A rollout of the caller's. Raises `NotFound`."""
+    def get(self, uid: str, caller: Caller) -> Rollout:
+        """A rollout that the caller sees. Raises `NotFound`."""
         place = self._places.get(uid)
-        if place is None or place.caller != caller:
+        if place is None or not caller.sees(place.rollout.caller):
             raise NotFound(
                 f"there is no rollout {uid!r}; finished ones are forgotten after a while", reason="ROLLOUT_NOT_FOUND"
             )
@@ -108,7 +113,7 @@ class Roster:
         else:
             places = list(reversed(self._places.values()))
         for place in places:
-            if (before is None or place.number < before) and selection.matches(place):
+            if (before is None or place.number < before) and selection.matches(place.rollout):
                 yield place.number, place.rollout
 
     def cancel(self, selection: Selection, reason: str) -> Sequence[str]:
@@ -118,32 +123,35 @@ class Roster:
             rollout.ask_to_end(Cancellation(reason))
         return [rollout.uid for rollout in chosen]
 
-    def acknowledge(self, uid: str, caller: str) -> None:
+    def acknowledge(self, uid: str, caller: Caller) -> None:
         """Its outcome was received. Raises `NotFound`, or `NotPossible` where there is none yet."""
         rollout = self.get(uid, caller)
         if rollout.outcome is None:
             raise NotPossible(f"rollout {uid!r} has not finished", reason="ROLLOUT_NOT_FINISHED")
         rollout.received = True
+        self._outbox.acknowledge(rollout)
 
     def forget(self) -> None:
         """Drops finished rollouts that are too old, too many or too large together, the oldest first."""
-        now, capacity = self._clock.wall(), self.capacity
-        while self._kept:
-            finished = self._places[self._kept[0]].rollout.finished
-            young = finished is not None and now - finished < capacity.finished_seconds
-            if young and len(self._kept) <= capacity.finished and self._kept_bytes <= capacity.finished_bytes:
-                return
-            self._drop(self._kept.popleft())
+        for uid in self._kept.surplus():
+            place = self._places.pop(uid)
+            if place.request is not None and self._requests.get(place.request) == uid:
+                del self._requests[place.request]
 
     async def drain(self, grace: float) -> None:
-        """Takes nothing new, lets rollouts finish for `grace` seconds, then ends those that are left as interrupted."""
+        """Takes nothing new, lets rollouts finish for `grace` seconds, then ends those that are left as interrupted.
+
+        Outcomes that are to be delivered get what is left of that time, and a little in any case.
+        """
         self.draining = True
+        until = asyncio.get_running_loop().time() + grace
         text = "the server stopped while the rollout ran; start it again"
         if self._tasks:
             await self._idle(grace)
         for place in list(self._places.values()):
             place.rollout.ask_to_end(Failure(Category.INTERRUPTED, text, place.rollout.machine.turn))
         await self._idle(5.0)
+        await self._outbox.drain(max(_LAST_DELIVERIES, until - asyncio.get_running_loop().time()))
 
     async def _idle(self, seconds: float) -> None:
         deadline = asyncio.get_running_loop().time() + seconds
@@ -169,9 +177,8 @@ class Roster:
             raise Draining("the server is stopping and takes no new rollouts", retry_after=1.0)
         if self.running >= self.capacity.running and self.queued >= self.capacity.queued:
             raise Busy(f"{self.running} rollouts run and {self.queued} wait; ask again later", retry_after=1.0)
-        rollout = Rollout(self._new_uid(), wish.spec, agent, self._clock)
-        rollout.credentials = wish.credentials
-        place = Place(next(self._numbers), wish.caller, rollout, print_, key, wish.until_received)
+        rollout = Rollout(self._new_uid(), wish, agent, self._clock, self._observe)
+        place = Place(next(self._numbers), rollout, print_, key, wish.until_received)
         self._places[rollout.uid] = place
         if key is not None:
             self._requests[key] = rollout.uid
@@ -209,17 +216,17 @@ class Roster:
 
     def _keep(self, rollout: Rollout) -> None:
         self.finished += 1
-        self._kept.append(rollout.uid)
-        self._kept_bytes += rollout.machine.size
-        rollout.credentials = Credentials()
         _log_finished(rollout)
-        self.forget()
+        if rollout.spec.outcome is not None:
+            self._outbox.send(rollout, rollout.spec.outcome)
+        else:
+            self._settled(rollout)
 
-    def _drop(self, uid: str) -> None:
-        place = self._places.pop(uid)
-        self._kept_bytes -= place.rollout.machine.size
-        if place.request is not None and self._requests.get(place.request) == uid:
-            del self._requests[place.request]
+    def _settled(self, rollout: Rollout) -> None:
+        """It has finished, and nobody waits to be told."""
+        rollout.credentials = Credentials()
+        self._kept.add(rollout)
+        self.forget()
 
 
 def _log_finished(rollout: Rollout) -> None:

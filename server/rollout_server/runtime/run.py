@@ -107,7 +107,8 @@ class Run:
             self._machine.last_answer,
             self._asked_messages,
             self._rollout.deadline,
-            self._rollout.credentials.completions,
+            self._rollout.credentials,
+            self.note,
         )
         self._record(asked)
         self._asked_messages = asked.messages

@@ -1,13 +1,23 @@
-"""What callers wish of a roster, and what it keeps about each rollout."""
+"""What callers wish of a roster."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rollout_server.core.spec import Spec
 from rollout_server.runtime.port import Credentials
-from rollout_server.runtime.rollout import Rollout, RolloutState
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls: sees its own rollouts, and as an admin everybody's."""
+
+    name: str
+    admin: bool = False
+
+    def sees(self, owner: str) -> bool:
+        """Whether a rollout of `owner` exists for this caller."""
+        return self.admin or owner == self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +44,7 @@ class Wish:
     """A request for a rollout.
 
     Args:
-        caller: who asks; sees its own rollouts only.
+        caller: the name of who asks; the rollout is theirs.
         request_id: the same id and payload attach to the same rollout; empty: always a new one.
         until_received: the id is free again once the outcome was acknowledged.
     """
@@ -44,41 +54,3 @@ class Wish:
     request_id: str = ""
     until_received: bool = False
     credentials: Credentials = Credentials()
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Rollouts that meet every condition that is set."""
-
-    caller: str
-    uids: tuple[str, ...] = ()
-    rollout_ids: tuple[str, ...] = ()
-    group_id: str = ""
-    agent: str = ""
-    states: tuple[RolloutState, ...] = ()
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    def matches(self, entry: Place) -> bool:
-        """Whether the rollout meets every condition."""
-        rollout, spec = entry.rollout, entry.rollout.spec
-        return (
-            entry.caller == self.caller
-            and (not self.uids or rollout.uid in self.uids)
-            and (not self.rollout_ids or spec.rollout_id in self.rollout_ids)
-            and (not self.group_id or spec.group_id == self.group_id)
-            and (not self.agent or spec.agent == self.agent)
-            and (not self.states or rollout.state in self.states)
-            and all(spec.labels.get(key) == value for key, value in self.labels.items())
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A rollout's place on the roster. `number` counts up, so lists can be paged while rollouts come and go."""
-
-    number: int
-    caller: str
-    rollout: Rollout
-    fingerprint: str
-    request: tuple[str, str, str] | None
-    until_received: bool

@@ -1,4 +1,4 @@
-"""Responses that break their connection, for `FaultKind.RESET`, `SILENCE` and `TRUNCATED`.
+"""Responses that break their connection, for `FaultKind.RESET`, `CLOSED`, `SILENCE` and `TRUNCATED`.
 
 They work on the server of `serving` only, which puts the transport and an event for its own end into the scope's state.
 """
@@ -7,31 +7,40 @@ import asyncio
 import os
 import socket
 import struct
+from collections.abc import Callable
 from typing import Final
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rollout_server.testing.script import Fault
+from rollout_server.testing.script import Fault, FaultKind
 
 _RESET_AT_CLOSE: Final = struct.pack("ii", 1, 0)  # SO_LINGER on, for 0 seconds
 _MISSING_BYTES: Final = 4096
 
 
 class Held(Response):
-    """Another response, sent after `delay` seconds unless caller or server are gone by then; None: never sent."""
+    """Another response, sent after `delay` seconds unless caller or server are gone by then; None: never sent.
 
-    def __init__(self, response: Response | None, delay: float | None) -> None:
+    `sending` is called when it goes out.
+    """
+
+    def __init__(
+        self, response: Response | None, delay: float | None, sending: Callable[[], None] | None = None
+    ) -> None:
         super().__init__()
         self._response = response
         self._delay = delay
+        self._sending = sending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = await _gone(scope, receive, self._delay) if self._delay != 0 else False
         if self._response is None or gone:
             await _abort(scope, receive)
-        else:
-            await self._response(scope, receive, send)
+            return
+        if self._sending:
+            self._sending()
+        await self._response(scope, receive, send)
 
 
 class Reset(Response):
@@ -43,6 +52,14 @@ class Reset(Response):
         with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
             duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
         await _abort(scope, receive)
+
+
+class Closed(Response):
+    """The end of the connection in place of an answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["transport"].close()
+        await _disconnected(receive)
 
 
 class Truncated(Response):
@@ -57,6 +74,24 @@ class Truncated(Response):
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         scope["state"]["transport"].close()
         await _disconnected(receive)
+
+
+def broken(fault: Fault) -> Response | None:
+    """The response that commits a fault of the connection or of the status; None for silence.
+
+    The kinds that look like completions are no business of this module.
+    """
+    match fault.kind:
+        case FaultKind.SILENCE:
+            return None
+        case FaultKind.RESET:
+            return Reset()
+        case FaultKind.CLOSED | FaultKind.LOST:
+            return Closed()
+        case FaultKind.TRUNCATED:
+            return Truncated(fault)
+        case _:
+            return Response(fault.body, fault.status, dict(fault.headers))
 
 
 async def _gone(scope: Scope, receive: Receive, seconds: float | None) -> bool:

@@ -7,12 +7,21 @@ from rollout_server.testing.renderer import Message, Tools
 
 
 @dataclass(frozen=True, slots=True)
+class Keyed:
+    """What a call of the asynchronous dialect brings along: its ``Idempotency-Key``, and what is wrong with its body."""
+
+    turn_key: str
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One call for a completion, as received.
 
     `mask` is the `response_mask` of the body, None where there was none. A dialect without masks says `masked=False`:
-    then only the messages are judged. `tools` are those that the prompt is rendered with. `judged_as` is the name under
-    which the conversation is judged, where that is not the rollout's id: a rollout may hold several conversations.
+    then only the messages are judged. The asynchronous dialect is `keyed` as well, and its history verbatim. `tools` are
+    those that the prompt is rendered with. `judged_as` is the name under which the conversation is judged, where that is
+    not the rollout's id: a rollout may hold several conversations.
     """
 
     rollout_id: str
@@ -20,6 +29,7 @@ class Call:
     mask: object = None
     tools: Tools | None = None
     masked: bool = True
+    keyed: Keyed | None = None
     judged_as: str = ""
 
     @property
@@ -32,13 +42,16 @@ class Call:
 class Prompt:
     """A call that was found right: the ids that the model sees, and how many of them are new since the last answer.
 
-    `begins` says that the turn is the first of a rollout; its `new_tokens` is 0.
+    `turn` counts from 1. `begins` says that it is the first of a rollout; its `new_tokens` is 0. `repeats` says that the
+    turn was answered already: whatever is generated now is a sibling of that answer, and replaces it.
     """
 
     call: Call
     ids: list[int]
     new_tokens: int
-    begins: bool
+    turn: int
+    begins: bool = False
+    repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from rollout_server.testing.desk import Desk, ToolsUnavailableError
 from rollout_server.testing.engine import Failed
 from rollout_server.testing.judge import ROLLOUTS_KEPT
 from rollout_server.testing.renderer import Tools
-from rollout_server.testing.script import FaultKind
+from rollout_server.testing.script import Fault, FaultKind
 from rollout_server.testing.verdict import RefusedError
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -55,6 +55,7 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
         self._requests = requests
         self._segments = Segments(ROLLOUTS_KEPT)
         self._turns: dict[str, asyncio.Task[pb.CompleteResponse]] = {}
+        self._lost: dict[str, Fault] = {}
 
     async def Complete(self, request: pb.CompleteRequest, context: _Context) -> pb.CompleteResponse:
         """Answers one turn, or the same turn again."""
@@ -63,7 +64,9 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
         try:
             self._authorize(metadata)
             _check(request)
-            return await asyncio.shield(self._turn(request))
+            answer = await asyncio.shield(self._turn(request))
+            await self._lose(request.turn_key)
+            return answer
         except _SilenceError:
             await asyncio.Event().wait()
             raise
@@ -97,6 +100,13 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
                 self._turns.pop(next(iter(self._turns))).cancel()
         return turn
 
+    async def _lose(self, turn_key: str) -> None:
+        """StatusError where the answer that was generated is not to arrive; the turn's next attempt gets it."""
+        fault = self._lost.pop(turn_key, None)
+        if fault:
+            await asyncio.sleep(fault.delay)
+            raise status_of_fault(fault)
+
     async def _answer(self, request: pb.CompleteRequest) -> pb.CompleteResponse:
         if self._segments.is_new(request.uid):
             # The verdict of a name is that of the rollout that took it last.
@@ -114,6 +124,8 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
             ) from error
         if isinstance(result, Failed):
             return await _failure(result)
+        if result.lost:
+            self._lost[request.turn_key] = result.lost
         mark = held.add(request.turn, messages, result.answer)
         await asyncio.sleep(result.reply.delay)
         wants_logprobs = request.sampling.logprobs or not request.sampling.HasField("logprobs")

@@ -8,7 +8,7 @@ from typing import TypeVar
 import httpx
 
 from rollout_server.testing.call import Call
-from rollout_server.testing.engine import Engine, Result
+from rollout_server.testing.engine import Engine, Result, Scripts
 from rollout_server.testing.judge import Judge
 from rollout_server.testing.renderer import Tools
 from rollout_server.testing.script import Script
@@ -45,8 +45,11 @@ class ToolsTold:
 class Desk:
     """Takes calls from the event loop to the engine's own thread, where everything that counts tokens happens."""
 
-    def __init__(self, judge: Judge, engine: Engine, tools: ToolsTold, thread: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, judge: Judge, engine: Engine, scripts: Scripts, tools: ToolsTold, thread: ThreadPoolExecutor
+    ) -> None:
         self.judge = judge
+        self.scripts = scripts
         self.tools = tools
         self._engine = engine
         self._thread = thread

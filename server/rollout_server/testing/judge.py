@@ -1,4 +1,4 @@
-"""The law of the synchronous dialect, as a strict trainer applies it. No HTTP, no clock, no randomness.
+"""The law of both dialects, as a strict trainer applies it. No HTTP, no clock, no randomness.
 
 The judge keeps, for each rollout, the messages it has seen and the lengths of its own full renderings. On call k > 1
 ``len(render k) - len(render k-1) - len(answer k-1)`` tokens are new, whatever they are, and the mask has to have exactly
@@ -6,55 +6,94 @@ that many zeros. What it accumulates is the sample that a trainer would train on
 
 A refused call and a committed fault leave the rollout as it was. In the masked dialect an id starts anew, as http-wire.md
 (A) has it, when its last answer called no tools and a call comes with a null mask and without any answer given before;
-what was found until then is kept as an earlier verdict.
+what was found until then is kept as an earlier verdict. In the asynchronous dialect (B) there is no mask to count; what is
+judged beside the history is in `ruling`, and a turn that is asked for again under its key gets a sibling of its answer.
 """
 
 import threading
+from collections.abc import Sequence
 from typing import Final
 
 from rollout_server.testing.call import Answer, Call, Prompt
+from rollout_server.testing.conclusion import Conclusion, Notice
 from rollout_server.testing.mask import first_mask_fault, mask_fault
-from rollout_server.testing.renderer import PlainRenderer, UnrenderableError
+from rollout_server.testing.renderer import Message, PlainRenderer, UnrenderableError
+from rollout_server.testing.ruling import call_fault, outcome_fault
 from rollout_server.testing.script import Reply
-from rollout_server.testing.tally import Tally
-from rollout_server.testing.verdict import Refusal, RefusalReason, RefusedError, Verdict
+from rollout_server.testing.tally import Tally, Told
+from rollout_server.testing.verdict import Outcome, Refusal, RefusalReason, RefusedError, Verdict
 
 ROLLOUTS_KEPT: Final = 4096
+_KEYS_KEPT: Final = 16 * ROLLOUTS_KEPT
 
 
 class Judge:
-    """Checks calls, turns replies into answers, and keeps a verdict for each of the last `rollouts_kept` rollouts.
+    """Checks calls and outcomes, turns replies into answers, and keeps a verdict for each of the last `rollouts_kept`.
 
-    `check` and `accept` belong together and are for one thread, the one that owns the renderer. Verdicts may be read, and
+    With `reuses_ids` an id of the asynchronous dialect may begin anew once its outcome is settled. `check` and `accept`
+    belong together and are for one thread, the one that owns the renderer. Outcomes may come, verdicts be read, and
     rollouts forgotten, from any other.
     """
 
-    def __init__(self, renderer: PlainRenderer, rollouts_kept: int = ROLLOUTS_KEPT) -> None:
+    def __init__(
+        self, renderer: PlainRenderer, rollouts_kept: int = ROLLOUTS_KEPT, *, reuses_ids: bool = False
+    ) -> None:
         self._renderer = renderer
         self._rollouts_kept = rollouts_kept
+        self._reuses_ids = reuses_ids
         self._tallies: dict[str, Tally] = {}
+        self._owners: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def check(self, call: Call) -> Prompt:
         """The prompt that a right call gives. RefusedError for a wrong one, which is then part of the verdict."""
         tally = self._tallies.get(call.key) or Tally(call.key)
-        over = call.masked and not call.mask and tally.is_over_for(call.messages)
+        over = self._is_over(call, tally)
         begins = tally.next_turn == 1 or over
         try:
+            self._check_keyed(call, Tally(call.key) if over else tally)
+            if call.keyed and tally.turn_keys[-1:] == [call.keyed.turn_key]:
+                return Prompt(call, tally.last_prompt, tally.last_turn.new_tokens, tally.last_turn.number, repeats=True)
             return self._first(call) if begins else self._later(call, tally)
         except RefusedError as error:
-            with self._lock:
-                refused = self._tallies.get(call.key) or tally
-                refused.refuse(error.refusal)
-                self._keep(call.key, refused)
+            self._refuse(call.key, error.refusal)
             raise
 
-    def accept(self, prompt: Prompt, reply: Reply) -> Answer:
-        """The answer to a checked call; from now on the rollout's next call has to continue it."""
+    def conclude(self, notice: Notice) -> None:
+        """Takes the delivery of an outcome; RefusedError for one that should not have come, or not like this."""
+        with self._lock:
+            tally = self._tallies.get(notice.rollout_id) or Tally(notice.rollout_id)
+            fault = None
+            if tally.conclusion is None:
+                fault = outcome_fault(notice, tally)
+                tally.conclusion = Conclusion(notice)
+            fault = tally.conclusion.come(notice) or fault
+            self._keep(notice.rollout_id, tally)
+        if fault:
+            refusal = Refusal(0, RefusalReason.OUTCOME, fault)
+            self._refuse(notice.rollout_id, refusal)
+            raise RefusedError(refusal)
+
+    def settle(self, rollout_id: str, status: int) -> Verdict | None:
+        """Takes note of the status that answers an outcome; the verdict, where that ends its delivery."""
+        with self._lock:
+            tally = self._tallies.get(rollout_id)
+            if tally is None or tally.conclusion is None or tally.conclusion.settled:
+                return None
+            tally.conclusion.settle(status)
+            return tally.verdict() if tally.conclusion.settled else None
+
+    def accept(self, prompt: Prompt, reply: Reply, fault: str = "") -> Answer:
+        """The answer to a checked call; from now on the rollout's next call has to continue it.
+
+        `fault` is the kind of failure by which it nevertheless does not arrive, for the verdict.
+        """
         answer = self.answer(prompt, reply)
         with self._lock:
             tally = self._tally(prompt)
-            tally.add(prompt, answer)
+            tally.add(prompt, answer, Told.by(answer, reply))
+            if fault:
+                tally.fault(prompt, fault)
             self._keep(prompt.call.key, tally)
         return answer
 
@@ -68,8 +107,20 @@ class Judge:
         """Notes in the verdict that a checked call is not answered, by what kind of failure."""
         with self._lock:
             tally = self._tally(prompt)
-            tally.fault(name)
+            tally.fault(prompt, name)
             self._keep(prompt.call.key, tally)
+
+    def record_replay(self, prompt: Prompt) -> None:
+        """Notes in the verdict that the answer of a turn is given again."""
+        with self._lock:
+            self._tally(prompt).replayed()
+
+    def is_masked(self, rollout_id: str, messages: Sequence[Message]) -> bool | None:
+        """Whether the calls of a rollout that `messages` may continue carry masks; None where there is no such rollout."""
+        with self._lock:
+            tally = self._tallies.get(rollout_id)
+            over = tally is None or tally.conclusion is not None or tally.is_over_for(messages)
+            return None if tally is None or over else tally.masked
 
     def start_anew(self, rollout_id: str) -> bool:
         """Makes the next call under this id a first one; whether the id was known."""
@@ -85,6 +136,12 @@ class Judge:
             tally = self._tallies.get(rollout_id)
             return tally.verdict() if tally else None
 
+    def outcome(self, rollout_id: str) -> Outcome | None:
+        """What a rollout came to; None where nothing was delivered."""
+        with self._lock:
+            tally = self._tallies.get(rollout_id)
+            return tally.conclusion.value() if tally and tally.conclusion else None
+
     def verdicts(self) -> tuple[Verdict, ...]:
         """All that are kept, the one called least recently first."""
         with self._lock:
@@ -93,7 +150,7 @@ class Judge:
     def _first(self, call: Call) -> Prompt:
         if call.masked and (fault := first_mask_fault(call.mask)):
             raise _refused(1, RefusalReason.MASK, fault)
-        return Prompt(call, self._rendered(call, 1), new_tokens=0, begins=True)
+        return Prompt(call, self._rendered(call, 1), new_tokens=0, turn=1, begins=True)
 
     def _later(self, call: Call, tally: Tally) -> Prompt:
         turn = tally.next_turn
@@ -109,7 +166,33 @@ class Judge:
             raise _refused(turn, RefusalReason.SHRUNK, text)
         if call.masked and (fault := mask_fault(call.mask, new_tokens)):
             raise _refused(turn, RefusalReason.MASK, fault)
-        return Prompt(call, ids, new_tokens, begins=False)
+        return Prompt(call, ids, new_tokens, turn)
+
+    def _is_over(self, call: Call, tally: Tally) -> bool:
+        """Whether the call begins the rollout anew."""
+        if call.masked or (call.keyed and tally.masked):
+            return not call.mask and tally.is_over_for(call.messages)
+        ended = tally.conclusion is not None and tally.conclusion.settled
+        fresh = call.keyed is not None and call.keyed.turn_key not in tally.turn_keys
+        return self._reuses_ids and ended and fresh and not tally.has_answer(call.messages)
+
+    def _check_keyed(self, call: Call, tally: Tally) -> None:
+        if call.keyed is None:
+            return
+        if found := call_fault(call, call.keyed, tally):
+            raise _refused(tally.next_turn, *found)
+        owner = self._owners.setdefault(call.keyed.turn_key, call.key)
+        if owner != call.key:
+            text = f"the Idempotency-Key is that of a turn of rollout {owner!r}: each turn has a key of its own"
+            raise _refused(tally.next_turn, RefusalReason.KEY, text)
+        while len(self._owners) > _KEYS_KEPT:
+            del self._owners[next(iter(self._owners))]
+
+    def _refuse(self, rollout_id: str, refusal: Refusal) -> None:
+        with self._lock:
+            tally = self._tallies.get(rollout_id) or Tally(rollout_id)
+            tally.refuse(refusal)
+            self._keep(rollout_id, tally)
 
     def _rendered(self, call: Call, turn: int) -> list[int]:
         try:
@@ -119,7 +202,7 @@ class Judge:
 
     def _tally(self, prompt: Prompt) -> Tally:
         tally = self._tallies.get(prompt.call.key) or Tally(prompt.call.key)
-        return tally.anew() if prompt.begins and tally.next_turn > 1 else tally
+        return tally.anew() if prompt.begins and (tally.next_turn > 1 or tally.conclusion) else tally
 
     def _keep(self, rollout_id: str, tally: Tally) -> None:
         self._tallies.pop(rollout_id, None)

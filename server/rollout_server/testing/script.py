@@ -1,9 +1,10 @@
 """What a scripted model says, and how a scripted trainer fails: frozen values.
 
-A `Script` is the list of lines for one rollout. A line is a `Reply`, which the trainer renders, counts and sends, or a
-`Fault`, which it commits instead of answering. A call that the judge refuses uses up no line.
+A `Script` is how a trainer treats one rollout, first of all its list of lines. A line is a `Reply`, which the trainer
+renders, counts and sends, or a `Fault`, which it commits instead of answering. A call that the judge refuses uses up no line.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,9 @@ class Reply:
 
     `tool_calls` and `extra` go into the message verbatim. A reply that was `cut` has no end token, and `surplus` (ids, or
     text for the trainer to encode) is appended to the ids that the reply's text renders to; both are part of what the
-    trainer counts with afterwards. `omit` and `override` change the response's top-level fields only, after counting.
-    The answer goes out after `delay` seconds. ValueError for a negative delay or an unknown name in `omit`.
+    trainer counts with afterwards. `omit`, `usage` (adds the counts of prompt and answer as ``usage``) and `override` change
+    the response's top-level fields only, after counting. The answer goes out after `delay` seconds. ValueError for a negative
+    delay or an unknown name in `omit`.
     """
 
     content: str | Sequence[object] | None = None
@@ -41,12 +43,12 @@ class Reply:
     cut: bool = False
     surplus: tuple[int, ...] | str = ()
     omit: frozenset[str] = frozenset()
+    usage: bool = False
     override: Json = field(default_factory=dict)
     delay: float = 0.0
 
     def __post_init__(self) -> None:
-        if unknown := self.omit - OMITTABLE:
-            raise ValueError(f"omit names {sorted(unknown)}; only {sorted(OMITTABLE)} can be left out")
+        _check_omitted(self.omit)
         _check_delay(self.delay)
 
     @property
@@ -72,6 +74,10 @@ class FaultKind(StrEnum):
     """Any status with any body, whole: an error, an HTML page, broken JSON."""
     RESET = "reset"
     """The connection is reset before anything was answered."""
+    CLOSED = "closed"
+    """The connection is closed in good order before anything was answered."""
+    LOST = "lost"
+    """What the next line says is generated and counts, but the connection is closed without it."""
     SILENCE = "silence"
     """No answer, until the caller gives up or the trainer is closed."""
     TRUNCATED = "truncated"
@@ -125,28 +131,88 @@ class Fault:
 Line: TypeAlias = Reply | Fault
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    """The lines of one rollout, in order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extensions:
+    """What becomes of the extensions of a rollout's answers, in the given `turns` (from 1) or, with None, in all of them.
 
-    With `repeat_last` the last line is said again for ever. Without it a call beyond the last line is an HTTP 500 that
-    names the script's length, so that a server asking too often is noticed. ValueError for a script without lines.
+    `omit` and `usage` are those of `Reply`, and add to what a reply says itself. ValueError for an unknown name in `omit`.
     """
 
-    lines: tuple[Line, ...]
+    omit: frozenset[str] = frozenset()
+    usage: bool = False
+    turns: frozenset[int] | None = None
+
+    def __post_init__(self) -> None:
+        _check_omitted(self.omit)
+
+    def applied(self, reply: Reply, turn: int) -> Reply:
+        """The reply as it goes out in this turn."""
+        if self.turns is not None and turn not in self.turns:
+            return reply
+        return dataclasses.replace(reply, omit=reply.omit | self.omit, usage=reply.usage or self.usage)
+
+
+@dataclass(frozen=True, slots=True)
+class Reception:
+    """How the deliveries of a rollout's outcome are met: each with the next fault, and after them with status 200.
+
+    With `repeat_last` the last fault is committed for ever. A status of 2xx acknowledges; every kind of broken connection
+    means that the outcome was taken and the acknowledgement got lost. ValueError for the kinds that only completions know,
+    and for a last fault to repeat where there is none.
+    """
+
+    faults: tuple[Fault, ...] = ()
     repeat_last: bool = False
 
     def __post_init__(self) -> None:
-        if not self.lines:
-            raise ValueError("a script needs at least one line")
+        for fault in self.faults:
+            if fault.kind in (FaultKind.EMPTY_CHOICES, FaultKind.NULL_MESSAGE):
+                raise ValueError(f"{fault.kind} is no way to meet the delivery of an outcome")
+        if self.repeat_last and not self.faults:
+            raise ValueError("there is no last fault to repeat")
 
-    def line(self, index: int) -> Line:
-        """The line at `index`, counted from 0."""
+    def fault(self, index: int) -> Fault | None:
+        """What is committed at the delivery at `index`, counted from 0; None: it is acknowledged with 200."""
+        if index < len(self.faults):
+            return self.faults[index]
+        return self.faults[-1] if self.repeat_last else None
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """How a trainer treats one rollout: its lines in order, what they are sent with, and how its outcome is met.
+
+    With `repeat_last` the last line is said again for ever; with `then_model` the trainer's model speaks after the last
+    line. Without either a call beyond the last line is an HTTP 500 that names the script's length, so that a server asking
+    too often is noticed. ValueError for a script without lines that does not leave them to the model, and for both at once.
+    """
+
+    lines: tuple[Line, ...] = ()
+    repeat_last: bool = False
+    then_model: bool = False
+    extensions: Extensions = field(default_factory=Extensions)
+    reception: Reception = field(default_factory=Reception)
+
+    def __post_init__(self) -> None:
+        if not self.lines and not self.then_model:
+            raise ValueError("a script needs at least one line, or then_model")
+        if self.repeat_last and self.then_model:
+            raise ValueError("after the last line it is repeat_last or then_model, not both")
+
+    def line(self, index: int) -> Line | None:
+        """The line at `index`, counted from 0; None where the model speaks."""
         if index < len(self.lines):
             return self.lines[index]
+        if self.then_model:
+            return None
         if self.repeat_last:
             return self.lines[-1]
         return Fault.error(500, f"the script has {len(self.lines)} lines and all of them were said")
+
+
+def _check_omitted(names: frozenset[str]) -> None:
+    if unknown := names - OMITTABLE:
+        raise ValueError(f"omit names {sorted(unknown)}; only {sorted(OMITTABLE)} can be left out")
 
 
 def _check_delay(seconds: float) -> None:

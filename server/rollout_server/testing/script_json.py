@@ -1,44 +1,76 @@
 """Scripts as JSON, so that another process can set one with ``PUT /script``.
 
-``{"lines": [{"reply": {"content": "Hello!"}}, {"fault": {"kind": "reset"}}], "repeat_last": false}``: the keys of a
-reply and of a fault are the fields of `Reply` and `Fault`.
+``{"lines": [{"reply": {"content": "Hello!"}}, {"fault": {"kind": "reset"}}], "repeat_last": false}``: the keys of the script,
+of a reply and of a fault are the fields of `Script`, `Reply` and `Fault`. ``{"then_model": true, "extensions": {"usage": true},
+"reception": {"faults": [{"kind": "closed"}]}}`` is one that leaves the lines to the model.
 """
 
 import dataclasses
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from rollout_server.testing.script import Fault, Line, Reply, Script
+from rollout_server.testing.script import Extensions, Fault, Line, Reception, Reply, Script
 
-_Line = TypeVar("_Line", Reply, Fault)
+_Value = TypeVar("_Value", Reply, Fault, Extensions)
+_KEYS: Final = frozenset(field.name for field in dataclasses.fields(Script))
 
 
 def script_from_json(value: object) -> Script:
     """The script that a parsed JSON value describes; ValueError names the line and the field that is wrong."""
-    if not isinstance(value, dict) or not isinstance(value.get("lines"), list):
+    if not isinstance(value, dict):
         raise ValueError('a script is an object with a list "lines"')
-    if unknown := set(value) - {"lines", "repeat_last"}:
-        raise ValueError(f"unknown keys in the script: {sorted(unknown)}")
-    repeat_last = value.get("repeat_last", False)
-    if not isinstance(repeat_last, bool):
-        raise ValueError("repeat_last is true or false")
-    return Script(tuple(_line(index, line) for index, line in enumerate(value["lines"])), repeat_last)
+    _check_keys(value, _KEYS, "the script")
+    then_model = _switch(value, "then_model")
+    lines = value.get("lines", [] if then_model else None)
+    if not isinstance(lines, list):
+        raise ValueError('a script is an object with a list "lines"')
+    return Script(
+        tuple(_line(index, line) for index, line in enumerate(lines)),
+        _switch(value, "repeat_last"),
+        then_model,
+        _convert("extensions", Extensions, value.get("extensions", {})),
+        _reception(value.get("reception", {})),
+    )
 
 
 def _line(index: int, value: object) -> Line:
     match value:
         case {"reply": dict(fields), **others} if not others:
-            return _convert(index, Reply, fields)
+            return _convert(f"lines[{index}]", Reply, fields)
         case {"fault": dict(fields), **others} if not others:
-            return _convert(index, Fault, fields)
+            return _convert(f"lines[{index}]", Fault, fields)
     raise ValueError(f'lines[{index}] is an object with the one key "reply" or "fault"')
 
 
-def _convert(index: int, kind: type[_Line], fields: dict[str, object]) -> _Line:
-    if unknown := set(fields) - {field.name for field in dataclasses.fields(kind)}:
-        raise ValueError(f"lines[{index}] has unknown keys: {sorted(unknown)}")
+def _reception(value: object) -> Reception:
+    if not isinstance(value, dict) or not isinstance(value.get("faults", []), list):
+        raise ValueError('reception is an object with a list "faults"')
+    _check_keys(value, {"faults", "repeat_last"}, "reception")
+    faults = enumerate(value.get("faults", []))
+    return Reception(
+        tuple(_convert(f"reception.faults[{index}]", Fault, fault) for index, fault in faults),
+        _switch(value, "repeat_last"),
+    )
+
+
+def _switch(value: dict[str, Any], name: str) -> bool:
+    given = value.get(name, False)
+    if not isinstance(given, bool):
+        raise ValueError(f"{name} is true or false")
+    return given
+
+
+def _convert(place: str, kind: type[_Value], fields: object) -> _Value:
+    if not isinstance(fields, dict):
+        raise ValueError(f"{place} is not an object")
+    _check_keys(fields, {field.name for field in dataclasses.fields(kind)}, place)
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise ValueError(f"lines[{index}]: {error}") from error
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _check_keys(value: dict[str, Any], known: "frozenset[str] | set[str]", place: str) -> None:
+    if unknown := set(value) - known:
+        raise ValueError(f"unknown keys in {place}: {sorted(unknown)}")

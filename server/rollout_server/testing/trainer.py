@@ -2,36 +2,42 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from rollout_server.testing.app import SeenRequest, TrainerApp
+from starlette.types import ASGIApp
+
+from rollout_server.testing.app import SeenRequest, Speech, TrainerApp
+from rollout_server.testing.bearer import Bearer
 from rollout_server.testing.calculator_model import CalculatorModel, Model
 from rollout_server.testing.completion_server import CompletionServer, target
 from rollout_server.testing.completion_service import CompletionService, SeenCompletion
 from rollout_server.testing.desk import Desk, ToolsTold
-from rollout_server.testing.engine import Engine
+from rollout_server.testing.dialect import Dialect
+from rollout_server.testing.engine import Engine, Scripts
 from rollout_server.testing.judge import Judge
+from rollout_server.testing.receiver import Delivery, Receiver
 from rollout_server.testing.renderer import PlainRenderer, Tools
 from rollout_server.testing.script import Script
 from rollout_server.testing.serving import Listener
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
-from rollout_server.testing.verdict import Verdict
+from rollout_server.testing.verdict import Outcome, Verdict
 
 
 @dataclass(eq=False)
 class StrictTrainer:
-    """A trainer of the synchronous dialect (http-wire.md, A) on a port of its own.
+    """A trainer of the synchronous or the asynchronous dialect (http-wire.md, A and B) on a port of its own.
 
     ``async with StrictTrainer() as trainer:`` serves at `trainer.url` until the block ends:
 
     * ``POST /v1/chat/completions``: judged, then answered by the rollout's script, or by `model` where there is none.
       422 with ``{"detail": text}`` for a refused call, 401 for a wrong key, 502 where the tools cannot be had.
+    * ``POST /v1/rollout/completed``, in the asynchronous dialect: judged, then met as the rollout's script says.
     * ``GET /health``; ``GET /verdicts``, one summary for each rollout; ``GET /verdict?rollout_id=``, everything.
     * ``PUT /script?rollout_id=``: a script as JSON, see `script_json`.
     * gRPC at `grpc_target`: `osmosis.rollout.v1.CompletionService` in message mode, see `completion_service`.
@@ -39,10 +45,17 @@ class StrictTrainer:
     The arguments:
 
     * `tokenizer_dir`: a local directory with a tokenizer and its chat template.
-    * `scripts`, by rollout id; `model` speaks for all other ids, in a thread of the trainer's.
+    * `scripts`, by rollout id; `script` is for all other ids, and by default leaves everything to `model`, which speaks in
+      a thread of the trainer's.
+    * `dialect`: see `Dialect`.
+    * `replays_keys`: a turn that is asked for again under its ``Idempotency-Key`` gets the answer that it had, and the key
+      is repeated in the answer's header; else the turn is generated anew. In the asynchronous dialect only.
+    * `reuses_ids`: an id of that dialect may begin anew once its outcome is settled; else a rollout is refused after it.
+    * `settled` is called with the verdict of each rollout whose outcome is acknowledged or refused for good.
     * `tools` are rendered into every prompt; or those of `tools_from`, the base URL of a gateway whose ``GET /tools`` is
       asked once, on first use. With neither, or with `render_tools` off, prompts are rendered without tools.
-    * `api_key`: demanded as ``Authorization: Bearer`` for completions (over gRPC in the metadata), and for nothing else.
+    * `api_key`: demanded as ``Authorization: Bearer`` for completions (over gRPC in the metadata) and for outcomes, and
+      for nothing else.
     * `parse_arguments`: tool call arguments that came as JSON text are rendered as objects, as vLLM-style fronts do.
     * `port` and `grpc_port`: 0 for any free one; without gRPC, `grpc_port` is None.
     * `requests_kept`: of how many requests `requests` and `completions` tell.
@@ -53,6 +66,11 @@ class StrictTrainer:
     tokenizer_dir: Path = TOY_TOKENIZER
     _: KW_ONLY
     scripts: Mapping[str, Script] = field(default_factory=dict)
+    script: Script = field(default_factory=lambda: Script(then_model=True))
+    dialect: Dialect = Dialect.MASKED
+    replays_keys: bool = False
+    reuses_ids: bool = False
+    settled: Callable[[Verdict], None] = lambda _verdict: None
     model: Model = field(default_factory=CalculatorModel)
     tools: Tools | None = None
     tools_from: str | None = None
@@ -66,6 +84,9 @@ class StrictTrainer:
     _requests: "deque[SeenRequest]" = field(init=False, repr=False)
     _completions: "deque[SeenCompletion]" = field(init=False, repr=False)
     _desk: Desk = field(init=False, repr=False)
+    _receiver: Receiver = field(init=False, repr=False)
+    _app: ASGIApp = field(init=False, repr=False)
+    _listener: Listener = field(init=False, repr=False)
     _open: AsyncExitStack = field(init=False, repr=False)
 
     async def __aenter__(self) -> Self:
@@ -75,10 +96,13 @@ class StrictTrainer:
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strict-trainer")
             stack.callback(thread.shutdown, wait=False)
             self._desk = await self._make_desk(thread)
-            app = TrainerApp(self._desk, self.api_key, self._requests).asgi()
-            listener = await Listener.open(app, self.host, self.port)
-            stack.push_async_callback(listener.close)
-            self.port = listener.port
+            bearer = Bearer(self.api_key)
+            self._receiver = Receiver(self._desk, bearer, self.settled)
+            speech = Speech(Dialect(self.dialect), self.replays_keys)
+            self._app = TrainerApp(self._desk, speech, bearer, self._receiver, self._requests).asgi()
+            self._listener = await Listener.open(self._app, self.host, self.port)
+            stack.push_async_callback(self._stop_listening)
+            self.port = self._listener.port
             if self.grpc_port is not None:
                 server = CompletionServer(CompletionService(self._desk, self.api_key, self._completions))
                 self.grpc_port = await server.open(self.host, self.grpc_port)
@@ -121,18 +145,57 @@ class StrictTrainer:
         """The verdicts of all rollouts that are kept, the one called least recently first."""
         return self._desk.judge.verdicts()
 
+    def deliveries(self, rollout_id: str) -> tuple[Delivery, ...]:
+        """The deliveries of a rollout's outcome, oldest first, refused ones too."""
+        return self._receiver.deliveries(rollout_id)
+
+    def outcome(self, rollout_id: str) -> Outcome | None:
+        """What a rollout came to, as it was delivered first; None where nothing was delivered."""
+        return self._desk.judge.outcome(rollout_id)
+
+    async def delivered(self, rollout_id: str, times: int = 1) -> tuple[Delivery, ...]:
+        """Waits until a rollout's outcome was delivered so many times."""
+        await self._receiver.changed.until(lambda: len(self.deliveries(rollout_id)) >= times)
+        return self.deliveries(rollout_id)
+
+    async def completed(self, rollout_id: str) -> Mapping[str, Any]:
+        """Waits until a rollout's outcome is settled, acknowledged or refused for good, and returns its body."""
+        await self._receiver.changed.until(lambda: self._settled(rollout_id) is not None)
+        outcome = self._settled(rollout_id)
+        assert outcome is not None  # noqa: S101 - just waited for
+        return outcome.body
+
+    @asynccontextmanager
+    async def down(self) -> AsyncIterator[None]:
+        """While the block lasts nobody listens on the HTTP port: connections are closed, and new ones refused."""
+        await self._stop_listening()
+        try:
+            yield
+        finally:
+            self._listener = await Listener.open(self._app, self.host, self.port)
+
     def start_anew(self, rollout_id: str) -> None:
         """Ends a rollout on the trainer's side: the next call under this id is a first one."""
         self._desk.judge.start_anew(rollout_id)
+        self._receiver.begin_anew(rollout_id)
 
     async def put_script(self, rollout_id: str, script: Script) -> None:
         """Gives a rollout its script, and starts it anew."""
         await self._desk.put_script(rollout_id, script)
+        self._receiver.begin_anew(rollout_id)
+
+    async def _stop_listening(self) -> None:
+        await self._listener.close()
+
+    def _settled(self, rollout_id: str) -> Outcome | None:
+        outcome = self.outcome(rollout_id)
+        return outcome if outcome and outcome.answered is not None else None
 
     async def _make_desk(self, thread: ThreadPoolExecutor) -> Desk:
         load = asyncio.get_running_loop().run_in_executor(
             thread, lambda: PlainRenderer.load(self.tokenizer_dir, parse_arguments=self.parse_arguments)
         )
-        judge = Judge(await load)
-        tools = ToolsTold(self.tools, self.tools_from, rendered=self.render_tools)
-        return Desk(judge, Engine(judge, self.model, self.scripts), tools, thread)
+        judge = Judge(await load, reuses_ids=self.reuses_ids)
+        scripts = Scripts(self.scripts, self.script)
+        engine = Engine(judge, self.model, scripts, replays_keys=self.replays_keys)
+        return Desk(judge, engine, scripts, ToolsTold(self.tools, self.tools_from, rendered=self.render_tools), thread)

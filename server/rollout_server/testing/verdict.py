@@ -1,7 +1,9 @@
 """What the judge finds: frozen values, all of them counted in tokens of the trainer's own tokenizer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class RefusalReason(StrEnum):
@@ -15,11 +17,19 @@ class RefusalReason(StrEnum):
     """The messages render to fewer tokens than the prompt before and its answer had."""
     TEMPLATE = "template"
     """The chat template does not take the messages."""
+    BODY = "body"
+    """Something else in the body is not what the dialect says it is."""
+    KEY = "key"
+    """The ``Idempotency-Key`` is missing, or is not that of this turn."""
+    OVER = "over"
+    """A call for a completion after the rollout's outcome was delivered."""
+    OUTCOME = "outcome"
+    """The outcome is not one, is not what this trainer saw, or came when it should not have come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One refused call; `turn` (from 1) is the turn it would have been."""
+    """One refused call; `turn` (from 1) is the turn it would have been, 0 for the delivery of an outcome."""
 
     turn: int
     reason: RefusalReason
@@ -65,11 +75,32 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rollout came to, as it was delivered first.
+
+    `body` as parsed, `key` its ``Idempotency-Key``, `deliveries` how often it came until now. `answered` is the status that
+    settled it, a 2xx that was sent whole or a 4xx that is final; None while it may come again.
+    """
+
+    body: Mapping[str, Any]
+    key: str
+    deliveries: int
+    answered: int | None
+
+    @property
+    def acknowledged(self) -> bool:
+        """Whether it was answered with a 2xx."""
+        return self.answered is not None and 200 <= self.answered < 300
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """All that the judge knows of one rollout id (over gRPC: of one conversation, see `Call.key`).
 
-    `faults` names the failures that the trainer committed on purpose, as ``turn 2: reset``. `earlier` holds the verdicts
-    of earlier rollouts under the same id, oldest first and at most `EARLIER_KEPT` of them.
+    `faults` names the failures that the trainer committed on purpose, as ``turn 2: reset``. `siblings` counts answers that
+    were generated for turns that had one (the last one is in the sample), `replays` those that were given again instead.
+    `outcome` is None where none was delivered. `earlier` holds the verdicts of earlier rollouts under the same id, oldest
+    first and at most `EARLIER_KEPT` of them.
     """
 
     rollout_id: str
@@ -77,12 +108,20 @@ class Verdict:
     refusals: tuple[Refusal, ...]
     faults: tuple[str, ...]
     sample: Sample
+    outcome: Outcome | None = None
+    siblings: int = 0
+    replays: int = 0
     earlier: tuple["Verdict", ...] = ()
 
     @property
     def accepted(self) -> bool:
         """Whether at least one turn was answered and none was refused."""
         return bool(self.turns) and not self.refusals
+
+    @property
+    def concluded(self) -> bool:
+        """Whether exactly one outcome came, which was right and was acknowledged, and nothing at all was refused."""
+        return self.outcome is not None and self.outcome.acknowledged and not self.refusals
 
 
 EARLIER_KEPT = 16

@@ -14,6 +14,7 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from rollout_server.core.error import InvalidRequest, RolloutError, Violation
+from rollout_server.edge.rpc.caller import Admit, admit
 from rollout_server.edge.rpc.status import internal, status_of
 
 _log = logging.getLogger(__name__)
@@ -27,6 +28,9 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class Boundary(grpc.aio.ServerInterceptor):
     """Wraps every rpc that answers one request, with one response or a stream."""
 
+    def __init__(self, admit: Admit) -> None:
+        self._admit = admit
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
@@ -36,7 +40,7 @@ class Boundary(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
-        wrapped = _Wrapped(handler, handler_call_details.method)
+        wrapped = _Wrapped(handler, handler_call_details.method, self._admit)
         make = (
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
@@ -51,17 +55,19 @@ class Boundary(grpc.aio.ServerInterceptor):
 class _Wrapped:
     """The handler of one rpc."""
 
-    def __init__(self, handler: _Handler, method: str) -> None:
+    def __init__(self, handler: _Handler, method: str, admit: Admit) -> None:
         self._parse: Any = handler.request_deserializer
         self._unary: Any = handler.unary_unary
         self._stream: Any = handler.unary_stream
         self._method = method
+        self._admit = admit
 
     async def unary(self, payload: bytes, context: _Context) -> object:
         """Answers one request with one response."""
         request_id = _identify(context)
         context.set_trailing_metadata(((REQUEST_ID, request_id),))
         try:
+            self._let_in(context)
             return await self._unary(self._parsed(payload), context)
         except (Exception, asyncio.CancelledError) as error:
             await _end(context, error, self._method, request_id)
@@ -71,6 +77,7 @@ class _Wrapped:
         request_id = _identify(context)
         await context.send_initial_metadata(((REQUEST_ID, request_id),))
         try:
+            self._let_in(context)
             responses = self._stream(self._parsed(payload), context)
             if isinstance(responses, Awaitable):  # a handler that writes to the context
                 await responses
@@ -79,6 +86,9 @@ class _Wrapped:
                 yield response
         except (Exception, asyncio.CancelledError) as error:
             await _end(context, error, self._method, request_id)
+
+    def _let_in(self, context: _Context) -> None:
+        admit(self._admit, self._method, dict(context.invocation_metadata() or ()))
 
     def _parsed(self, payload: bytes) -> object:
         try:

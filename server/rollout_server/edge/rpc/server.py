@@ -12,8 +12,10 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 from osmosis.rollout.v1 import rollout_service_pb2, rollout_service_pb2_grpc
 
+from rollout_server.edge.rpc.caller import Admit
 from rollout_server.edge.rpc.interceptor import Boundary
 from rollout_server.edge.rpc.service import RolloutService
+from rollout_server.edge.rpc.tls import ServerTls, server_credentials
 
 SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -22,27 +24,36 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @dataclass(frozen=True, slots=True)
 class RpcSettings:
-    """Where to listen (`host:port`, `unix:PATH`; port 0: any) and the largest message in bytes."""
+    """Where to listen (`host:port`, `unix:PATH`; port 0: any), the largest message in bytes, and the TLS of the ports.
+
+    Unix sockets go without: who may open one says its directory.
+    """
 
     addresses: Sequence[str]
     max_message_bytes: int = 64 * 1024 * 1024
+    tls: ServerTls | None = None
 
 
 class RpcServer:
     """Serves RolloutService, health and reflection."""
 
-    def __init__(self, service: RolloutService, settings: RpcSettings) -> None:
+    def __init__(self, service: RolloutService, settings: RpcSettings, admit: Admit) -> None:
         self._settings = settings
         self._health = HealthServicer()
-        self._server = grpc.aio.server(interceptors=[Boundary()], options=_options(settings))
+        self._server = grpc.aio.server(interceptors=[Boundary(admit)], options=_options(settings))
         rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> Sequence[int]:
-        """Listens. Returns the ports, 0 for Unix sockets. Raises OSError where an address cannot be had."""
-        ports = [self._listen(address) for address in self._settings.addresses]
+        """Listens. Returns the ports, 0 for Unix sockets.
+
+        Raises OSError where an address or a TLS file cannot be had, ValueError for TLS files that are of no use.
+        """
+        tls = self._settings.tls
+        credentials = server_credentials(tls) if tls is not None else None
+        ports = [self._listen(address, credentials) for address in self._settings.addresses]
         await self._server.start()
         await self._health.set("", _SERVING)
         await self._health.set(SERVICE, _SERVING)
@@ -56,12 +67,14 @@ class RpcServer:
         """Ends the calls that are left after `grace` seconds."""
         await self._server.stop(grace)
 
-    def _listen(self, address: str) -> int:
+    def _listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
         if address.startswith("unix:"):
             self._server.add_insecure_port(address)
             return 0
         _check_free(address)
-        return self._server.add_insecure_port(address)
+        if credentials is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, credentials)
 
 
 def _check_free(address: str) -> None:

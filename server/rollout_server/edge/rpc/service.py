@@ -14,6 +14,7 @@ from osmosis.rollout.v1 import event_pb2, rollout_service_pb2_grpc
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
 from rollout_server.core.error import InvalidRequest, Violation
+from rollout_server.edge.rpc.caller import caller
 from rollout_server.edge.rpc.wire import request as wire
 from rollout_server.edge.rpc.wire.event import event, timestamp
 from rollout_server.edge.rpc.wire.message import tool_to_proto
@@ -39,6 +40,7 @@ class ServerFacts:
     max_request_bytes: int
     start_time: float
     check: Callable[[Wish], None]
+    keys_required: Callable[[], bool] = lambda: False
 
 
 class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
@@ -50,7 +52,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def StartRollout(self, request: pb.StartRolloutRequest, context: _Context) -> pb.StartRolloutResponse:
         """Accepts a rollout or finds it."""
-        rollout, attached = self._start(request, context)
+        rollout, attached = self._start(request)
         return started(rollout, attached=attached)
 
     async def RunRollout(
@@ -58,7 +60,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[pb.RunRolloutResponse]:
         """Accepts a rollout or finds it, and streams its events."""
         detail = wire.known(request.detail, event_pb2.EventDetail, "detail")
-        rollout, attached = self._start(request.start, context)
+        rollout, attached = self._start(request.start)
         with rollout.attached():
             yield pb.RunRolloutResponse(started=started(rollout, attached=attached))
             async for shown in _events(rollout, request.after_sequence, detail):
@@ -69,7 +71,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[pb.WatchRolloutResponse]:
         """Streams the events after a sequence number."""
         detail = wire.known(request.detail, event_pb2.EventDetail, "detail")
-        rollout = self._roster.get(request.uid, caller(context))
+        rollout = self._roster.get(request.uid, caller())
         with rollout.attached():
             async for shown in _events(rollout, request.after_sequence, detail):
                 yield pb.WatchRolloutResponse(event=shown)
@@ -77,7 +79,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     async def WaitRollout(self, request: pb.WaitRolloutRequest, context: _Context) -> pb.WaitRolloutResponse:
         """Waits for the outcome."""
         view = wire.known(request.view, pb.RolloutView, "view")
-        rollout = self._roster.get(request.uid, caller(context))
+        rollout = self._roster.get(request.uid, caller())
         seconds = _patience(request, context)
         with rollout.attached():
             with suppress(TimeoutError):
@@ -87,7 +89,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     async def GetRollout(self, request: pb.GetRolloutRequest, context: _Context) -> pb.GetRolloutResponse:
         """Reads one rollout."""
         view = wire.known(request.view, pb.RolloutView, "view")
-        rollout = self._roster.get(request.uid, caller(context))
+        rollout = self._roster.get(request.uid, caller())
         return pb.GetRolloutResponse(rollout=rollout_to_proto(rollout, view))
 
     async def ListRollouts(self, request: pb.ListRolloutsRequest, context: _Context) -> pb.ListRolloutsResponse:
@@ -97,7 +99,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         size = request.page_size or DEFAULT_PAGE
         view = wire.known(request.view, pb.RolloutView, "view")
         before = wire.page_start(request.page_token, request.selection)
-        selected = self._roster.select(wire.selection(request.selection, caller(context)), before=before)
+        selected = self._roster.select(wire.selection(request.selection, caller()), before=before)
         page = list(islice(selected, size + 1))
         token = wire.page_token(page[size - 1][0], request.selection) if len(page) > size else ""
         shown = [rollout_to_proto(rollout, view) for _, rollout in page[:size]]
@@ -109,16 +111,16 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             raise InvalidRequest(Violation("selection", "is empty; set `all` to cancel all rollouts of yours"))
         if len(request.reason) > 1000:
             raise InvalidRequest(Violation("reason", "has at most 1000 characters"))
-        selection = wire.selection(request.selection, caller(context))
+        selection = wire.selection(request.selection, caller())
         for uid in selection.uids:
-            self._roster.get(uid, caller(context))
+            self._roster.get(uid, caller())
         return pb.CancelRolloutsResponse(uids=self._roster.cancel(selection, request.reason or "cancelled"))
 
     async def AcknowledgeOutcome(
         self, request: pb.AcknowledgeOutcomeRequest, context: _Context
     ) -> pb.AcknowledgeOutcomeResponse:
         """Takes note that an outcome was received."""
-        self._roster.acknowledge(request.uid, caller(context))
+        self._roster.acknowledge(request.uid, caller())
         return pb.AcknowledgeOutcomeResponse()
 
     async def ListTools(self, request: pb.ListToolsRequest, context: _Context) -> pb.ListToolsResponse:
@@ -149,17 +151,14 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             queued=roster.queued,
             finished=roster.finished,
             draining=roster.draining,
+            default_agent=roster.default_agent,
+            keys_required=facts.keys_required(),
         )
 
-    def _start(self, request: pb.StartRolloutRequest, context: _Context) -> tuple[Rollout, bool]:
-        wish = wire.wish(request, caller(context))
+    def _start(self, request: pb.StartRolloutRequest) -> tuple[Rollout, bool]:
+        wish = wire.wish(request, caller())
         self._facts.check(wish)
         return self._roster.start(wish)
-
-
-def caller(context: _Context) -> str:
-    """Who calls. Without API keys everybody is the same caller."""
-    return "anonymous"
 
 
 async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[event_pb2.RolloutEvent]:

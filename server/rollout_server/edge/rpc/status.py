@@ -12,16 +12,20 @@ from rollout_server.core.error import (
     Busy,
     Conflict,
     Draining,
+    Forbidden,
     Gone,
     InvalidRequest,
     NotFound,
     NotPossible,
     RolloutError,
+    Unauthenticated,
 )
 
 DOMAIN = "rollout.osmosis"
 _CODES: dict[type[RolloutError], StatusCode] = {
     InvalidRequest: StatusCode.INVALID_ARGUMENT,
+    Unauthenticated: StatusCode.UNAUTHENTICATED,
+    Forbidden: StatusCode.PERMISSION_DENIED,
     NotFound: StatusCode.NOT_FOUND,
     Conflict: StatusCode.ALREADY_EXISTS,
     NotPossible: StatusCode.FAILED_PRECONDITION,

@@ -1,4 +1,4 @@
-"""OpenAI-style chat completions with response_mask, as the synchronous dialect has them.
+"""OpenAI-style chat completions, as both HTTP dialects have them: the synchronous one with response_mask.
 
 The request's history only grows, so its bytes are kept and new messages are added to them. The answer's message is taken as
 the slice of text that it is.
@@ -6,6 +6,7 @@ the slice of text that it is.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from math import isfinite
@@ -16,15 +17,13 @@ import msgspec
 from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
 from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object, tool_calls
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.core.spec import Sampling
 from rollout_server.runtime.port import Failed
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
-_OWN_KEYS = frozenset(
-    {"model", "rollout_id", "messages", "temperature", "top_p", "max_tokens", "stop", "logprobs", "response_mask"}
-)
 
 
+_LARGE = 1024 * 1024
 _NULL = msgspec.Raw(b"null")
 
 
@@ -38,60 +37,62 @@ class _Body(msgspec.Struct):
     token_ids: list[_TokenId] | None = None
     prompt_token_ids: list[_TokenId] | None = None
     logprobs: msgspec.Raw = _NULL
+    usage: msgspec.Raw = _NULL
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A trainer's answer, checked. `logprobs` is as long as `token_ids`, or None where the trainer sent none that fit."""
+    """A trainer's answer, checked.
+
+    `logprobs` is as long as `token_ids`, or None where the trainer sent none that fit; `usage` counts prompt and completion
+    tokens, where the trainer does.
+    """
 
     message: Message
     tool_calls: int
     finish_reason: str
-    token_ids: Tokens
+    token_ids: Tokens | None
     reported: Tokens | None
     logprobs: Logprobs | None
+    usage: tuple[int, int] | None = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
-_raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_usage_decoder = msgspec.json.Decoder(_Usage | None)
 _logprobs_decoder = msgspec.json.Decoder(list[float])
 
 
 class RequestWriter:
-    """Writes the requests of one rollout."""
+    """Writes the requests of one rollout. `parameters` are the members that stay the same in each of them."""
 
-    def __init__(self, rollout_id: str, sampling: Sampling) -> None:
-        self._head = f'{{"model":"default","rollout_id":{json.dumps(rollout_id)},"messages":['.encode()
-        self._tail = f"],{_parameters(sampling)}".encode()
+    def __init__(self, rollout_id: str, parameters: str) -> None:
+        self._head = f'{{"rollout_id":{json.dumps(rollout_id)},{parameters},"messages":['.encode()
         self._history = bytearray()
         self._messages = 0
 
-    def write(self, messages: Sequence[Message], mask_length: int | None) -> bytes:
+    def masked(self, messages: Sequence[Message], mask_length: int | None) -> bytes:
         """The body for a conversation that extends the one written before. `mask_length` None or 0 is a null mask."""
+        mask = b"[" + b"0," * (mask_length - 1) + b"0]" if mask_length else b"null"
+        return b"".join((self._head, self._written(messages), b'],"response_mask":', mask, b"}"))
+
+    def plain(self, messages: Sequence[Message]) -> bytes:
+        """The same without a mask."""
+        return b"".join((self._head, self._written(messages), b"]}"))
+
+    def _written(self, messages: Sequence[Message]) -> bytearray:
         for message in messages[self._messages :]:
             if self._history:
                 self._history += b","
             self._history += message.text.encode()
         self._messages = len(messages)
-        mask = b"[" + b"0," * (mask_length - 1) + b"0]" if mask_length else b"null"
-        return b"".join((self._head, self._history, self._tail, b',"response_mask":', mask, b"}"))
+        return self._history
 
 
-def _parameters(sampling: Sampling) -> str:
-    known = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "max_tokens": sampling.max_tokens,
-        "logprobs": sampling.logprobs,
-    }
-    fields: dict[str, object] = {key: value for key, value in known.items() if value is not None}
-    fields["stop"] = list(sampling.stop) or None
-    written = json.dumps(fields, ensure_ascii=True)[1:-1]
-    extra = _raw_decoder.decode(sampling.extra_json) if sampling.extra_json else {}
-    parts = (f"{json.dumps(key)}: {bytes(value).decode()}" for key, value in extra.items() if key not in _OWN_KEYS)
-    return ", ".join((written, *parts))
-
-
-def read_answer(body: bytes, turn: int) -> Answer:
+def read_answer(body: bytes, turn: int, *, ids_needed: bool) -> Answer:
     """Parses and checks an answer. Raises `Failed` with VALIDATION, naming turn and field."""
     try:
         parsed = _decoder.decode(body)
@@ -104,7 +105,7 @@ def read_answer(body: bytes, turn: int) -> Answer:
     choice = parsed.choices[0]
     if bytes(choice.message) == b"null":
         raise _malformed(turn, "`choices[0].message` is missing")
-    if parsed.token_ids is None:
+    if parsed.token_ids is None and ids_needed:
         raise _malformed(
             turn, "`token_ids` is missing, so no mask can be made; the trainer must return the ids it sampled"
         )
@@ -122,16 +123,32 @@ def read_answer(body: bytes, turn: int) -> Answer:
         message=message,
         tool_calls=calls,
         finish_reason=choice.finish_reason or "",
-        token_ids=pack_tokens(parsed.token_ids),
+        token_ids=pack_tokens(parsed.token_ids) if parsed.token_ids is not None else None,
         reported=pack_tokens(parsed.prompt_token_ids) if parsed.prompt_token_ids is not None else None,
-        logprobs=_logprobs(parsed.logprobs, len(parsed.token_ids)),
+        logprobs=_logprobs(parsed.logprobs, len(parsed.token_ids)) if parsed.token_ids is not None else None,
+        usage=_usage(parsed.usage),
     )
+
+
+async def read_answer_aside(body: bytes, turn: int, *, ids_needed: bool) -> Answer:
+    """The same; a large answer is parsed in a thread, so that other rollouts do not wait for it."""
+    if len(body) > _LARGE:
+        return await asyncio.to_thread(read_answer, body, turn, ids_needed=ids_needed)
+    return read_answer(body, turn, ids_needed=ids_needed)
 
 
 def _check_content(fields: Mapping[str, JSON]) -> None:
     content = fields.get("content")
     if content is not None and not isinstance(content, str | list):
         raise MalformedMessage("content is neither a string nor a list")
+
+
+def _usage(raw: msgspec.Raw) -> tuple[int, int] | None:
+    try:
+        found = _usage_decoder.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    return (found.prompt_tokens, found.completion_tokens) if found is not None else None
 
 
 def _logprobs(raw: msgspec.Raw, length: int) -> Logprobs | None:

@@ -8,13 +8,8 @@ import time
 from dataclasses import dataclass, field
 
 import aiohttp
+from aiohttp.abc import AbstractResolver
 from yarl import URL
-
-from rollout_server.core.outcome import Category, Failure
-from rollout_server.runtime.port import Failed
-
-TRAINER_TEXT = 500
-"""How much of a trainer's own words goes into an error message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +21,9 @@ class HttpSettings:
         connections: open at the same time; more requests wait for one.
         keepalive: seconds that an idle connection is kept. Less than any trainer keeps it (uvicorn: 5), because a request
             sent into a connection that is being closed can neither be answered nor safely repeated.
-        connect_attempts: how often a connection that is refused is tried.
+        connect_attempts: how often a connection that is refused is tried, where nothing else may be repeated.
         max_answer_bytes: the largest answer that is read.
+        resolver: how names become addresses; None: as the system does it.
     """
 
     timeout: float = 300.0
@@ -35,27 +31,49 @@ class HttpSettings:
     keepalive: float = 0.5
     connect_attempts: int = 3
     max_answer_bytes: int = 64 * 1024 * 1024
+    resolver: AbstractResolver | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """What is posted, for which turn, and until when (monotonic seconds) it may be repeated."""
+    """What is posted. `timeout` in seconds; None: that of the settings."""
 
     url: str
-    body: bytes
+    body: bytes = field(repr=False)
     headers: dict[str, str] = field(repr=False)
-    turn: int
-    deadline: float | None = None
+    timeout: float | None = None
+
+    @property
+    def host(self) -> str:
+        """Host and port, for messages. The rest of a URL is nobody's business."""
+        parsed = URL(self.url, encoded=True)
+        return f"{parsed.host}:{parsed.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """What came back, and how many requests it took."""
+    """What came back. `retry_after` is in seconds, where a 429 or 503 says that the request was not taken."""
 
     status: int
     body: bytes
-    attempts: int
     retry_after: float | None = None
+    replayed_key: str = ""
+
+
+class NotTaken(Exception):
+    """No connection came about, so the request was not taken and may be repeated. The text is for a person."""
+
+
+class Lost(Exception):
+    """The request may have been taken, but no whole answer came. The text is for a person."""
+
+    def __init__(self, text: str, *, timeout: bool = False) -> None:
+        super().__init__(text)
+        self.timeout = timeout
+
+
+class TooLarge(Exception):
+    """The answer is larger than what is read. The text is for a person."""
 
 
 class HttpClient:
@@ -69,31 +87,16 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, request: HttpRequest) -> HttpAnswer:
-        """Posts once; again only where the request provably was not taken: no connection, or 429 or 503 with Retry-After.
-
-        Raises `Failed` with NETWORK or TIMEOUT.
-        """
-        attempts = refusals = 0
-        while True:
-            attempts += 1
-            try:
-                answer = await self._post(request, attempts)
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-                refusals += 1
-                if refusals >= self.settings.connect_attempts:
-                    raise Failed(_unreachable(error, request, refusals)) from error
-                await asyncio.sleep(0.1 * 2**refusals)
-                continue
-            except TimeoutError as error:
-                raise Failed(_timeout(request, self.settings.timeout)) from error
-            except UnicodeError as error:  # a host that cannot be a name
-                raise Failed(_unreachable(error, request, attempts)) from error
-            except (aiohttp.ClientError, OSError, ValueError) as error:
-                raise Failed(_broken(error, request)) from error
-            wait = answer.retry_after
-            if wait is None or (request.deadline is not None and time.monotonic() + wait >= request.deadline):
-                return answer
-            await asyncio.sleep(max(wait, min(1.0, 0.05 * 2**attempts)))
+        """Posts once. Raises `NotTaken`, `Lost` or `TooLarge`."""
+        try:
+            return await self._post(request)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, UnicodeError) as error:
+            raise NotTaken(_why_unreachable(error)) from error
+        except TimeoutError as error:
+            seconds = request.timeout or self.settings.timeout
+            raise Lost(f"no answer came within {seconds:g} s", timeout=True) from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise Lost(f"the answer did not arrive whole ({type(error).__name__})") from error
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -101,31 +104,40 @@ class HttpClient:
             await self._session.close()
             self._session = None
 
-    async def _post(self, request: HttpRequest, attempts: int) -> HttpAnswer:
+    async def _post(self, request: HttpRequest) -> HttpAnswer:
         session = self._open()
         # Two rounds of the event loop, in which it takes note of pooled connections that were closed while it was busy.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         # The URL was checked as it stands; encoding it again could make another one of it.
         url = URL(request.url, encoded=True)
-        async with session.post(url, data=request.body, headers=request.headers, allow_redirects=False) as response:
+        async with session.post(
+            url, data=request.body, headers=request.headers, allow_redirects=False, timeout=self._timeout(request)
+        ) as response:
             chunks: list[bytes] = []
             size = 0
             async for chunk in response.content.iter_any():
                 size += len(chunk)
                 if size > self.settings.max_answer_bytes:
-                    raise Failed(_too_large(request, self.settings.max_answer_bytes))
+                    raise TooLarge(f"the answer is larger than {self.settings.max_answer_bytes} bytes")
                 chunks.append(chunk)
-            return HttpAnswer(response.status, b"".join(chunks), attempts, _retry_after(response))
+            key = response.headers.get("idempotency-key", "")
+            return HttpAnswer(response.status, b"".join(chunks), _retry_after(response), key)
+
+    def _timeout(self, request: HttpRequest) -> aiohttp.ClientTimeout:
+        seconds = request.timeout or self.settings.timeout
+        return aiohttp.ClientTimeout(total=seconds, sock_connect=min(10.0, seconds))
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             settings = self.settings
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    limit=settings.connections, keepalive_timeout=settings.keepalive, ttl_dns_cache=30
+                    limit=settings.connections,
+                    keepalive_timeout=settings.keepalive,
+                    ttl_dns_cache=30,
+                    resolver=settings.resolver,
                 ),
-                timeout=aiohttp.ClientTimeout(total=settings.timeout, sock_connect=min(10.0, settings.timeout)),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("user-agent",),
             )
@@ -145,35 +157,5 @@ def _retry_after(response: aiohttp.ClientResponse) -> float | None:
         return None
 
 
-def _host(url: str) -> str:
-    parsed = URL(url, encoded=True)
-    return f"{parsed.host}:{parsed.port}"
-
-
-def _unreachable(error: Exception, request: HttpRequest, attempts: int) -> Failure:
-    text = (
-        f"turn {request.turn}: the trainer at {_host(request.url)} could not be reached in {attempts} attempts "
-        f"({type(error).__name__}); is it running, and does server_url name its host and port?"
-    )
-    return Failure(Category.NETWORK, text, request.turn)
-
-
-def _timeout(request: HttpRequest, seconds: float) -> Failure:
-    text = (
-        f"turn {request.turn}: timeout: the trainer did not answer within {seconds:g} s (HTTP_CLIENT_TIMEOUT). "
-        "The turn may have been generated, so it is not asked for again"
-    )
-    return Failure(Category.TIMEOUT, text, request.turn)
-
-
-def _broken(error: Exception, request: HttpRequest) -> Failure:
-    text = (
-        f"turn {request.turn}: the answer of the trainer at {_host(request.url)} did not arrive whole "
-        f"({type(error).__name__}). The turn may have been generated, so it is not asked for again"
-    )
-    return Failure(Category.NETWORK, text, request.turn)
-
-
-def _too_large(request: HttpRequest, limit: int) -> Failure:
-    text = f"turn {request.turn}: the answer of the trainer at {_host(request.url)} is larger than {limit} bytes"
-    return Failure(Category.VALIDATION, text, request.turn)
+def _why_unreachable(error: Exception) -> str:
+    return f"could not be reached ({type(error).__name__})"

@@ -7,6 +7,7 @@ from osmosis.rollout.v1 import event_pb2, outcome_pb2, rollout_service_pb2, spec
 from rollout_server.core.ledger import Author, DriftKind, MaskReason, SegmentKind
 from rollout_server.core.outcome import Category
 from rollout_server.core.spec import Dialect, DriftPolicy
+from rollout_server.runtime.delivery import DeliveryState
 from rollout_server.runtime.rollout import RolloutState
 
 DIALECTS = {
@@ -23,6 +24,12 @@ STATES = {
     RolloutState.RUNNING: rollout_service_pb2.ROLLOUT_STATE_RUNNING,
     RolloutState.FINISHED: rollout_service_pb2.ROLLOUT_STATE_FINISHED,
 }
+DELIVERY_STATES = {
+    DeliveryState.PENDING: rollout_service_pb2.DELIVERY_STATE_PENDING,
+    DeliveryState.ACKNOWLEDGED: rollout_service_pb2.DELIVERY_STATE_ACKNOWLEDGED,
+    DeliveryState.REFUSED: rollout_service_pb2.DELIVERY_STATE_REFUSED,
+    DeliveryState.EXPIRED: rollout_service_pb2.DELIVERY_STATE_EXPIRED,
+}
 AUTHORS = {Author.MODEL: token_pb2.AUTHOR_MODEL, Author.OTHER: token_pb2.AUTHOR_OTHER}
 MASK_REASONS = {
     None: token_pb2.MASK_REASON_UNSPECIFIED,
@@ -37,6 +44,7 @@ SEGMENT_KINDS = {
     SegmentKind.COMPACTION: token_pb2.SEGMENT_KIND_COMPACTION,
     SegmentKind.SUBAGENT: token_pb2.SEGMENT_KIND_SUBAGENT,
     SegmentKind.BRANCH: token_pb2.SEGMENT_KIND_BRANCH,
+    SegmentKind.GAP: token_pb2.SEGMENT_KIND_GAP,
 }
 DRIFT_KINDS = {
     DriftKind.HISTORY_REWRITTEN: event_pb2.DRIFT_KIND_HISTORY_REWRITTEN,

@@ -12,14 +12,15 @@ from urllib.parse import urlsplit
 from google.protobuf.duration_pb2 import Duration
 from osmosis.rollout.v1 import rollout_service_pb2, spec_pb2
 
-from rollout_server.core.error import InvalidRequest, Violation
+from rollout_server.core.error import Forbidden, InvalidRequest, Violation
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
 from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
 from rollout_server.edge.rpc.wire import enums
 from rollout_server.edge.rpc.wire.message import messages_from_proto
+from rollout_server.runtime.place import Selection
 from rollout_server.runtime.port import Credentials
-from rollout_server.runtime.wish import Selection, Wish
+from rollout_server.runtime.wish import Caller, Wish
 
 
 class _EnumType(Protocol):
@@ -32,10 +33,11 @@ class _EnumType(Protocol):
 _DIALECTS = {value: dialect for dialect, value in enums.DIALECTS.items()}
 _DRIFT_POLICIES = {value: policy for policy, value in enums.DRIFT_POLICIES.items()}
 _STATES = {value: state for state, value in enums.STATES.items()}
+_DELIVERY_STATES = {value: state for state, value in enums.DELIVERY_STATES.items()}
 MAX_SELECTED = 1000
 
 
-def wish(request: rollout_service_pb2.StartRolloutRequest, caller: str) -> Wish:
+def wish(request: rollout_service_pb2.StartRolloutRequest, caller: Caller) -> Wish:
     """A request for a rollout. Raises `InvalidRequest`."""
     messages, typed, wrong = messages_from_proto(request.spec.messages, "spec.messages")
     if not request.spec.HasField("completions"):
@@ -48,7 +50,7 @@ def wish(request: rollout_service_pb2.StartRolloutRequest, caller: str) -> Wish:
     credentials = request.credentials
     return Wish(
         spec=_spec(request.spec, messages, typed),
-        caller=caller,
+        caller=caller.name,
         request_id=request.request_id,
         until_received=request.request_memory == rollout_service_pb2.REQUEST_MEMORY_UNTIL_RECEIVED,
         credentials=Credentials(credentials.completions_bearer, credentials.outcome_bearer, credentials.tools_bearer),
@@ -71,14 +73,20 @@ def _unknown_words(request: rollout_service_pb2.StartRolloutRequest) -> list[Vio
     ]
 
 
-def selection(proto: rollout_service_pb2.Selection, caller: str) -> Selection:
-    """Which rollouts. Raises `InvalidRequest`."""
-    for name, values in (("uids", proto.uids), ("rollout_ids", proto.rollout_ids)):
+def selection(proto: rollout_service_pb2.Selection, caller: Caller) -> Selection:
+    """Which rollouts. Raises `InvalidRequest`, and `Forbidden` for those of other callers."""
+    for name, values in (("uids", proto.uids), ("rollout_ids", proto.rollout_ids), ("callers", proto.callers)):
         if len(values) > MAX_SELECTED:
             raise InvalidRequest(Violation(f"selection.{name}", f"at most {MAX_SELECTED} are allowed"))
-    unknown = [state for state in proto.states if state not in _STATES]
-    if unknown:
-        raise InvalidRequest(Violation("selection.states", f"unknown: {unknown}"))
+    for name, states, words in (
+        ("states", proto.states, _STATES),
+        ("delivery_states", proto.delivery_states, _DELIVERY_STATES),
+    ):
+        unknown = [state for state in states if state not in words]
+        if unknown:
+            raise InvalidRequest(Violation(f"selection.{name}", f"unknown: {unknown}"))
+    if not all(caller.sees(name) for name in proto.callers):
+        raise Forbidden("rollouts of other callers are seen with an admin key only")
     return Selection(
         caller=caller,
         uids=tuple(proto.uids),
@@ -87,12 +95,14 @@ def selection(proto: rollout_service_pb2.Selection, caller: str) -> Selection:
         agent=proto.agent,
         states=tuple(_STATES[state] for state in proto.states),
         labels=dict(proto.labels),
+        delivery_states=tuple(_DELIVERY_STATES[state] for state in proto.delivery_states),
+        callers=tuple(proto.callers),
     )
 
 
 def is_empty(proto: rollout_service_pb2.Selection) -> bool:
     """No condition is set, and `all` neither."""
-    lists = (proto.uids, proto.rollout_ids, proto.states, proto.labels)
+    lists = (proto.uids, proto.rollout_ids, proto.states, proto.labels, proto.delivery_states, proto.callers)
     return not (proto.group_id or proto.agent or proto.all or any(lists))
 
 
@@ -139,7 +149,7 @@ def _spec(proto: spec_pb2.RolloutSpec, messages: tuple[Message, ...], typed: boo
         group_id=proto.group_id,
         agent=proto.agent,
         typed=typed,
-        outcome=_target(proto.outcome) if proto.HasField("outcome") else None,
+        outcome=_target(proto.outcome, Dialect.HTTP_PLAIN) if proto.HasField("outcome") else None,
         tools=_target(proto.tools) if proto.HasField("tools") else None,
         sampling=_sampling(proto.sampling),
         limits=_limits(proto.limits),
@@ -154,10 +164,11 @@ def _spec(proto: spec_pb2.RolloutSpec, messages: tuple[Message, ...], typed: boo
     )
 
 
-def _target(proto: spec_pb2.Target) -> Target:
+def _target(proto: spec_pb2.Target, over_http: Dialect = Dialect.HTTP_MASKED) -> Target:
+    """An endpoint; `over_http` is what an http URL means that names no dialect."""
     dialect = _DIALECTS.get(proto.dialect)
     if dialect is None:
-        dialect = Dialect.GRPC if _scheme(proto.url).startswith("grpc") else Dialect.HTTP_MASKED
+        dialect = Dialect.GRPC if _scheme(proto.url).startswith("grpc") else over_http
     return Target(proto.url.rstrip("/"), dialect, proto.replays_turn_keys)
 
 

@@ -9,6 +9,8 @@ from rollout_server.edge.rpc.wire.event import timestamp
 from rollout_server.edge.rpc.wire.message import tool_to_proto
 from rollout_server.edge.rpc.wire.outcome import metrics_to_proto, outcome_to_proto
 from rollout_server.edge.rpc.wire.spec import limits_to_proto, spec_to_proto
+from rollout_server.edge.rpc.wire.text import utf8
+from rollout_server.runtime.delivery import Delivery
 from rollout_server.runtime.port import PlaysRuns
 from rollout_server.runtime.rollout import Rollout
 
@@ -25,7 +27,10 @@ def rollout_to_proto(rollout: Rollout, view: int) -> rollout_service_pb2.Rollout
         last_sequence=rollout.log.last_sequence,
         create_time=timestamp(rollout.created),
         metrics=metrics_to_proto(rollout.machine.metrics),
+        caller=utf8(rollout.caller),
     )
+    if rollout.delivery is not None:
+        proto.delivery.CopyFrom(_delivery(rollout.delivery))
     if rollout.finished is not None:
         proto.finish_time.CopyFrom(timestamp(rollout.finished))
     if outcome is not None:
@@ -38,6 +43,17 @@ def rollout_to_proto(rollout: Rollout, view: int) -> rollout_service_pb2.Rollout
                 segments=view >= rollout_service_pb2.ROLLOUT_VIEW_FULL,
             )
         )
+    return proto
+
+
+def _delivery(delivery: Delivery) -> rollout_service_pb2.Delivery:
+    proto = rollout_service_pb2.Delivery(
+        state=enums.DELIVERY_STATES[delivery.state], attempts=delivery.attempts, error=utf8(delivery.error)
+    )
+    if delivery.next_attempt is not None:
+        proto.next_attempt_time.CopyFrom(timestamp(delivery.next_attempt))
+    if delivery.ended is not None:
+        proto.end_time.CopyFrom(timestamp(delivery.ended))
     return proto
 
 

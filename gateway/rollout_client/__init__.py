@@ -1,0 +1,87 @@
+"""A client of rollout servers over gRPC, for threads (`Client`) and event loops (`AsyncClient`).
+
+Beside the standard library it needs grpcio, protobuf and googleapis-common-protos, so it lives beside a trainer's own pins. Calls
+return the messages of the contract (`osmosis.rollout.v1`); calls that fail raise `RolloutError`.
+"""
+
+from __future__ import annotations
+
+from osmosis.rollout.v1.event_pb2 import RolloutEvent
+from osmosis.rollout.v1.message_pb2 import Message, Tool
+from osmosis.rollout.v1.outcome_pb2 import Outcome
+from osmosis.rollout.v1.rollout_service_pb2 import Agent, GetServerInfoResponse, Rollout
+from osmosis.rollout.v1.spec_pb2 import RolloutSpec
+
+from rollout_client.async_client import AsyncClient
+from rollout_client.async_events import AsyncEventStream, AsyncRunStream
+from rollout_client.client import Client
+from rollout_client.connection import Tls
+from rollout_client.errors import (
+    Busy,
+    Conflict,
+    DeadlineExceeded,
+    EventsGone,
+    FieldError,
+    InvalidRequest,
+    NotFinished,
+    NotFound,
+    NotPossible,
+    PermissionDenied,
+    RolloutError,
+    ServerFault,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+)
+from rollout_client.events import EventStream, RunStream
+from rollout_client.following import Started
+from rollout_client.results import TrainingSample, messages, samples
+from rollout_client.retry import Retry
+from rollout_client.selection import SelectionFields
+from rollout_client.spec import Credentials, Limits, Sampling, SpecFields, StartFields, Target, Tokenizer
+
+__all__ = [
+    "Agent",
+    "AsyncClient",
+    "AsyncEventStream",
+    "AsyncRunStream",
+    "Busy",
+    "Client",
+    "Conflict",
+    "Credentials",
+    "DeadlineExceeded",
+    "EventStream",
+    "EventsGone",
+    "FieldError",
+    "GetServerInfoResponse",
+    "InvalidRequest",
+    "Limits",
+    "Message",
+    "NotFinished",
+    "NotFound",
+    "NotPossible",
+    "Outcome",
+    "PermissionDenied",
+    "Retry",
+    "Rollout",
+    "RolloutError",
+    "RolloutEvent",
+    "RolloutSpec",
+    "RunStream",
+    "Sampling",
+    "SelectionFields",
+    "ServerFault",
+    "SpecFields",
+    "StartFields",
+    "Started",
+    "Target",
+    "Tls",
+    "Tokenizer",
+    "TooLarge",
+    "Tool",
+    "TrainingSample",
+    "Unauthenticated",
+    "Unavailable",
+    "messages",
+    "samples",
+]

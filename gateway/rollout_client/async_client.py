@@ -1,0 +1,239 @@
+"""The client for event loops."""
+# ruff: noqa: ASYNC109 - the timeouts are deadlines that the server is told, and hold for all attempts together
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import NoReturn, Self, TypeVar, Unpack
+
+import grpc.aio
+from google.protobuf.message import Message
+from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from osmosis.rollout.v1.message_pb2 import Tool
+from osmosis.rollout.v1.spec_pb2 import RolloutSpec
+
+from rollout_client import asking
+from rollout_client.asking import Detail, View
+from rollout_client.async_calls import AsyncCalls
+from rollout_client.async_events import AsyncEventStream, AsyncRunStream
+from rollout_client.calls import not_pickled
+from rollout_client.connection import DEFAULT_TIMEOUT, CallMetadata, Settings, Tls
+from rollout_client.exchange import Exchange, Pages, Waiting
+from rollout_client.following import Started, started_of
+from rollout_client.retry import DEFAULT_RETRY, Attempts, Retry
+from rollout_client.selection import SelectionFields
+from rollout_client.spec import StartFields, start_request
+
+_Q = TypeVar("_Q", bound=Message)
+_A = TypeVar("_A", bound=Message)
+
+
+class AsyncClient:
+    """A client of a rollout server, for one event loop: the one in which it is first used.
+
+    What `Client` offers, to be awaited; `list`, `run` and `watch` are iterated with `async for`.
+
+    Calls are tried again while the server cannot be reached or has no room, for as long as `retry` and the call's `timeout`
+    allow. They raise `RolloutError`, and TypeError or ValueError for arguments that cannot be sent.
+
+    Args:
+        address: host:port, grpc://host:port, grpcs://host (TLS) or unix:/path; or a channel of your own, which stays yours
+            to close.
+        api_key: for servers that want one.
+        tls: how to trust the server and show who one is; needed where grpcs:// with well-known authorities is not enough.
+        timeout: seconds for calls that are given none, retries included. `run`, `watch` and `wait` take until the rollout's end.
+        retry: how a server that fails is tried again.
+        call_metadata: gRPC metadata for each call, such as `traceparent`; each method takes more. `x-request-id` is made up for
+            each call where none is given.
+    """
+
+    def __init__(
+        self,
+        address: str | grpc.aio.Channel,
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        retry: Retry = DEFAULT_RETRY,
+        call_metadata: CallMetadata | None = None,
+    ) -> None:
+        if not isinstance(address, str | grpc.aio.Channel):
+            raise TypeError(f"address must be a str or a grpc.aio.Channel, not {type(address).__name__}")
+        where, channel = (address, None) if isinstance(address, str) else (None, address)
+        self._calls = AsyncCalls(Settings(where, api_key, tls, timeout, retry, call_metadata or {}), channel)
+
+    async def start(
+        self,
+        spec: RolloutSpec | None = None,
+        /,
+        *,
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+        **fields: Unpack[StartFields],
+    ) -> Started:
+        """Starts a rollout, or finds the one that was started with the same request id.
+
+        Takes the spec's fields as keywords (see `StartFields`), or a ready RolloutSpec. Raises `Conflict` where the request id is
+        known with another spec, `Busy` and `Unavailable` where the server had no room or was not there for too long.
+        """
+        request = start_request(spec, fields)
+        return started_of(await self._ask(self._calls.stub.StartRollout, request, timeout, call_metadata))
+
+    def run(
+        self,
+        spec: RolloutSpec | None = None,
+        /,
+        *,
+        after_sequence: int = 0,
+        detail: Detail = "basic",
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+        **fields: Unpack[StartFields],
+    ) -> AsyncRunStream:
+        """Starts a rollout as `start` does and iterates over its events, until after `finished`.
+
+        Leaving the stream detaches from the rollout: it goes on alone, or is cancelled after `cancel_after_detach` seconds, if
+        that is given. A cut connection detaches, too, until it was resumed.
+        """
+        run = asking.run_request(spec, fields, after_sequence, detail)
+        following = asking.following(run, timeout, self._calls.settings.retry)
+        return AsyncRunStream(self._calls, following, call_metadata)
+
+    def watch(
+        self,
+        uid: str,
+        *,
+        after_sequence: int = 0,
+        detail: Detail = "basic",
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+    ) -> AsyncEventStream:
+        """Iterates over the events after a sequence number, until after `finished`. Whoever watches is attached.
+
+        Raises `EventsGone` where those events are not kept or not reached.
+        """
+        watch = asking.watch_request(uid, after_sequence, detail)
+        following = asking.following(watch, timeout, self._calls.settings.retry)
+        return AsyncEventStream(self._calls, following, call_metadata)
+
+    async def wait(
+        self,
+        uid: str,
+        *,
+        timeout: float | None = None,
+        view: View = "basic",
+        call_metadata: CallMetadata | None = None,
+    ) -> pb.Rollout:
+        """Waits until a rollout has finished. Raises `NotFinished`, which is a TimeoutError, where it has not in time.
+
+        One is attached meanwhile, but for a moment between long polls: with a `cancel_after_detach` of 0 use `run`.
+        """
+        waiting: Waiting = asking.waiting(uid, view, timeout, self._calls.settings.retry)
+        return (await self._calls.answer(self._calls.stub.WaitRollout, waiting, call_metadata)).rollout
+
+    async def get(
+        self,
+        uid: str,
+        *,
+        view: View = "basic",
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+    ) -> pb.Rollout:
+        """A rollout as it is now."""
+        request = asking.get_request(uid, view)
+        return (await self._ask(self._calls.stub.GetRollout, request, timeout, call_metadata)).rollout
+
+    def list(
+        self,
+        *,
+        view: View = "basic",
+        page_size: int = 100,
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+        **selection: Unpack[SelectionFields],
+    ) -> AsyncIterator[pb.Rollout]:
+        """Iterates over the selected rollouts, newest first, or over all that one may see. `timeout` is for each page."""
+        return self._pages(Pages(page_size, view, selection), timeout, call_metadata)
+
+    async def cancel(
+        self,
+        uid: str | None = None,
+        /,
+        *,
+        reason: str = "",
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+        **selection: Unpack[SelectionFields],
+    ) -> tuple[str, ...]:
+        """Asks the selected rollouts to end. Returns the uids of those that had not finished.
+
+        Raises ValueError where nothing is selected: `all=True` cancels all rollouts of one's own.
+        """
+        request = asking.cancel_request(uid, selection, reason)
+        return tuple((await self._ask(self._calls.stub.CancelRollouts, request, timeout, call_metadata)).uids)
+
+    async def acknowledge(
+        self, uid: str, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
+    ) -> None:
+        """Tells that an outcome was received, which ends its delivery. Raises `NotPossible` where there is none yet."""
+        request = asking.acknowledge_request(uid)
+        await self._ask(self._calls.stub.AcknowledgeOutcome, request, timeout, call_metadata)
+
+    async def agents(
+        self, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
+    ) -> tuple[pb.Agent, ...]:
+        """The server's agents, by name."""
+        request = pb.ListAgentsRequest()
+        return tuple((await self._ask(self._calls.stub.ListAgents, request, timeout, call_metadata)).agents)
+
+    async def tools(
+        self, agent: str = "", *, timeout: float | None = None, call_metadata: CallMetadata | None = None
+    ) -> tuple[Tool, ...]:
+        """The tools of an agent, in the order in which the model is told; of the default agent where none is named."""
+        request = asking.tools_request(agent)
+        return tuple((await self._ask(self._calls.stub.ListTools, request, timeout, call_metadata)).tools)
+
+    async def server_info(
+        self, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
+    ) -> pb.GetServerInfoResponse:
+        """What the server is and can do. Needs no API key."""
+        request = pb.GetServerInfoRequest()
+        return await self._ask(self._calls.stub.GetServerInfo, request, timeout, call_metadata)
+
+    async def aclose(self) -> None:
+        """Ends what is under way and closes the connection. Whatever waits for an answer raises RuntimeError."""
+        await self._calls.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._calls.settings.address or 'over a channel of its user'}>"
+
+    def __reduce__(self) -> NoReturn:
+        not_pickled(self)
+
+    async def _ask(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Q, _A],
+        request: _Q,
+        timeout: float | None,
+        call_metadata: CallMetadata | None,
+    ) -> _A:
+        settings = self._calls.settings
+        exchange: Exchange[_Q, _A] = Exchange(request, Attempts(settings.retry, settings.time(timeout)))
+        return await self._calls.answer(method, exchange, call_metadata)
+
+    async def _pages(
+        self, pages: Pages, timeout: float | None, call_metadata: CallMetadata | None
+    ) -> AsyncIterator[pb.Rollout]:
+        while pages.more:
+            page = await self._ask(self._calls.stub.ListRollouts, pages.request, timeout, call_metadata)
+            for rollout in pages.turned(page):
+                yield rollout

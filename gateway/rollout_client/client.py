@@ -1,0 +1,230 @@
+"""The client for threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NoReturn, Self, TypeVar, Unpack
+
+import grpc
+from google.protobuf.message import Message
+from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from osmosis.rollout.v1.message_pb2 import Tool
+from osmosis.rollout.v1.spec_pb2 import RolloutSpec
+
+from rollout_client import asking
+from rollout_client.asking import Detail, View
+from rollout_client.calls import Calls, not_pickled
+from rollout_client.connection import DEFAULT_TIMEOUT, CallMetadata, Settings, Tls
+from rollout_client.events import EventStream, RunStream
+from rollout_client.exchange import Exchange, Pages, Waiting
+from rollout_client.following import Started, started_of
+from rollout_client.retry import DEFAULT_RETRY, Attempts, Retry
+from rollout_client.selection import SelectionFields
+from rollout_client.spec import StartFields, start_request
+
+_Q = TypeVar("_Q", bound=Message)
+_A = TypeVar("_A", bound=Message)
+
+
+class Client:
+    """A client of a rollout server, for programs without an event loop. Threads may share it; forked processes may not.
+
+    Calls are tried again while the server cannot be reached or has no room, for as long as `retry` and the call's `timeout`
+    allow. They raise `RolloutError`, and TypeError or ValueError for arguments that cannot be sent.
+
+    Args:
+        address: host:port, grpc://host:port, grpcs://host (TLS) or unix:/path; or a channel of your own, which stays yours
+            to close.
+        api_key: for servers that want one.
+        tls: how to trust the server and show who one is; needed where grpcs:// with well-known authorities is not enough.
+        timeout: seconds for calls that are given none, retries included. `run`, `watch` and `wait` take until the rollout's end.
+        retry: how a server that fails is tried again.
+        call_metadata: gRPC metadata for each call, such as `traceparent`; each method takes more. `x-request-id` is made up for
+            each call where none is given.
+    """
+
+    def __init__(
+        self,
+        address: str | grpc.Channel,
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        retry: Retry = DEFAULT_RETRY,
+        call_metadata: CallMetadata | None = None,
+    ) -> None:
+        if not isinstance(address, str | grpc.Channel):
+            raise TypeError(f"address must be a str or a grpc.Channel, not {type(address).__name__}")
+        where, channel = (address, None) if isinstance(address, str) else (None, address)
+        self._calls = Calls(Settings(where, api_key, tls, timeout, retry, call_metadata or {}), channel)
+
+    def start(
+        self,
+        spec: RolloutSpec | None = None,
+        /,
+        *,
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+        **fields: Unpack[StartFields],
+    ) -> Started:
+        """Starts a rollout, or finds the one that was started with the same request id.
+
+        Takes the spec's fields as keywords (see `StartFields`), or a ready RolloutSpec. Raises `Conflict` where the request id is
+        known with another spec, `Busy` and `Unavailable` where the server had no room or was not there for too long.
+        """
+        request = start_request(spec, fields)
+        return started_of(self._ask(self._calls.stub.StartRollout, request, timeout, call_metadata))
+
+    def run(
+        self,
+        spec: RolloutSpec | None = None,
+        /,
+        *,
+        after_sequence: int = 0,
+        detail: Detail = "basic",
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+        **fields: Unpack[StartFields],
+    ) -> RunStream:
+        """Starts a rollout as `start` does and iterates over its events, until after `finished`.
+
+        Leaving the stream detaches from the rollout: it goes on alone, or is cancelled after `cancel_after_detach` seconds, if
+        that is given. A cut connection detaches, too, until it was resumed.
+        """
+        run = asking.run_request(spec, fields, after_sequence, detail)
+        following = asking.following(run, timeout, self._calls.settings.retry)
+        return RunStream(self._calls, following, call_metadata)
+
+    def watch(
+        self,
+        uid: str,
+        *,
+        after_sequence: int = 0,
+        detail: Detail = "basic",
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+    ) -> EventStream:
+        """Iterates over the events after a sequence number, until after `finished`. Whoever watches is attached.
+
+        Raises `EventsGone` where those events are not kept or not reached.
+        """
+        watch = asking.watch_request(uid, after_sequence, detail)
+        following = asking.following(watch, timeout, self._calls.settings.retry)
+        return EventStream(self._calls, following, call_metadata)
+
+    def wait(
+        self,
+        uid: str,
+        *,
+        timeout: float | None = None,
+        view: View = "basic",
+        call_metadata: CallMetadata | None = None,
+    ) -> pb.Rollout:
+        """Waits until a rollout has finished. Raises `NotFinished`, which is a TimeoutError, where it has not in time.
+
+        One is attached meanwhile, but for a moment between long polls: with a `cancel_after_detach` of 0 use `run`.
+        """
+        waiting: Waiting = asking.waiting(uid, view, timeout, self._calls.settings.retry)
+        return self._calls.answer(self._calls.stub.WaitRollout, waiting, call_metadata).rollout
+
+    def get(
+        self,
+        uid: str,
+        *,
+        view: View = "basic",
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+    ) -> pb.Rollout:
+        """A rollout as it is now."""
+        request = asking.get_request(uid, view)
+        return self._ask(self._calls.stub.GetRollout, request, timeout, call_metadata).rollout
+
+    def list(
+        self,
+        *,
+        view: View = "basic",
+        page_size: int = 100,
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+        **selection: Unpack[SelectionFields],
+    ) -> Iterator[pb.Rollout]:
+        """Iterates over the selected rollouts, newest first, or over all that one may see. `timeout` is for each page."""
+        return self._pages(Pages(page_size, view, selection), timeout, call_metadata)
+
+    def cancel(
+        self,
+        uid: str | None = None,
+        /,
+        *,
+        reason: str = "",
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+        **selection: Unpack[SelectionFields],
+    ) -> tuple[str, ...]:
+        """Asks the selected rollouts to end. Returns the uids of those that had not finished.
+
+        Raises ValueError where nothing is selected: `all=True` cancels all rollouts of one's own.
+        """
+        request = asking.cancel_request(uid, selection, reason)
+        return tuple(self._ask(self._calls.stub.CancelRollouts, request, timeout, call_metadata).uids)
+
+    def acknowledge(self, uid: str, *, timeout: float | None = None, call_metadata: CallMetadata | None = None) -> None:
+        """Tells that an outcome was received, which ends its delivery. Raises `NotPossible` where there is none yet."""
+        request = asking.acknowledge_request(uid)
+        self._ask(self._calls.stub.AcknowledgeOutcome, request, timeout, call_metadata)
+
+    def agents(
+        self, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
+    ) -> tuple[pb.Agent, ...]:
+        """The server's agents, by name."""
+        request = pb.ListAgentsRequest()
+        return tuple(self._ask(self._calls.stub.ListAgents, request, timeout, call_metadata).agents)
+
+    def tools(
+        self, agent: str = "", *, timeout: float | None = None, call_metadata: CallMetadata | None = None
+    ) -> tuple[Tool, ...]:
+        """The tools of an agent, in the order in which the model is told; of the default agent where none is named."""
+        request = asking.tools_request(agent)
+        return tuple(self._ask(self._calls.stub.ListTools, request, timeout, call_metadata).tools)
+
+    def server_info(
+        self, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
+    ) -> pb.GetServerInfoResponse:
+        """What the server is and can do. Needs no API key."""
+        request = pb.GetServerInfoRequest()
+        return self._ask(self._calls.stub.GetServerInfo, request, timeout, call_metadata)
+
+    def close(self) -> None:
+        """Ends what is under way and closes the connection. Whatever waits for an answer raises RuntimeError."""
+        self._calls.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._calls.settings.address or 'over a channel of its user'}>"
+
+    def __reduce__(self) -> NoReturn:
+        not_pickled(self)
+
+    def _ask(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[_Q, _A],
+        request: _Q,
+        timeout: float | None,
+        call_metadata: CallMetadata | None,
+    ) -> _A:
+        settings = self._calls.settings
+        exchange: Exchange[_Q, _A] = Exchange(request, Attempts(settings.retry, settings.time(timeout)))
+        return self._calls.answer(method, exchange, call_metadata)
+
+    def _pages(self, pages: Pages, timeout: float | None, call_metadata: CallMetadata | None) -> Iterator[pb.Rollout]:
+        while pages.more:
+            page = self._ask(self._calls.stub.ListRollouts, pages.request, timeout, call_metadata)
+            yield from pages.turned(page)

@@ -1,0 +1,246 @@
+"""What a call may fail with: one exception type with code, fields and retry advice, and a subclass for what callers tell apart.
+
+The server puts a google.rpc.ErrorInfo of its domain into every status of its own. A status without one was made on the way:
+by gRPC on either side, or by a proxy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc import StatusCode
+
+if TYPE_CHECKING:
+    import grpc
+    from osmosis.rollout.v1.rollout_service_pb2 import Rollout
+
+DOMAIN: Final = "rollout.osmosis"
+_DETAILS: Final = "grpc-status-details-bin"
+# gRPC's own words for a message over the limit of either side; RESOURCE_EXHAUSTED means "later" everywhere else.
+_OVERSIZE: Final = "message larger than max"
+_Detail = TypeVar("_Detail", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldError:
+    """One field of a request that is wrong: its path, such as `spec.messages[0].role`, and what to do about it."""
+
+    field: str
+    description: str
+
+
+class RolloutError(Exception):
+    """A call that failed. (A rollout that was accepted and then went wrong is no error: its outcome says what happened.)
+
+    Args:
+        code: the gRPC status.
+        message: for a person.
+        reason: a stable word of the server's, such as "ROLLOUT_NOT_FOUND"; empty where the status was made on the way.
+        fields: the fields of the request that are wrong.
+        retry_after: seconds after which the server expects to have room; None where it does not say.
+        request_id: of the call, as it stands in the server's log.
+
+    `attempts` counts the requests that were sent without success.
+    """
+
+    def __init__(
+        self,
+        code: StatusCode,
+        message: str,
+        *,
+        reason: str = "",
+        fields: tuple[FieldError, ...] = (),
+        retry_after: float | None = None,
+        request_id: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.reason = reason
+        self.fields = fields
+        self.retry_after = retry_after
+        self.request_id = request_id
+        self.attempts = 1
+
+    @property
+    def from_server(self) -> bool:
+        """The server said so itself; otherwise gRPC or a proxy did."""
+        return bool(self.reason)
+
+    @property
+    def retryable(self) -> bool:
+        """The same call may well succeed later. The client has then tried already, for as long as it was allowed to."""
+        if self.from_server:
+            busy = self.code is StatusCode.RESOURCE_EXHAUSTED and self.retry_after is not None
+            return busy or self.code is StatusCode.UNAVAILABLE
+        return self.code in _BROKEN
+
+    def __str__(self) -> str:
+        missing = [f"{each.field}: {each.description}" for each in self.fields if each.field not in self.message]
+        text = "; ".join([self.message or "the server gave no reason", *missing])
+        where = [f"{self.code.name} {self.reason}".rstrip()]
+        if self.retry_after is not None:
+            where.append(f"try again after {self.retry_after:g} s")
+        if self.attempts > 1:
+            where.append(f"{self.attempts} attempts")
+        if self.request_id:
+            where.append(f"request {self.request_id}")
+        return f"{text} [{', '.join(where)}]"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors travel between processes, as those of workers do."""
+        return _revived, (type(self), self.message, dict(self.__dict__))
+
+
+def _revived(kind: type[RolloutError], message: str, state: Mapping[str, object]) -> RolloutError:
+    error = kind.__new__(kind, message)
+    error.__dict__.update(state)
+    return error
+
+
+class InvalidRequest(RolloutError):
+    """Fields of the request are wrong; `fields` names each."""
+
+
+class Unauthenticated(RolloutError):
+    """The server wants an API key, or does not know this one."""
+
+
+class PermissionDenied(RolloutError):
+    """The API key does not allow this."""
+
+
+class NotFound(RolloutError):
+    """There is no such rollout or agent, or it is another caller's. Finished rollouts are forgotten after a while."""
+
+
+class Conflict(RolloutError):
+    """The request id is known with another payload."""
+
+
+class NotPossible(RolloutError):
+    """This server cannot run such a rollout, or the rollout's state does not allow the call."""
+
+
+class EventsGone(RolloutError):
+    """The events asked for are not kept. `oldest` and `newest` are the sequence numbers that are, None where unknown."""
+
+    oldest: int | None = None
+    newest: int | None = None
+
+
+class Busy(RolloutError):
+    """Too many rollouts wait; `retry_after` says for how long to stay away."""
+
+
+class TooLarge(RolloutError):
+    """The request is larger than the server takes; see `max_request_bytes` of `server_info()`."""
+
+
+class Unavailable(RolloutError):
+    """The server cannot be reached, starts, or drains; or the connection broke. What was sent may or may not have been done."""
+
+
+class DeadlineExceeded(RolloutError, TimeoutError):
+    """The call's time was over. The rollout goes on."""
+
+
+class NotFinished(DeadlineExceeded):
+    """A wait was over before the rollout was. `rollout` is its latest known state, None where the server never answered."""
+
+    rollout: Rollout | None = None
+
+
+class ServerFault(RolloutError):
+    """A fault of the server's; its text is in the server's log under `request_id`."""
+
+
+_KINDS: Final[Mapping[StatusCode, type[RolloutError]]] = MappingProxyType(
+    {
+        StatusCode.INVALID_ARGUMENT: InvalidRequest,
+        StatusCode.UNAUTHENTICATED: Unauthenticated,
+        StatusCode.PERMISSION_DENIED: PermissionDenied,
+        StatusCode.NOT_FOUND: NotFound,
+        StatusCode.ALREADY_EXISTS: Conflict,
+        StatusCode.FAILED_PRECONDITION: NotPossible,
+        StatusCode.OUT_OF_RANGE: EventsGone,
+        StatusCode.RESOURCE_EXHAUSTED: Busy,
+        StatusCode.UNAVAILABLE: Unavailable,
+        StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+        StatusCode.INTERNAL: ServerFault,
+        StatusCode.UNKNOWN: ServerFault,
+        StatusCode.DATA_LOSS: ServerFault,
+    }
+)
+# What gRPC reports when a connection breaks or a stream is reset, if nobody on this side cancelled the call.
+_BROKEN: Final = frozenset({StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.CANCELLED})
+
+
+class _Ended(Protocol):
+    """The part of grpc.Call and grpc.aio.AioRpcError that is the same."""
+
+    def code(self) -> StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Any: ...
+
+
+def failure_of(error: grpc.RpcError, request_id: str) -> RolloutError:
+    """The exception for a call that failed; `request_id` is the one that was sent with it."""
+    ended = cast(_Ended, error)
+    details = _rich_status(ended)
+    told = _unpacked(details, ErrorInfo())
+    if told is not None and (told.domain != DOMAIN or not told.reason):
+        told = None
+    code, message = ended.code(), ended.details() or ""
+    retry, bad = _unpacked(details, RetryInfo()), _unpacked(details, BadRequest())
+    failure = _kind(code, message, from_server=told is not None)(
+        code,
+        message,
+        reason=told.reason if told is not None else "",
+        fields=tuple(FieldError(each.field, each.description) for each in bad.field_violations) if bad else (),
+        retry_after=max(0.0, retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9) if retry else None,
+        request_id=(told.metadata["request_id"] if told is not None else "") or request_id,
+    )
+    if isinstance(failure, EventsGone) and told is not None:
+        failure.oldest, failure.newest = (_number(told.metadata[key]) for key in ("oldest", "newest"))
+    return failure
+
+
+def _kind(code: StatusCode, message: str, *, from_server: bool) -> type[RolloutError]:
+    if not from_server and code in _BROKEN:
+        return Unavailable
+    if not from_server and code is StatusCode.RESOURCE_EXHAUSTED and _OVERSIZE in message:
+        return TooLarge
+    return _KINDS.get(code, RolloutError)
+
+
+def _rich_status(ended: _Ended) -> Status:
+    """The status with its details; an empty one where there is none that can be read."""
+    for key, value in ended.trailing_metadata() or ():
+        if key == _DETAILS and isinstance(value, bytes):
+            try:
+                return Status.FromString(value)
+            except DecodeError:
+                break
+    return Status()
+
+
+def _unpacked(status: Status, into: _Detail) -> _Detail | None:
+    for detail in status.details:
+        if detail.Is(into.DESCRIPTOR):
+            try:
+                detail.Unpack(into)
+            except DecodeError:
+                return None
+            return into
+    return None
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None

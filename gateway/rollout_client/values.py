@@ -1,0 +1,220 @@
+"""Python values as fields of the contract's messages, checked before anything is sent.
+
+One rule serves all messages: a keyword is the name of a field, without the `_json` at its end. What is wrong raises TypeError or
+ValueError with the place it stands at. Values are never repeated in these texts, since some of them are secrets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from numbers import Integral, Real
+from types import MappingProxyType
+from typing import Final, TypeVar, cast
+
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message as AnyMessage
+from google.protobuf.message_factory import GetMessageClass
+from osmosis.rollout.v1.message_pb2 import ChatMessage, Message
+from osmosis.rollout.v1.spec_pb2 import Target, Tokenizer
+
+_JSON: Final = "_json"
+_UNSPECIFIED: Final = "UNSPECIFIED"
+_LONGEST_DURATION: Final = 315_576_000_000
+_INTEGERS: Final[Mapping[int, tuple[int, int]]] = MappingProxyType(
+    {
+        FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+        FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+        FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+        FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+    }
+)
+#: Messages for which a text may stand, and the field that it is.
+_NAMED: Final = MappingProxyType({Target.DESCRIPTOR.full_name: "url", Tokenizer.DESCRIPTOR.full_name: "name"})
+_M = TypeVar("_M", bound=AnyMessage)
+
+
+def build(kind: type[_M], fields: Mapping[str, object], where: str = "") -> _M:
+    """A message with these fields; None leaves one unset. `where` goes before the names in error texts."""
+    message = kind()
+    fill(message, fields, where)
+    return message
+
+
+def fill(message: AnyMessage, fields: Mapping[str, object], where: str = "") -> None:
+    """Sets fields of a message."""
+    for key, value in fields.items():
+        field, one_of_many = _field(message, key, where)
+        if value is not None:
+            _set(message, field, [value] if one_of_many else value, where + key)
+
+
+def words(kind: EnumDescriptor) -> Mapping[str, int]:
+    """The values of an enum by their words: ROLLOUT_VIEW_FULL is "full"."""
+    prefix = kind.values_by_number[0].name.removesuffix(_UNSPECIFIED)
+    return {value.name.removeprefix(prefix).lower(): value.number for value in kind.values if value.number != 0}
+
+
+def keywords(message: type[AnyMessage]) -> frozenset[str]:
+    """The keywords for a message's fields."""
+    return frozenset(name.removesuffix(_JSON) for name in message.DESCRIPTOR.fields_by_name)
+
+
+def _field(message: AnyMessage, key: object, where: str) -> tuple[FieldDescriptor, bool]:
+    """The field of a keyword, and whether the keyword is the singular of a list's name."""
+    if not isinstance(key, str):
+        raise TypeError(f"{where or 'keywords '}: names of fields are texts, not {_kind(key)}")
+    known = message.DESCRIPTOR.fields_by_name
+    for name, one_of_many in ((key, False), (key + _JSON, False), (key + "s", True)):
+        if name in known and (not one_of_many or known[name].is_repeated):
+            return cast(FieldDescriptor, known[name]), one_of_many
+    close = difflib.get_close_matches(key, keywords(type(message)), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(keywords(type(message))))}"
+    raise TypeError(f"unknown argument {where + key!r}{hint}")
+
+
+def _set(message: AnyMessage, field: FieldDescriptor, value: object, where: str) -> None:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        getattr(message, field.name).update(_labels(value, where))
+    elif field.is_repeated:
+        items = [_item(field, each, f"{where}[{index}]") for index, each in enumerate(_list(field, value, where))]
+        getattr(message, field.name).extend(items)
+    elif field.message_type is not None:
+        getattr(message, field.name).CopyFrom(_item(field, value, where))
+    else:
+        setattr(message, field.name, _item(field, value, where))
+
+
+def _item(field: FieldDescriptor, value: object, where: str) -> object:
+    if field.message_type is not None:
+        return _message(GetMessageClass(field.message_type), value, where)
+    if field.enum_type is not None:
+        return _word(field.enum_type, value, where)
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        return json_text(value, where) if field.name.endswith(_JSON) else text(value, where)
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        if not isinstance(value, bool):
+            raise TypeError(f"{where} must be True or False, not {_kind(value)}")
+        return value
+    if field.cpp_type in _INTEGERS:
+        return _integer(value, *_INTEGERS[field.cpp_type], where)
+    return number(value, where)
+
+
+def _message(kind: type[AnyMessage], value: object, where: str) -> AnyMessage:
+    if isinstance(value, kind):
+        return value
+    if kind is Duration:
+        return duration(value, where)
+    if kind is Message:
+        return _chat(value, where)
+    name = kind.DESCRIPTOR.full_name
+    if isinstance(value, str) and name in _NAMED:
+        return build(kind, {_NAMED[name]: value}, where + ".")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return build(kind, value, where + ".")
+    forms = " a text," if name in _NAMED else ""
+    raise TypeError(f"{where} must be{forms} a mapping of its fields or a {kind.__name__}, not {_kind(value)}")
+
+
+def _chat(value: object, where: str) -> Message:
+    """A message of the conversation. A text is its JSON form, verbatim."""
+    if isinstance(value, ChatMessage):
+        return Message(chat=value)
+    return Message(json=json_text(value, where))
+
+
+def text(value: object, where: str) -> str:
+    """A text that UTF-8 can carry."""
+    if not isinstance(value, str):
+        raise TypeError(f"{where} must be a str, not {_kind(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where} holds half of a surrogate pair, which UTF-8 cannot carry") from None
+    return value
+
+
+def json_text(value: object, where: str) -> str:
+    """A JSON object's text: that of a mapping, or a text as it is."""
+    if isinstance(value, str):
+        return text(value, where)
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{where} must be a mapping or the text of a JSON object, not {_kind(value)}")
+    try:
+        written = json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply") from None
+    except ValueError as error:
+        # Its texts are about NaN, infinities, and values that hold themselves.
+        raise ValueError(f"{where}: {error}") from None
+    return text(written, where)
+
+
+def number(value: object, where: str) -> float:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{where} must be a number, not {_kind(value)}")
+    try:
+        given = float(value)
+    except OverflowError:
+        given = math.inf
+    if not math.isfinite(given):
+        raise ValueError(f"{where} must be a finite number")
+    return given
+
+
+def duration(value: object, where: str) -> Duration:
+    """Seconds, or a timedelta."""
+    seconds = value.total_seconds() if isinstance(value, timedelta) else number(value, where)
+    if abs(seconds) > _LONGEST_DURATION:
+        raise ValueError(f"{where} must be at most {_LONGEST_DURATION} s")
+    made = Duration()
+    made.FromNanoseconds(round(seconds * 1_000_000_000))
+    return made
+
+
+def _integer(value: object, least: int, most: int, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{where} must be an integer, not {_kind(value)}")
+    given = int(value)
+    if not least <= given <= most:
+        raise ValueError(f"{where} must be from {least} to {most}")
+    return given
+
+
+def _word(kind: EnumDescriptor, value: object, where: str) -> int:
+    known = words(kind)
+    if not isinstance(value, str):
+        raise TypeError(f"{where} must be one of {', '.join(known)}, not {_kind(value)}")
+    if value not in known:
+        raise ValueError(f"{where} must be one of {', '.join(known)}")
+    return known[value]
+
+
+def _labels(value: object, where: str) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{where} must be a mapping of texts, not {_kind(value)}")
+    return {text(key, f"a key of {where}"): text(each, f"{where}[{key!r}]") for key, each in value.items()}
+
+
+def _list(field: FieldDescriptor, value: object, where: str) -> Iterable[object]:
+    """The items of a list. A text is no list of letters: it is the only item, or a mistake."""
+    if isinstance(value, str) and field.message_type is None:
+        return [value]
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping | AnyMessage):
+        raise TypeError(f"{where} must be a list, not {_kind(value)}")
+    return value if isinstance(value, Sequence) else list(value)
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__

@@ -1,0 +1,1 @@
+"""The plain API's forms of the contract: rollouts, events and errors as JSON, requests as protos."""

@@ -1,0 +1,54 @@
+"""`rollout gateway`: the HTTP gateway alone."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal, get_origin
+
+import typer
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+from rollout_gateway.options import Options, load_options, name_of
+
+from rollout_server.cli.complain import complaining
+
+_REPEATED = {"servers": "--server"}
+
+
+def gateway(**flags: object) -> None:
+    """Serve HTTP before one or several rollout servers until SIGTERM or Ctrl-C.
+
+    A flag goes before the environment, and that before .env. API keys are set there only: a command line can be read by others.
+    """
+    given = {name: value for name, value in flags.items() if value not in (None, [])}
+    with complaining("gateway"):
+        options = load_options(**given)
+        from rollout_gateway import alone  # gRPC takes its time
+
+        from rollout_server import logs
+
+        logs.set_up(options.log_format, options.log_level)
+        alone.run(options)
+
+
+def _flags() -> inspect.Signature:
+    """A flag for each setting that is no secret, for typer, which reads flags off a function's parameters."""
+    fields = {name: field for name, field in Options.model_fields.items() if field.annotation is not SecretStr}
+    return inspect.Signature([_flag(name, field) for name, field in fields.items()])
+
+
+def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    flag = _REPEATED.get(name, f"--{name.replace('_', '-')}")
+    default = f" Default: {field.default}." if field.default not in (None, "", ()) else ""
+    option = typer.Option(None, flag, help=f"{field.description}{default} [{name_of(name)}]")
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=_kind(name, field))
+
+
+def _kind(name: str, field: FieldInfo) -> Any:
+    if name in _REPEATED:
+        return list[str]
+    # The words are checked with the other settings.
+    return str if get_origin(field.annotation) is Literal else field.annotation
+
+
+gateway.__dict__["__signature__"] = _flags()

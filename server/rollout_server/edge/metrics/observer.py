@@ -1,0 +1,153 @@
+"""Counts what happens to rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from prometheus_client import Gauge, generate_latest
+
+from rollout_server.core.ledger import Author, MaskReason
+from rollout_server.core.outcome import Cancellation, End, Failure
+from rollout_server.core.record import Accepted, Answered, DriftFound, Ended, Note, SegmentOpened, ToolReturned
+from rollout_server.edge.metrics.families import (
+    CANCELLATIONS,
+    GENERATED,
+    OTHER,
+    RESAMPLED,
+    STOPS,
+    UNKNOWN,
+    WARNINGS,
+    Families,
+)
+from rollout_server.runtime.log import Entry
+from rollout_server.runtime.observe import Attempt
+from rollout_server.runtime.port import PlaysRuns
+from rollout_server.runtime.rollout import Rollout
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Watched(Protocol):
+    """What is asked of a roster each time somebody reads the metrics, from whatever thread."""
+
+    @property
+    def agents(self) -> Mapping[str, PlaysRuns]:
+        """By name."""
+
+    @property
+    def running(self) -> int:
+        """Rollouts that run now."""
+
+    @property
+    def queued(self) -> int:
+        """Rollouts that wait now."""
+
+
+class Metrics:
+    """An observer of one server's rollouts. Costs a few microseconds for each record, and nothing of it is about one rollout."""
+
+    def __init__(self) -> None:
+        self.families = Families()
+        self._tools: dict[str, frozenset[str]] = {}
+        # Records that nothing is counted of are not here.
+        self._counting: Mapping[type, Callable[[Rollout, Any], None]] = MappingProxyType(
+            {
+                Accepted: self._accepted,
+                Answered: self._answered,
+                ToolReturned: self._tool_returned,
+                SegmentOpened: self._segment_opened,
+                DriftFound: self._drift_found,
+                Note: self._note,
+                Ended: self._ended,
+            }
+        )
+
+    def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
+        """Counts the entries, which the rollout's log and machine hold already."""
+        for entry in entries:
+            count = self._counting.get(type(entry.record))
+            if count is not None:
+                count(rollout, entry.record)
+
+    def delivered(self, rollout: Rollout, attempt: Attempt, milliseconds: float) -> None:
+        """Counts one attempt to deliver an outcome."""
+        self.families.delivery(attempt.value).observe(milliseconds / 1000)
+
+    def watch_roster(self, roster: Watched) -> None:
+        """Shows how many rollouts run and wait. For one roster."""
+        self.watch("running", "Rollouts that run now.", lambda: roster.running)
+        self.watch("queued", "Rollouts that wait now.", lambda: roster.queued)
+        for agent in roster.agents:
+            self.families.begin_agent(agent)
+
+    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Shows a number as `rollout_NAME`. It is asked for each time somebody reads the metrics, from whatever thread."""
+        Gauge(f"rollout_{name}", text, registry=self.families.registry).set_function(value)
+
+    def exposition(self) -> bytes:
+        """Everything, in Prometheus' text format (`CONTENT_TYPE`)."""
+        return generate_latest(self.families.registry)
+
+    def _accepted(self, rollout: Rollout, record: Accepted) -> None:
+        self.families.accepted(record.agent).inc()
+
+    def _answered(self, rollout: Rollout, record: Answered) -> None:
+        families, agent = self.families, rollout.agent.name
+        families.turns(agent).inc()
+        families.completion(agent).observe(record.elapsed_ms / 1000)
+        if record.attempts > 1:
+            families.retries.inc(record.attempts - 1)
+        self._count_tokens(rollout, record.turn)
+
+    def _count_tokens(self, rollout: Rollout, turn: int) -> None:
+        """Counts the spans that belong to the trajectory because the model has written more: from its last span but one."""
+        segment = rollout.machine.ledger.current
+        for span in reversed(segment.spans if segment is not None else ()):
+            written = span.author is Author.MODEL
+            if span.reason is MaskReason.PROMPT or (written and span.turn != turn):
+                return  # counted when its segment was opened, or in its own turn
+            reason = span.reason.value if span.reason is not None else GENERATED
+            self.families.tokens(span.author.value, reason).inc(span.stop - span.start)
+
+    def _tool_returned(self, rollout: Rollout, record: ToolReturned) -> None:
+        name = record.call.name if record.call.name in self._tools_of(rollout.agent) else UNKNOWN
+        self.families.tool(name, "true" if record.failed else "false").observe(record.elapsed_ms / 1000)
+
+    def _tools_of(self, agent: PlaysRuns) -> frozenset[str]:
+        """The names of an agent's tools as they were at first, so that they stay few whatever the agent does."""
+        names = self._tools.get(agent.name)
+        if names is None:
+            names = self._tools[agent.name] = frozenset(tool.name for tool in agent.tools)
+        return names
+
+    def _segment_opened(self, rollout: Rollout, record: SegmentOpened) -> None:
+        self.families.segments(record.origin.kind.value).inc()
+        self.families.tokens(Author.OTHER.value, MaskReason.PROMPT.value).inc(record.prompt_tokens)
+
+    def _drift_found(self, rollout: Rollout, record: DriftFound) -> None:
+        self.families.drift(record.drift.kind.value).inc()
+
+    def _note(self, rollout: Rollout, record: Note) -> None:
+        if record.code == RESAMPLED:
+            self.families.resampled.inc()
+
+    def _ended(self, rollout: Rollout, record: Ended) -> None:
+        families, agent = self.families, rollout.agent.name
+        end, reason = _end(record.end)
+        families.finished(agent, end, reason).inc()
+        families.queue(agent).observe(record.queued_ms / 1000)
+        families.duration(agent, end).observe(record.total_ms / 1000)
+        outcome = rollout.outcome
+        for warned in outcome.warnings if outcome is not None else ():
+            families.warnings(warned.code if warned.code in WARNINGS else OTHER).inc()
+
+
+def _end(end: End) -> tuple[str, str]:
+    """How a rollout ended, and why, in words of which there are few."""
+    if isinstance(end, Failure):
+        return "failure", end.category.value
+    if isinstance(end, Cancellation):
+        return "cancellation", end.reason if end.reason in CANCELLATIONS else OTHER
+    return "stop", end.reason if end.reason in STOPS else OTHER

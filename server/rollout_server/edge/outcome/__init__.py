@@ -1,0 +1,1 @@
+"""Tells receivers how rollouts ended."""

@@ -1,0 +1,47 @@
+"""Outcomes over gRPC: `OutcomeService.DeliverOutcome` at the receiver."""
+
+from __future__ import annotations
+
+import grpc
+
+from rollout_server.edge.channels import Channels
+from rollout_server.edge.trainer.refusal import redacted
+from rollout_server.runtime.delivery import Acknowledged, Receipt, Refused, Unsettled
+from rollout_server.runtime.port import Parcel
+
+_METHOD = "/osmosis.rollout.v1.OutcomeService/DeliverOutcome"
+_TRIED_AGAIN = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.CANCELLED,
+    }
+)
+
+
+class GrpcCourier:
+    """Calls receivers. `timeout` is in seconds, for one attempt."""
+
+    def __init__(self, channels: Channels, timeout: float = 60.0) -> None:
+        self._channels = channels
+        self._timeout = timeout
+
+    async def deliver(self, parcel: Parcel) -> Receipt:
+        """Calls once. Which codes are tried again is said in outcome_service.proto."""
+        metadata = (("authorization", f"Bearer {parcel.credential}"),) if parcel.credential else ()
+        try:
+            channel = await self._channels.open(parcel.target.url)
+            # The bytes are passed on as they are, and what the answer holds means nothing.
+            call = channel.unary_unary(_METHOD)
+            await call(parcel.body, metadata=metadata, timeout=self._timeout)
+        except OSError as error:
+            return Unsettled(str(error))
+        except grpc.aio.AioRpcError as error:
+            said = redacted((error.details() or "").encode(), (parcel.credential,) if parcel.credential else ())
+            text = f"the receiver answered {error.code().name}: {said}"
+            return Unsettled(text) if error.code() in _TRIED_AGAIN else Refused(text)
+        return Acknowledged()

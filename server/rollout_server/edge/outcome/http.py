@@ -1,0 +1,41 @@
+"""The final callback of the asynchronous dialect: `POST {url}/v1/rollout/completed` (http-wire.md, B)."""
+
+from __future__ import annotations
+
+from rollout_server.edge.trainer.client import HttpAnswer, HttpClient, HttpRequest, Lost, NotTaken, TooLarge
+from rollout_server.edge.trainer.headers import keyed_headers
+from rollout_server.edge.trainer.refusal import redacted
+from rollout_server.runtime.delivery import Acknowledged, Receipt, Refused, Unsettled
+from rollout_server.runtime.port import Parcel
+
+_ASKED_AGAIN = frozenset({408, 425, 429})
+
+
+class HttpCourier:
+    """Posts outcomes. `timeout` is in seconds, for one attempt."""
+
+    def __init__(self, client: HttpClient, timeout: float = 60.0) -> None:
+        self._client = client
+        self._timeout = timeout
+
+    async def deliver(self, parcel: Parcel) -> Receipt:
+        """Posts once: any 2xx acknowledges; 408, 425, 429, 5xx and transport errors are to be tried again; all else is final."""
+        headers = keyed_headers(parcel.key, parcel.credential)
+        request = HttpRequest(f"{parcel.target.url}/v1/rollout/completed", parcel.body, headers, self._timeout)
+        try:
+            answer = await self._client.post(request)
+        except (NotTaken, Lost) as error:
+            return Unsettled(f"{request.host}: {error}")
+        except TooLarge:  # it has answered, and with what status is unknown
+            return Unsettled(f"{request.host}: the answer is too large")
+        return _receipt(answer, request.host, parcel.credential)
+
+
+def _receipt(answer: HttpAnswer, host: str, credential: str) -> Receipt:
+    if 200 <= answer.status < 300:
+        return Acknowledged()
+    said = redacted(answer.body, (credential,) if credential else ())
+    text = f"{host} answered {answer.status}" + (f": {said}" if said else "")
+    if answer.status >= 500 or answer.status in _ASKED_AGAIN:
+        return Unsettled(text, answer.retry_after)
+    return Refused(text)

@@ -1,0 +1,70 @@
+"""Addresses: which ones are reserved, and where those that carry an IPv4 address lead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import TypeAlias
+
+Address: TypeAlias = "IPv4Address | IPv6Address"
+Network: TypeAlias = "IPv4Network | IPv6Network"
+
+# What gateways turn into the IPv4 address in the last 32 bits: RFC 6052, 8215, 2765.
+_TRANSLATED = (IPv6Network("64:ff9b::/96"), IPv6Network("64:ff9b:1::/48"), IPv6Network("::ffff:0:0:0/96"))
+_COMPATIBLE = IPv6Network("::/96")
+_RESERVED: tuple[Network, ...] = tuple(
+    ip_network(text)
+    for text in (
+        # Link-local: where clouds answer with a machine's credentials.
+        *("169.254.0.0/16", "fe80::/10"),
+        # Multicast and broadcast.
+        *("224.0.0.0/4", "ff00::/8", "255.255.255.255/32"),
+        # Where clouds do the same outside link-local: EC2, Google, Azure, Oracle, Alibaba.
+        *("fd00:ec2::/32", "fd20:ce::254/128", "168.63.129.16/32", "192.0.0.192/32", "100.100.100.200/32"),
+    )
+)
+
+
+def read_address(text: str) -> Address:
+    """An address; an IPv4 address written as an IPv6 one is the IPv4 address. Raises ValueError."""
+    address = ip_address(text)
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address
+
+
+def is_within(address: Address, network: Network) -> bool:
+    """Whether a packet to `address` ends in `network`: also one that a gateway turns into IPv4."""
+    return any(each in network for each in (address, *_translated(address)))
+
+
+def reserved_by(address: Address) -> Network | None:
+    """The reserved network in which a packet to `address` may end, by whatever tunnel or gateway there is."""
+    reached = (address, *_translated(address), *_tunnelled(address))
+    return next((network for network in _RESERVED if any(each in network for each in reached)), None)
+
+
+def is_part(network: Network, whole: Network) -> bool:
+    """Whether `network` lies in `whole`."""
+    if isinstance(network, IPv4Network):
+        return isinstance(whole, IPv4Network) and network.subnet_of(whole)
+    return isinstance(whole, IPv6Network) and network.subnet_of(whole)
+
+
+def _translated(address: Address) -> Iterator[IPv4Address]:
+    if any(address in network for network in _TRANSLATED):
+        yield _last(address)
+
+
+def _tunnelled(address: Address) -> Iterator[IPv4Address]:
+    if not isinstance(address, IPv6Address):
+        return
+    if address in _COMPATIBLE:
+        yield _last(address)
+    if address.sixtofour is not None:
+        yield address.sixtofour
+    if address.teredo is not None:
+        yield from address.teredo
+
+
+def _last(address: Address) -> IPv4Address:
+    return IPv4Address(int(address) & 0xFFFFFFFF)

@@ -1,0 +1,113 @@
+"""Hosts and ports, as URLs and rules spell them.
+
+Only spellings that every reader of URLs understands in the same way are taken: what one library reads as a name and another as an
+address, or what is turned into another host on its way, cannot be checked.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
+from types import MappingProxyType
+
+from rollout_server.edge.targets.address import Address, read_address
+
+PORTS = MappingProxyType({"http": 80, "https": 443, "grpc": 80, "grpcs": 443})
+"""The schemes that there are, and the port of a URL that names none."""
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)(?:[/?#].*)?", re.DOTALL)
+_AUTHORITY = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::([0-9]*))?")
+_LABEL = re.compile(r"[a-z0-9_-]{1,63}")
+_PORT = re.compile(r"[0-9]{1,5}")
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+LEAST_PORT, MOST_PORT = 1, 65535
+
+
+class Unclear(ValueError):
+    """A host or URL that is not taken. The text says what is wrong with it and does not repeat it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A DNS name in lower case, without a dot at its end."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a URL leads to; `scheme` is in lower case."""
+
+    scheme: str
+    host: Name | Address
+    port: int
+
+    @property
+    def host_text(self) -> str:
+        """The host without brackets."""
+        return self.host.text if isinstance(self.host, Name) else str(self.host)
+
+    @property
+    def authority(self) -> str:
+        """Host and port as in a Host header."""
+        host = self.host_text
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+
+def read_url(url: str) -> Place:
+    """Scheme, host and port of a URL. Raises `Unclear`."""
+    parts = _URL.fullmatch(url)
+    if parts is None:
+        raise Unclear(f"must be an absolute URL with one of the schemes {', '.join(PORTS)}")
+    scheme, authority = parts[1].lower(), parts[2]
+    if scheme not in PORTS:
+        raise Unclear(f"needs one of the schemes {', '.join(PORTS)}")
+    if "@" in authority:
+        raise Unclear("must not hold a user name or password")
+    split = _AUTHORITY.fullmatch(authority)
+    if split is None:
+        raise Unclear("needs a host and, if any, a decimal port; IPv6 addresses stand in brackets")
+    host = _bracketed(split[1][1:-1]) if split[1].startswith("[") else read_host(split[1])
+    return Place(scheme, host, read_port(split[2]) if split[2] else PORTS[scheme])
+
+
+def read_host(text: str) -> Name | Address:
+    """A host without port and brackets: a name, or an address in its usual spelling. Raises `Unclear`."""
+    if ":" in text:
+        return _bracketed(text)
+    if not text.isascii():
+        raise Unclear("needs a host in ASCII; international names are written in punycode (xn--...)")
+    name = text.lower().removesuffix(".")
+    labels = name.split(".")
+    if _NUMBER.fullmatch(labels[-1]):
+        return _decimal(text)
+    if len(name) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
+        raise Unclear(
+            "needs a host: labels of letters, digits, '-' and '_' with single dots between them, or an address"
+        )
+    return Name(name)
+
+
+def read_port(text: str) -> int:
+    """A port in decimal digits. Raises `Unclear`."""
+    if not _PORT.fullmatch(text) or not LEAST_PORT <= int(text) <= MOST_PORT:
+        raise Unclear(f"needs a port from {LEAST_PORT} to {MOST_PORT}")
+    return int(text)
+
+
+def _bracketed(text: str) -> Address:
+    if "%" in text:
+        raise Unclear("must not name a zone in its IPv6 address")
+    try:
+        IPv6Address(text)
+    except ValueError:
+        raise Unclear("needs an IPv6 address in its brackets") from None
+    return read_address(text)
+
+
+def _decimal(text: str) -> Address:
+    try:
+        return IPv4Address(text)
+    except ValueError:
+        raise Unclear("must spell its IPv4 address as four decimal numbers, such as 192.0.2.1") from None

@@ -1,0 +1,77 @@
+"""Sampling parameters as they go into the request of each HTTP dialect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from rollout_server.core.spec import Sampling
+
+_PROTOCOL_KEYS = frozenset({"rollout_id", "messages", "response_mask", "stream"})
+_NAMED = MappingProxyType(
+    {
+        "temperature": (float, "a number"),
+        "top_p": (float, "a number"),
+        "max_tokens": (int, "a whole number"),
+        "stop": (list[str], "a list of strings"),
+        "logprobs": (bool, "true or false"),
+    }
+)
+_raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class WrongParameter(ValueError):
+    """A parameter that no trainer could read. The text names it and says what is needed."""
+
+
+def masked_parameters(sampling: Sampling) -> str:
+    """The members of the request's object, for the synchronous dialect: `stop` is there in any case, and extras replace nothing."""
+    own = {*_PROTOCOL_KEYS, *_NAMED, "model"}
+    extra = {key: value for key, value in _extra(sampling).items() if key not in own}
+    return _members({"model": "default", **_set(sampling), "stop": list(sampling.stop) or None}, extra)
+
+
+def plain_parameters(sampling: Sampling) -> str:
+    """The same for the asynchronous dialect: what is null is left out, and extras may stand for parameters that are unset.
+
+    Raises `WrongParameter` for an extra of a wrong type: `completion_params` are free-form there, so this is where they are read.
+    """
+    named = _set(sampling)
+    extra = {key: value for key, value in _extra(sampling).items() if key not in (*_PROTOCOL_KEYS, *named)}
+    for key, value in extra.items():
+        _check(key, value)
+    return _members(named if "model" in extra else {"model": "default", **named}, extra)
+
+
+def _set(sampling: Sampling) -> Mapping[str, Any]:
+    values = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "max_tokens": sampling.max_tokens,
+        "logprobs": sampling.logprobs,
+        "stop": list(sampling.stop) or None,
+    }
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _extra(sampling: Sampling) -> Mapping[str, msgspec.Raw]:
+    return _raw_decoder.decode(sampling.extra_json) if sampling.extra_json else {}
+
+
+def _check(key: str, value: msgspec.Raw) -> None:
+    if key not in _NAMED:
+        return
+    kind, words = _NAMED[key]
+    try:
+        msgspec.json.decode(value, type=kind)
+    except msgspec.ValidationError:
+        raise WrongParameter(f"the sampling parameter `{key}` must be {words}") from None
+
+
+def _members(named: Mapping[str, Any], extra: Mapping[str, msgspec.Raw]) -> str:
+    written = json.dumps(named, ensure_ascii=True)[1:-1]
+    return ", ".join((written, *(f"{json.dumps(key)}: {bytes(value).decode()}" for key, value in extra.items())))

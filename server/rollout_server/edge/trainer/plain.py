@@ -1,0 +1,90 @@
+"""The sampler for trainers that derive masks themselves: `http(s)://` targets of the asynchronous dialect.
+
+Nothing is rendered on this side. The ledger is built from the ids that the trainer reports, and what it does not report is unknown.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.record import Answered
+from rollout_server.core.spec import Spec
+from rollout_server.edge.trainer.chat import Answer, RequestWriter, read_answer_aside
+from rollout_server.edge.trainer.client import HttpClient, HttpRequest
+from rollout_server.edge.trainer.headers import turn_headers
+from rollout_server.edge.trainer.notes import notes_on
+from rollout_server.edge.trainer.parameters import WrongParameter, plain_parameters
+from rollout_server.edge.trainer.refusal import refused
+from rollout_server.edge.trainer.retry import Errand, Fetched, Retries, fetch_again
+from rollout_server.runtime.port import Ask, Failed
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTrainers:
+    """What all samplers of the asynchronous dialect share."""
+
+    client: HttpClient
+    retries: Retries
+
+    def open(self, spec: Spec) -> PlainSampler:
+        """The sampler of one rollout."""
+        return PlainSampler(self, spec)
+
+
+class PlainSampler:
+    """Asks one trainer for the completions of one rollout."""
+
+    def __init__(self, trainers: PlainTrainers, spec: Spec) -> None:
+        self._trainers = trainers
+        self._spec = spec
+        self._url = f"{spec.completions.url}/v1/chat/completions"
+        self._writer: RequestWriter | None = None
+
+    async def sample(self, ask: Ask) -> Answered:
+        """Posts and checks. Raises `Failed`."""
+        turn = ask.asked.turn
+        body = self._open_writer(turn).plain(ask.messages[: ask.asked.messages])
+        errand = Errand(HttpRequest(self._url, body, turn_headers(ask)), turn, ask.deadline)
+        started = time.monotonic()
+        fetched = await fetch_again(self._trainers.client, errand, self._trainers.retries, ask.remark)
+        elapsed = 1000 * (time.monotonic() - started)
+        if fetched.answer.status != 200:
+            raise Failed(refused(fetched.answer.status, fetched.answer.body, turn, ask.credentials.secrets()))
+        answer = await read_answer_aside(fetched.answer.body, turn, ids_needed=False)
+        return Answered(
+            turn=turn,
+            message=answer.message,
+            finish_reason=answer.finish_reason,
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            reported=answer.reported,
+            attempts=fetched.attempts,
+            elapsed_ms=elapsed,
+            usage=answer.usage,
+            notes=self._notes(answer, fetched, ask),
+            tool_calls=answer.tool_calls,
+        )
+
+    def _open_writer(self, turn: int) -> RequestWriter:
+        if self._writer is None:
+            try:
+                parameters = plain_parameters(self._spec.sampling)
+            except WrongParameter as error:
+                raise Failed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
+            self._writer = RequestWriter(self._spec.rollout_id, parameters)
+        return self._writer
+
+    def _notes(self, answer: Answer, fetched: Fetched, ask: Ask) -> tuple[tuple[str, str], ...]:
+        turn, key = ask.asked.turn, ask.asked.turn_key
+        notes = list(notes_on(answer, self._spec.sampling, turn))
+        # A trainer that answers with the key replays it, so there is no second generation (http-wire.md, B).
+        replays = self._spec.completions.replays_turn_keys or fetched.answer.replayed_key == key
+        if fetched.siblings and not replays:
+            text = (
+                f"turn {turn}: asked for {fetched.attempts} times; the trainer may have generated it "
+                f"{fetched.siblings + 1} times, of which the last answer counts"
+            )
+            notes.append(("resampled", text))
+        return tuple(notes)

@@ -1,0 +1,141 @@
+"""When a completion is asked for again. One rule for each dialect (D8, http-wire.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.edge.trainer.client import HttpAnswer, HttpClient, HttpRequest, Lost, NotTaken, TooLarge
+from rollout_server.runtime.port import Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often and how fast a completion of the asynchronous dialect is asked for again; seconds, doubling up to `most`."""
+
+    count: int = 3
+    first: float = 1.0
+    most: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """A completion to fetch: for which turn, and until when (monotonic seconds) waiting for the trainer makes sense."""
+
+    request: HttpRequest
+    turn: int
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """An answer, the requests that were sent for it, and how many of the earlier ones may have been answered as well."""
+
+    answer: HttpAnswer
+    attempts: int
+    siblings: int = 0
+
+
+async def fetch_once(client: HttpClient, errand: Errand) -> Fetched:
+    """Asks again only where the request provably was not taken: no connection, or 429 or 503 with Retry-After.
+
+    For trainers that count masks: after a lost reply such a trainer has counted the turn. Raises `Failed`.
+    """
+    attempts = refusals = 0
+    while True:
+        attempts += 1
+        try:
+            answer = await client.post(errand.request)
+        except NotTaken as error:
+            refusals += 1
+            if refusals >= client.settings.connect_attempts:
+                raise Failed(_unreachable(error, errand, refusals)) from error
+            await asyncio.sleep(0.1 * 2**refusals)
+            continue
+        except Lost as error:
+            once = ". The turn may have been generated, so it is not asked for again"
+            raise Failed(_lost(error, errand, once)) from error
+        except TooLarge as error:
+            raise Failed(_too_large(error, errand)) from error
+        if not _worth_waiting(answer, errand):
+            return Fetched(answer, attempts)
+        await asyncio.sleep(max(answer.retry_after or 0.0, min(1.0, 0.05 * 2**attempts)))
+
+
+async def fetch_again(
+    client: HttpClient, errand: Errand, retries: Retries, remark: Callable[[str, str], None]
+) -> Fetched:
+    """Asks again after 5xx, timeouts and transport errors, and after 429 or 503 with Retry-After for as long as there is time.
+
+    For the asynchronous dialect, whose trainers may know a repeated key. Each attempt that may have made a sibling is
+    remarked as "resampled". Raises `Failed`.
+    """
+    attempts = siblings = failures = 0
+    while True:
+        attempts += 1
+        got = await _attempt(client, errand)
+        if isinstance(got, HttpAnswer):
+            if _worth_waiting(got, errand):
+                await asyncio.sleep(max(got.retry_after or 0.0, min(1.0, 0.05 * 2**attempts)))
+                continue
+            if got.status < 500 or failures >= retries.count:
+                return Fetched(got, attempts, siblings)
+        elif failures >= retries.count:
+            raise Failed(got.failure)
+        if isinstance(got, HttpAnswer) or got.taken:
+            why = f"status {got.status}" if isinstance(got, HttpAnswer) else "no whole answer"
+            text = f"turn {errand.turn}: {why} on attempt {attempts}; asked again, so the turn may have been generated twice"
+            remark("resampled", text)
+            siblings += 1
+        await asyncio.sleep(min(retries.most, retries.first * 2**failures))
+        failures += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Missed:
+    """No answer came; `taken` says that the request may have been taken nevertheless."""
+
+    failure: Failure
+    taken: bool
+
+
+async def _attempt(client: HttpClient, errand: Errand) -> HttpAnswer | _Missed:
+    try:
+        return await client.post(errand.request)
+    except NotTaken as error:
+        return _Missed(_unreachable(error, errand, 0), taken=False)
+    except Lost as error:
+        return _Missed(_lost(error, errand, ", on the last of several attempts"), taken=True)
+    except TooLarge as error:
+        raise Failed(_too_large(error, errand)) from error
+
+
+def _worth_waiting(answer: HttpAnswer, errand: Errand) -> bool:
+    wait = answer.retry_after
+    return wait is not None and (errand.deadline is None or time.monotonic() + wait < errand.deadline)
+
+
+def _unreachable(error: NotTaken, errand: Errand, attempts: int) -> Failure:
+    often = f" in {attempts} attempts" if attempts else ""
+    text = (
+        f"turn {errand.turn}: the trainer at {errand.request.host} {error}{often}; is it running, and does server_url name its "
+        "host and port?"
+    )
+    return Failure(Category.NETWORK, text, errand.turn)
+
+
+def _lost(error: Lost, errand: Errand, then: str) -> Failure:
+    if error.timeout:
+        text = f"turn {errand.turn}: timeout: the trainer: {error} (HTTP_CLIENT_TIMEOUT){then}"
+        return Failure(Category.TIMEOUT, text, errand.turn)
+    return Failure(
+        Category.NETWORK, f"turn {errand.turn}: the trainer at {errand.request.host}: {error}{then}", errand.turn
+    )
+
+
+def _too_large(error: TooLarge, errand: Errand) -> Failure:
+    text = f"turn {errand.turn}: the trainer at {errand.request.host}: {error}"
+    return Failure(Category.VALIDATION, text, errand.turn)

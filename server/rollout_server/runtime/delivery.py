@@ -1,0 +1,53 @@
+"""How far the delivery of an outcome is, and what one attempt came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+
+class DeliveryState(Enum):
+    """How far the delivery of an outcome is."""
+
+    PENDING = "pending"
+    ACKNOWLEDGED = "acknowledged"
+    REFUSED = "refused"
+    EXPIRED = "expired"
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """The delivery of one outcome. `error` tells of the last attempt; times are in seconds since 1970."""
+
+    state: DeliveryState = DeliveryState.PENDING
+    attempts: int = 0
+    error: str = ""
+    next_attempt: float | None = None
+    ended: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """The receiver has the outcome."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The receiver refuses the outcome for good. `text` is for a person."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unsettled:
+    """Nobody knows whether the outcome arrived, or it did not: it is to be sent again.
+
+    `retry_after` is in seconds, where the receiver says when to try again.
+    """
+
+    text: str
+    retry_after: float | None = None
+
+
+Receipt: TypeAlias = "Acknowledged | Refused | Unsettled"

@@ -1,0 +1,47 @@
+"""Settings: from flags, the environment and `.env`, in this order. The names of the reference implementations keep working."""
+
+from __future__ import annotations
+
+from pydantic import AliasChoices, ValidationError
+from pydantic_settings import SettingsConfigDict
+
+from rollout_server.settings.capacity import CapacitySettings
+from rollout_server.settings.kinds import TOY
+from rollout_server.settings.security import SecuritySettings
+from rollout_server.settings.serving import ServingSettings
+from rollout_server.settings.tokenizers import TokenizerSettings
+from rollout_server.settings.trainers import TrainerSettings
+
+__all__ = ["TOY", "Settings", "WrongSettings", "load", "names_of"]
+
+
+class Settings(ServingSettings, CapacitySettings, TrainerSettings, TokenizerSettings, SecuritySettings):
+    """Everything that can be set. The first name of each is ours."""
+
+    model_config = SettingsConfigDict(env_file=".env", env_file_encoding="utf-8", extra="ignore", populate_by_name=True)
+
+
+class WrongSettings(ValueError):
+    """Settings that cannot be used; the text names each by its environment names."""
+
+
+def load(**flags: object) -> Settings:
+    """The settings in force; flags by field name go first. Raises `WrongSettings`."""
+    try:
+        return Settings(**flags)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise WrongSettings("; ".join(_complaint(e["loc"], e["msg"]) for e in error.errors())) from None
+
+
+def names_of(field: str) -> list[str]:
+    """The environment names of a setting, ours first."""
+    alias = Settings.model_fields[field].validation_alias
+    return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [field.upper()]
+
+
+def _complaint(loc: tuple[int | str, ...], message: str) -> str:
+    place = str(loc[0]) if loc else ""
+    field = next((f for f in Settings.model_fields if place == f or place in names_of(f)), None)
+    names = names_of(field) if field is not None else [place]
+    also = f" ({', '.join(names[1:])})" if names[1:] else ""
+    return f"{names[0]}{also}: {message}"

@@ -1,0 +1,82 @@
+"""How much the server takes on, and for how long."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings
+
+from rollout_server.settings.kinds import named
+
+
+class CapacitySettings(BaseSettings):
+    """How much the server takes on, and for how long."""
+
+    max_running: int = Field(
+        100,
+        ge=1,
+        validation_alias=named(
+            "ROLLOUT_MAX_RUNNING", "MAX_CONCURRENT_ROLLOUTS", "OSMOSIS_ROLLOUT_SERVER_MAX_CONCURRENT_ROLLOUTS"
+        ),
+        description="Rollouts that run at the same time; more wait.",
+    )
+    max_queued: int = Field(
+        10_000, ge=0, validation_alias=named("ROLLOUT_MAX_QUEUED"), description="Rollouts that wait; more are refused."
+    )
+    timeout_seconds: float = Field(
+        600.0,
+        gt=0,
+        validation_alias=named("ROLLOUT_TIMEOUT_SECONDS"),
+        description="Time of a rollout of the synchronous dialect that asks for none.",
+    )
+    max_seconds: float = Field(
+        86_400.0, gt=0, validation_alias=named("ROLLOUT_MAX_SECONDS"), description="Longest time of any rollout."
+    )
+    record_ttl_seconds: float = Field(
+        3600.0,
+        gt=0,
+        validation_alias=named("ROLLOUT_RECORD_TTL_SECONDS", "OSMOSIS_ROLLOUT_SERVER_RECORD_TTL_SECONDS"),
+        description="How long a finished rollout is remembered.",
+    )
+    max_records: int = Field(
+        10_000,
+        ge=0,
+        validation_alias=named("ROLLOUT_MAX_RECORDS"),
+        description="Finished rollouts that are remembered.",
+    )
+    max_record_bytes: int = Field(
+        2**30,
+        ge=0,
+        validation_alias=named("ROLLOUT_MAX_RECORD_BYTES"),
+        description="Memory that finished rollouts may hold, counted roughly; the oldest are forgotten first.",
+    )
+    cleanup_seconds: float = Field(
+        60.0,
+        gt=0,
+        validation_alias=named("ROLLOUT_CLEANUP_INTERVAL_SECONDS", "OSMOSIS_ROLLOUT_SERVER_CLEANUP_INTERVAL_SECONDS"),
+        description="How often old records are dropped.",
+    )
+    detach_grace_seconds: float = Field(
+        10.0,
+        ge=0,
+        validation_alias=named("ROLLOUT_DETACH_GRACE_SECONDS"),
+        description="A POST /rollout whose client hung up is cancelled after this; 0: at once.",
+    )
+    on_drift: Literal["warn", "fail"] = Field(
+        "warn",
+        validation_alias=named("ROLLOUT_ON_DRIFT"),
+        description="What token drift means where a request does not say.",
+    )
+    max_metadata_bytes: int = Field(
+        1024 * 1024,
+        ge=0,
+        validation_alias=named("ROLLOUT_MAX_METADATA_BYTES", "OSMOSIS_ROLLOUT_MAX_METADATA_SIZE_BYTES"),
+        description="Largest metadata of a rollout.",
+    )
+    max_request_bytes: int = Field(
+        64 * 1024 * 1024,
+        ge=1024,
+        validation_alias=named("ROLLOUT_MAX_REQUEST_BYTES"),
+        description="Largest request, HTTP and gRPC.",
+    )

@@ -1,0 +1,61 @@
+"""How trainers are called and told."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from pydantic_settings import BaseSettings
+
+from rollout_server.settings.kinds import named
+
+
+class TrainerSettings(BaseSettings):
+    """How trainers are called and told."""
+
+    trainer_timeout_seconds: float = Field(
+        300.0,
+        gt=0,
+        validation_alias=named(
+            "ROLLOUT_TRAINER_TIMEOUT_SECONDS", "HTTP_CLIENT_TIMEOUT", "OSMOSIS_ROLLOUT_CLIENT_TIMEOUT_SECONDS"
+        ),
+        description="Time of one completion.",
+    )
+    trainer_connections: int = Field(
+        10_000,
+        ge=1,
+        validation_alias=named("ROLLOUT_TRAINER_CONNECTIONS", "OSMOSIS_ROLLOUT_CLIENT_MAX_CONNECTIONS"),
+        description="Connections to trainers that are open at the same time.",
+    )
+    retries: int = Field(
+        3,
+        ge=0,
+        le=100,
+        validation_alias=named("ROLLOUT_RETRIES", "OSMOSIS_ROLLOUT_CLIENT_MAX_RETRIES"),
+        description="How often a completion of the asynchronous dialect is asked for again after 5xx, timeouts and lost connections.",
+    )
+    retry_base_seconds: float = Field(
+        1.0,
+        ge=0,
+        validation_alias=named("ROLLOUT_RETRY_BASE_SECONDS", "OSMOSIS_ROLLOUT_CLIENT_RETRY_BASE_DELAY"),
+        description="The wait before the first repetition, of completions and of final callbacks; it doubles with each one.",
+    )
+    retry_max_seconds: float = Field(
+        30.0,
+        ge=0,
+        validation_alias=named("ROLLOUT_RETRY_MAX_SECONDS", "OSMOSIS_ROLLOUT_CLIENT_RETRY_MAX_DELAY"),
+        description="The longest wait between two repetitions.",
+    )
+    delivery_seconds: float = Field(
+        3600.0,
+        gt=0,
+        validation_alias=named("ROLLOUT_DELIVERY_SECONDS"),
+        description="How long an outcome is offered to a receiver that does not acknowledge it.",
+    )
+    delivery_retries: int | None = Field(
+        None,
+        ge=0,
+        validation_alias=named("ROLLOUT_DELIVERY_RETRIES", "OSMOSIS_ROLLOUT_CLIENT_COMPLETE_ROLLOUT_RETRIES"),
+        description="How often an outcome is offered again; unset: as often as there is time.",
+    )
+    delivery_timeout_seconds: float = Field(
+        60.0, gt=0, validation_alias=named("ROLLOUT_DELIVERY_TIMEOUT_SECONDS"), description="Time of one delivery."
+    )

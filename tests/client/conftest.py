@@ -1,0 +1,112 @@
+"""A server with a strict trainer, a scripted server, and what a rollout is asked for with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from rollout_client import AsyncClient, Retry, StartFields
+from rollout_server.app import Server
+from rollout_server.calculator import Calculator
+from rollout_server.testing.trainer import StrictTrainer
+
+from tests.client.cutting import Line
+from tests.client.scripted import Stage, scripted
+from tests.rpc.agents import Gated, Measured
+from tests.rpc.asking import settings
+
+QUICK = Retry(patience=20, first=0.01, longest=0.1)
+IMPATIENT = Retry(patience=0.25, first=0.01, longest=0.1)
+QUESTION = "Please calculate 5 plus 3, then multiply by 2."
+CALCULATOR_EVENTS = 13
+
+
+@dataclass(frozen=True)
+class World:
+    """A server of the calculator and two small agents, and its trainer."""
+
+    server: Server
+    trainer: StrictTrainer
+    gated: Gated
+    measured: Measured
+
+    @property
+    def port(self) -> int:
+        """Where the server listens."""
+        return self.server.grpc_port
+
+    @property
+    def address(self) -> str:
+        """The same, with the host."""
+        return f"127.0.0.1:{self.port}"
+
+    def asked(self, **changes: Any) -> StartFields:
+        """Keywords for a calculation."""
+        fields: dict[str, Any] = {
+            "messages": [{"role": "user", "content": QUESTION}],
+            "completions": self.trainer.url,
+            "tokenizer": "toy",
+            "sampling": {"temperature": 0.0},
+        }
+        return StartFields(**(fields | changes))  # type: ignore[typeddict-item]
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    """Everything real, in this event loop."""
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": json.loads(tool.parameters_json_schema),
+            },
+        }
+        for tool in Calculator().tools
+    ]
+    gated, measured = Gated(), Measured()
+    async with (
+        Server([Calculator(), gated, measured], settings()) as server,
+        StrictTrainer(tools=tools) as trainer,
+    ):
+        yield World(server, trainer, gated, measured)
+
+
+@pytest.fixture
+async def line(world: World) -> AsyncIterator[Line]:
+    """A line to the server that a test may cut."""
+    async with Line(world.port) as line:
+        yield line
+
+
+@pytest.fixture
+async def far(line: Line) -> AsyncIterator[AsyncClient]:
+    """A client at the other end of the line."""
+    async with AsyncClient(line.address, retry=QUICK) as client:
+        yield client
+
+
+@pytest.fixture
+async def client(world: World) -> AsyncIterator[AsyncClient]:
+    """A client beside the server."""
+    async with AsyncClient(world.address, retry=QUICK) as client:
+        yield client
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    """A scripted server."""
+    async with AsyncExitStack() as stack:
+        yield await stack.enter_async_context(scripted())
+
+
+@pytest.fixture
+async def actor(stage: Stage) -> AsyncIterator[AsyncClient]:
+    """A client of the scripted server."""
+    async with AsyncClient(stage.address, retry=IMPATIENT) as client:
+        yield client

@@ -1,0 +1,181 @@
+"""Rollouts of a real roster whose observer is the metrics, and what the exposition says then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from prometheus_client.parser import text_string_to_metric_families
+from rollout_server.agent import Agent
+from rollout_server.core.ledger import Prediction, pack_tokens
+from rollout_server.core.message import JSON, Message, ToolCall
+from rollout_server.core.outcome import Failure, Outcome
+from rollout_server.core.record import Answered
+from rollout_server.core.spec import Dialect, Spec, Target
+from rollout_server.edge.metrics.observer import Metrics
+from rollout_server.runtime.port import Ask, Clock, Failed, Sampler, Tool
+from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.roster import Roster
+from rollout_server.runtime.surroundings import Surroundings
+from rollout_server.runtime.wish import Capacity, Wish
+
+USER = Message.write({"role": "user", "content": "5 + 3?"})
+TARGET = Target("http://trainer:9001", Dialect.HTTP_PLAIN)
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """An exposition, read as Prometheus reads it."""
+
+    text: str
+
+    def families(self) -> dict[str, str]:
+        """The families and their types."""
+        return {family.name: family.type for family in text_string_to_metric_families(self.text)}
+
+    def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """All samples by name and labels. Fails where one is there twice."""
+        found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+        for family in text_string_to_metric_families(self.text):
+            for sample in family.samples:
+                key = (sample.name, frozenset(sample.labels.items()))
+                assert key not in found
+                found[key] = sample.value
+        return found
+
+    def value(self, name: str, **labels: str) -> float:
+        """One sample; 0 if it is not there."""
+        return self.samples().get((name, frozenset(labels.items())), 0.0)
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of all samples of that name that have these labels, among others."""
+        wanted = frozenset(labels.items())
+        return sum(value for (each, has), value in self.samples().items() if each == name and wanted <= has)
+
+    def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+        """The samples of a name that are not 0, by the values of these labels."""
+        found: dict[tuple[str, ...], float] = {}
+        for (each, has), value in self.samples().items():
+            if each == name and value:
+                key = tuple(dict(has)[label] for label in labels)
+                found[key] = found.get(key, 0.0) + value
+        return found
+
+
+def read(metrics: Metrics) -> Exposed:
+    """What somebody would read now."""
+    return Exposed(metrics.exposition().decode())
+
+
+class Asking:
+    """A sampler that answers as a function says."""
+
+    def __init__(self, answer: Callable[[Ask], Answered]) -> None:
+        self._answer = answer
+
+    async def sample(self, ask: Ask) -> Answered:
+        """The answer."""
+        await asyncio.sleep(0)
+        return self._answer(ask)
+
+
+class Counted:
+    """A roster, and metrics that watch it. `answer` says how the trainer of a rollout answers."""
+
+    def __init__(self, *agents: Agent, capacity: Capacity = Capacity()) -> None:
+        loop = asyncio.get_running_loop()
+        self.metrics = Metrics()
+        self.rollouts: list[Rollout] = []
+        self._answers: dict[str, Callable[[Ask], Answered]] = {}
+        numbers = count(1)
+        self.roster = Roster(
+            agents,
+            self._open,
+            lambda: f"u{next(numbers)}",
+            capacity=capacity,
+            surroundings=Surroundings(clock=Clock(loop.time, loop.time), observer=self.metrics),
+        )
+        self.metrics.watch_roster(self.roster)
+
+    def start(self, answer: Callable[[Ask], Answered], **spec: object) -> Rollout:
+        """A new rollout."""
+        rollout_id = f"r{len(self.rollouts) + 1}"
+        self._answers[rollout_id] = answer
+        made = Spec(rollout_id, (USER,), TARGET, **spec)  # type: ignore[arg-type]
+        rollout, _ = self.roster.start(Wish(made, "me"))
+        self.rollouts.append(rollout)
+        return rollout
+
+    async def play(self, answer: Callable[[Ask], Answered], **spec: object) -> Outcome:
+        """A new rollout, to its end."""
+        return await outcome_of(self.start(answer, **spec))
+
+    def exposed(self) -> Exposed:
+        """What somebody would read now."""
+        return read(self.metrics)
+
+    def _open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> Sampler:
+        return Asking(self._answers[spec.rollout_id])
+
+
+async def outcome_of(rollout: Rollout) -> Outcome:
+    """The outcome, once it is there."""
+    await rollout.log.ended()
+    assert rollout.outcome is not None
+    return rollout.outcome
+
+
+def said(ask: Ask, *calls: ToolCall, **fields: object) -> Answered:
+    """An answer of two tokens after a prompt that was predicted as one."""
+    message: dict[str, JSON] = {"role": "assistant", "content": "done"}
+    if calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
+        ]
+    given: dict[str, object] = {
+        "token_ids": pack_tokens([7, 8]),
+        "predicted": Prediction(pack_tokens(), pack_tokens([ask.asked.turn])),
+        "tool_calls": len(calls),
+        **fields,
+    }
+    return Answered(ask.asked.turn, Message.write(message), "stop", **given)  # type: ignore[arg-type]
+
+
+def done(ask: Ask) -> Answered:
+    """Ends the rollout in its first turn."""
+    return said(ask)
+
+
+def calling(*turns: Sequence[ToolCall], **fields: object) -> Callable[[Ask], Answered]:
+    """Calls tools in the first turns, and is done then."""
+    return lambda ask: said(ask, *(turns[ask.asked.turn - 1] if ask.asked.turn <= len(turns) else ()), **fields)
+
+
+def failing(failure: Failure) -> Callable[[Ask], Answered]:
+    """Fails."""
+
+    def fail(ask: Ask) -> Answered:
+        raise Failed(failure)
+
+    return fail
+
+
+def call(name: str, arguments: str = "{}", call_id: str = "c") -> ToolCall:
+    """A call as models write it."""
+    return ToolCall(call_id, name, arguments)
+
+
+ADD = call("add", '{"a": 5, "b": 3}')
+
+
+def ledger_tokens(outcomes: Sequence[Outcome]) -> Mapping[tuple[str, ...], float]:
+    """Tokens by author and reason, as the ledgers say."""
+    found: dict[tuple[str, ...], float] = {}
+    for outcome in outcomes:
+        for segment in outcome.segments:
+            for span in segment.spans:
+                key = (span.author.value, span.reason.value if span.reason is not None else "generated")
+                found[key] = found.get(key, 0.0) + span.stop - span.start
+    return {key: value for key, value in found.items() if value}

@@ -1,0 +1,1 @@
+"""Which endpoints a request may name."""
