@@ -40,12 +40,13 @@ ROOMS: dict[str, set[str]] = {
     "rollout_server.tool": {*_AUTHORS, THIRD},
     "rollout_server.calculator": _AUTHORS,
     "rollout_server.sdk": {*_AUTHORS, "rollout_server.sdk", THIRD},
-    "rollout_server.settings": {"rollout_server.core", THIRD},
+    "rollout_server.settings": {"rollout_server.core", "rollout_server.settings", THIRD},
     "rollout_server.logs": {THIRD},
     # The trainer that judges us counts for itself: nothing of the server's is in it.
     "rollout_server.testing": {"rollout_server.testing", "osmosis", THIRD},
     # The composition root and the commands.
     "rollout_server.app": {ANYTHING},
+    "rollout_server.assembly": {ANYTHING},
     "rollout_server.http": {ANYTHING},
     "rollout_server.cli": {ANYTHING},
     # The public names, and `serve`, which goes to the composition root.

@@ -11,33 +11,50 @@ import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from osmosis.rollout.v1 import spec_pb2
-
 from rollout_server.agent import Agent
+from rollout_server.assembly import (
+    FEATURES,
+    Trainers,
+    check,
+    keyring,
+    patience,
+    reporter,
+    server_tls,
+    target_rules,
+    tokenizer_settings,
+    trainers,
+)
 from rollout_server.core.admission import Bounds
-from rollout_server.core.error import InvalidRequest, NotPossible, Violation
 from rollout_server.core.spec import Dialect, DriftPolicy
+from rollout_server.edge.channels import Channels
+from rollout_server.edge.keys import Keyring
+from rollout_server.edge.lag import LoopLag
+from rollout_server.edge.metrics.observer import Metrics
+from rollout_server.edge.metrics.port import serve_metrics
 from rollout_server.edge.rpc.server import RpcServer, RpcSettings
 from rollout_server.edge.rpc.service import RolloutService, ServerFacts
+from rollout_server.edge.rpc.tls import ClientTls
+from rollout_server.edge.targets.lookup import CheckedLookup
+from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.source import TokenizerSettings
 from rollout_server.edge.trainer.client import HttpClient, HttpSettings
-from rollout_server.edge.trainer.masked import Trainers
 from rollout_server.runtime.roster import Roster
-from rollout_server.runtime.wish import Capacity, Wish
-from rollout_server.settings import TOY, Settings, load
+from rollout_server.runtime.surroundings import Surroundings
+from rollout_server.runtime.wish import Capacity
+from rollout_server.settings import Settings, load
 
 if TYPE_CHECKING:
     from rollout_server.http import HttpServer
 
 _log = logging.getLogger(__name__)
-FEATURES = ("http_masked",)
+KEYS_SECONDS = 1.0
+"""How often the file of API keys is looked at."""
 
 
 class Server:
@@ -52,6 +69,7 @@ class Server:
         self._roster: Roster
         self._rpc: RpcServer
         self._http: HttpServer | None = None
+        self._metrics = Metrics()
 
     async def __aenter__(self) -> Self:
         """Starts. Raises RuntimeError or OSError where a port cannot be had."""
@@ -76,30 +94,60 @@ class Server:
 
     async def _start(self) -> None:
         settings = self.settings
-        tokenizers = Tokenizers(tokenizer_settings(settings))
-        self._stack.push_async_callback(tokenizers.close)
-        client = HttpClient(
-            HttpSettings(timeout=settings.trainer_timeout_seconds, connections=settings.trainer_connections)
-        )
-        self._stack.push_async_callback(client.close)
-        self._roster = _roster(self._agents, Trainers(client, tokenizers), settings)
+        keys, rules, tls = keyring(settings), target_rules(settings), server_tls(settings)
+        self._roster = await self._make_roster(rules)
         # Over TCP the gateway could reach another process, and under mTLS it would need a certificate (D9).
         socket = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-"))) / "grpc.sock"
+        addresses = (f"unix:{socket}", f"{_bracketed(settings.host)}:{settings.grpc_port}")
         self._rpc = RpcServer(
-            RolloutService(self._roster, _facts(settings)),
-            RpcSettings(
-                (f"unix:{socket}", f"{_bracketed(settings.host)}:{settings.grpc_port}"),
-                settings.max_request_bytes + 1024 * 1024,
-            ),
+            RolloutService(self._roster, _facts(settings, rules, keys)),
+            RpcSettings(addresses, settings.max_request_bytes + 1024 * 1024, tls),
+            keys.caller,
         )
         _, self.grpc_port = await self._rpc.start()
         self._stack.push_async_callback(self._rpc.stop, 1.0)
         if settings.http:
-            await self._start_http(socket)
-        cleaning = asyncio.create_task(_forget(self._roster, settings.cleanup_seconds), name="forget")
-        self._stack.callback(cleaning.cancel)
+            await self._start_http(socket, keys)
+        self._repeat(self._roster.forget, settings.cleanup_seconds)
+        self._repeat(keys.refresh, KEYS_SECONDS)
 
-    async def _start_http(self, socket: Path) -> None:
+    async def _make_roster(self, rules: TargetRules) -> Roster:
+        settings, stack = self.settings, self._stack
+        tokenizers = Tokenizers(tokenizer_settings(settings))
+        stack.push_async_callback(tokenizers.close)
+        lookup = CheckedLookup(rules)
+        stack.push_async_callback(lookup.close)
+        client = HttpClient(
+            HttpSettings(
+                timeout=settings.trainer_timeout_seconds, connections=settings.trainer_connections, resolver=lookup
+            )
+        )
+        stack.push_async_callback(client.close)
+        channels = Channels(lookup, ClientTls(settings.target_ca))
+        stack.push_async_callback(channels.close)
+        metrics = self._metrics
+        roster = _roster(
+            self._agents,
+            trainers(client, tokenizers, settings),
+            settings,
+            Surroundings(observer=metrics, reporter=reporter(client, channels, settings), patience=patience(settings)),
+        )
+        metrics.watch_roster(roster)
+        metrics.watch("deliveries_pending", "Outcomes that nobody has acknowledged yet.", lambda: roster.owed)
+        lag = LoopLag(metrics.families.loop_lag.observe, 0.1)
+        lag.start()
+        stack.push_async_callback(lag.stop)
+        if settings.metrics_port is not None:
+            port = serve_metrics(metrics, settings.metrics_port, settings.host)
+            stack.push_async_callback(port.stop)
+        return roster
+
+    def _repeat(self, work: Callable[[], None], seconds: float) -> None:
+        task = asyncio.create_task(_forever(work, seconds), name=f"repeat {work.__name__}")
+        self._stack.callback(task.cancel)
+
+    async def _start_http(self, socket: Path, keys: Keyring) -> None:
+        from rollout_gateway.connection import ConnectionLimits
         from rollout_gateway.files import KeyPair
         from rollout_gateway.serve import Listening
         from rollout_gateway.settings import GatewaySettings
@@ -115,8 +163,11 @@ class Server:
             detach_grace_seconds=settings.detach_grace_seconds,
             max_body_bytes=settings.max_request_bytes,
             max_metadata_bytes=settings.max_metadata_bytes,
+            synchronous_key="" if settings.synchronous_needs_key or not keys.demands else keys.anonymous_key(),
         )
-        self._http = HttpServer(f"unix:{socket}", Listening(settings.host, settings.http_port, tls), gateway)
+        limits = ConnectionLimits(connections=settings.max_connections)
+        listening = Listening(settings.host, settings.http_port, tls, limits)
+        self._http = HttpServer(f"unix:{socket}", listening, gateway, self._metrics.exposition)
         self.http_port = await self._http.start()
         self._stack.push_async_callback(self._http.stop)
 
@@ -176,13 +227,13 @@ async def _first_of(*coroutines: object) -> None:
         task.cancel()
 
 
-async def _forget(roster: Roster, seconds: float) -> None:
+async def _forever(work: Callable[[], None], seconds: float) -> None:
     while True:
         await asyncio.sleep(seconds)
-        roster.forget()
+        work()
 
 
-def _roster(agents: Sequence[Agent], trainers: Trainers, settings: Settings) -> Roster:
+def _roster(agents: Sequence[Agent], trainers: Trainers, settings: Settings, surroundings: Surroundings) -> Roster:
     return Roster(
         agents,
         trainers.open,
@@ -200,47 +251,12 @@ def _roster(agents: Sequence[Agent], trainers: Trainers, settings: Settings) -> 
             on_drift=DriftPolicy(settings.on_drift),
             metadata_bytes=settings.max_metadata_bytes,
         ),
+        surroundings=surroundings,
     )
 
 
-def tokenizer_settings(settings: Settings) -> TokenizerSettings:
-    """Where tokenizers come from, with the word for the built-in one replaced by its directory."""
-    from rollout_server.testing.tokenizer import TOY_TOKENIZER
-
-    directories = {name: TOY_TOKENIZER if str(path) == TOY else path for name, path in settings.tokenizers.items()}
-    return TokenizerSettings(
-        cache_size=settings.tokenizer_cache_size,
-        trust_remote_code=settings.tokenizer_trust_remote_code,
-        directories=directories,
-        templates=settings.templates,
-        allow_directories=settings.tokenizer_directories,
-        local_files_only=settings.tokenizers_offline,
-    )
-
-
-def _facts(settings: Settings) -> ServerFacts:
+def _facts(settings: Settings, rules: TargetRules, keys: Keyring) -> ServerFacts:
     from rollout_server import __version__
 
-    return ServerFacts(__version__, FEATURES, settings.max_request_bytes, time.time(), check)
-
-
-def check(wish: Wish) -> None:
-    """Refuses what this server cannot run, rather than run something else. Raises `NotPossible` or `InvalidRequest`."""
-    spec = wish.spec
-    if spec.completions.dialect is not Dialect.HTTP_MASKED:
-        text = f"trainers of dialect {spec.completions.dialect.value} are not served by this version; use http:// or https://"
-        raise NotPossible(text, reason="DIALECT_UNSUPPORTED")
-    for name, target in (("outcome", spec.outcome), ("tools", spec.tools)):
-        if target is not None:
-            raise NotPossible(f"spec.{name} is not served by this version; leave it unset", reason="TARGET_UNSUPPORTED")
-    if spec.on_interrupt == spec_pb2.INTERRUPT_POLICY_RESUME:
-        raise NotPossible(
-            "rollouts are not resumed by this version; leave on_interrupt unset", reason="RESUME_UNSUPPORTED"
-        )
-    if spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS:
-        raise NotPossible("token mode needs a gRPC trainer", reason="TOKEN_MODE_UNSUPPORTED")
-    bearer = wish.credentials.completions
-    if not bearer.isascii() or not bearer.isprintable():
-        raise InvalidRequest(
-            Violation("credentials.completions_bearer", "must be printable ASCII: it becomes an HTTP header")
-        )
+    limit = settings.max_request_bytes
+    return ServerFacts(__version__, FEATURES, limit, time.time(), lambda wish: check(wish, rules), lambda: keys.demands)

@@ -19,6 +19,7 @@ from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.runtime.port import Ask, Clock, Credentials, Failed, Sampler, Tool
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.roster import Roster
+from rollout_server.runtime.surroundings import Surroundings
 from rollout_server.runtime.wish import Capacity, Wish
 
 from tests.core.rollouts import shown_outcome
@@ -91,7 +92,7 @@ class World:
             self._new_uid,
             capacity=capacity,
             bounds=bounds,
-            clock=Clock(lambda: EPOCH + loop.time(), loop.time),
+            surroundings=Surroundings(clock=Clock(lambda: EPOCH + loop.time(), loop.time)),
         )
 
     def start(self, *says: Say, spec: Spec | None = None, caller: str = "me", **spec_fields: object) -> Rollout:

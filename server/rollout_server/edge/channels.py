@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from urllib.parse import urlsplit
 
 import grpc
+
+from rollout_server.edge.rpc.tls import ClientTls, channel_credentials
+from rollout_server.edge.targets.lookup import CheckedLookup
 
 _KEPT = 256
 _OPTIONS = (
@@ -20,17 +22,25 @@ _OPTIONS = (
 class Channels:
     """The channels of the process. The least recently used are closed when there are too many."""
 
-    def __init__(self) -> None:
+    def __init__(self, lookup: CheckedLookup, tls: ClientTls) -> None:
+        self._lookup = lookup
+        self._tls = tls
         self._open: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
 
     async def open(self, url: str) -> grpc.aio.Channel:
         """The channel for `grpc://HOST:PORT` or `grpcs://HOST:PORT`. Raises OSError where the endpoint may not be called."""
-        channel = self._open.pop(url, None) or _channel(url)
+        channel = self._open.pop(url, None) or await self._make(url)
         self._open[url] = channel
         while len(self._open) > _KEPT:
             _, oldest = self._open.popitem(last=False)
             await oldest.close()
         return channel
+
+    async def drop(self, url: str) -> None:
+        """Closes the channel of an endpoint that failed: it holds the addresses that the name had when it was opened."""
+        channel = self._open.pop(url, None)
+        if channel is not None:
+            await channel.close()
 
     async def close(self) -> None:
         """Closes all of them."""
@@ -38,9 +48,9 @@ class Channels:
             await channel.close()
         self._open.clear()
 
-
-def _channel(url: str) -> grpc.aio.Channel:
-    parts = urlsplit(url)
-    if parts.scheme.lower() == "grpcs":
-        return grpc.aio.secure_channel(parts.netloc, grpc.ssl_channel_credentials(), options=_OPTIONS)
-    return grpc.aio.insecure_channel(parts.netloc, options=_OPTIONS)
+    async def _make(self, url: str) -> grpc.aio.Channel:
+        found = await self._lookup.grpc_target(url)
+        options = (*_OPTIONS, *found.options)
+        if found.secure:
+            return grpc.aio.secure_channel(found.target, channel_credentials(self._tls), options=options)
+        return grpc.aio.insecure_channel(found.target, options=options)

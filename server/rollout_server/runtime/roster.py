@@ -71,6 +71,11 @@ class Roster:
         """Rollouts that wait now."""
         return len(self._waiting)
 
+    @property
+    def owed(self) -> int:
+        """Outcomes that are still to be delivered."""
+        return self._outbox.pending
+
     def agent(self, name: str) -> PlaysRuns:
         """The agent of that name; the default one for an empty name. Raises `NotFound`."""
         agent = self.agents.get(name or self.default_agent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from rollout_server.settings.kinds import Paths, TOY, named
+from rollout_server.settings.kinds import TOY, Paths, named
 
 
 class TokenizerSettings(BaseSettings):

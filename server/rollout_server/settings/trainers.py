@@ -30,7 +30,7 @@ class TrainerSettings(BaseSettings):
         ge=0,
         le=100,
         validation_alias=named("ROLLOUT_RETRIES", "OSMOSIS_ROLLOUT_CLIENT_MAX_RETRIES"),
-        description="How often a completion of the asynchronous dialect is asked for again after 5xx, timeouts and lost connections.",
+        description="How often a plain completion is asked for again after 5xx, timeouts and lost connections.",
     )
     retry_base_seconds: float = Field(
         1.0,

@@ -49,8 +49,9 @@ class OutcomeServiceServicer(object):
     def DeliverOutcome(self, request, context):
         """Takes one outcome. OK acknowledges it: it is not sent again.
 
-        The same delivery_key always carries the same outcome, so a receiver that remembers keys sees each once. UNAVAILABLE, RESOURCE_EXHAUSTED,
-        DEADLINE_EXCEEDED, ABORTED and INTERNAL: it is sent again later. Any other code is final, and the outcome stays listed as undeliverable.
+        The same delivery_key always carries the same outcome, so a receiver that remembers keys sees each once. UNAVAILABLE,
+        RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED: it is sent again later. Any other code is final,
+        and the outcome stays listed as undeliverable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,8 +36,9 @@ class OutcomeServiceStub:
     DeliverOutcome: _grpc.UnaryUnaryMultiCallable[_outcome_service_pb2.DeliverOutcomeRequest, _outcome_service_pb2.DeliverOutcomeResponse]
     """Takes one outcome. OK acknowledges it: it is not sent again.
 
-    The same delivery_key always carries the same outcome, so a receiver that remembers keys sees each once. UNAVAILABLE, RESOURCE_EXHAUSTED,
-    DEADLINE_EXCEEDED, ABORTED and INTERNAL: it is sent again later. Any other code is final, and the outcome stays listed as undeliverable.
+    The same delivery_key always carries the same outcome, so a receiver that remembers keys sees each once. UNAVAILABLE,
+    RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED: it is sent again later. Any other code is final,
+    and the outcome stays listed as undeliverable.
     """
 
 @_typing.type_check_only
@@ -48,8 +49,9 @@ class OutcomeServiceAsyncStub(OutcomeServiceStub):
     DeliverOutcome: _aio.UnaryUnaryMultiCallable[_outcome_service_pb2.DeliverOutcomeRequest, _outcome_service_pb2.DeliverOutcomeResponse]  # type: ignore[assignment]
     """Takes one outcome. OK acknowledges it: it is not sent again.
 
-    The same delivery_key always carries the same outcome, so a receiver that remembers keys sees each once. UNAVAILABLE, RESOURCE_EXHAUSTED,
-    DEADLINE_EXCEEDED, ABORTED and INTERNAL: it is sent again later. Any other code is final, and the outcome stays listed as undeliverable.
+    The same delivery_key always carries the same outcome, so a receiver that remembers keys sees each once. UNAVAILABLE,
+    RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED: it is sent again later. Any other code is final,
+    and the outcome stays listed as undeliverable.
     """
 
 class OutcomeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -63,8 +65,9 @@ class OutcomeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_outcome_service_pb2.DeliverOutcomeResponse, _abc.Awaitable[_outcome_service_pb2.DeliverOutcomeResponse]]:
         """Takes one outcome. OK acknowledges it: it is not sent again.
 
-        The same delivery_key always carries the same outcome, so a receiver that remembers keys sees each once. UNAVAILABLE, RESOURCE_EXHAUSTED,
-        DEADLINE_EXCEEDED, ABORTED and INTERNAL: it is sent again later. Any other code is final, and the outcome stays listed as undeliverable.
+        The same delivery_key always carries the same outcome, so a receiver that remembers keys sees each once. UNAVAILABLE,
+        RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED: it is sent again later. Any other code is final,
+        and the outcome stays listed as undeliverable.
         """
 
 def add_OutcomeServiceServicer_to_server(servicer: OutcomeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -36,12 +36,15 @@ class GrpcCourier:
         try:
             channel = await self._channels.open(parcel.target.url)
             # The bytes are passed on as they are, and what the answer holds means nothing.
-            call = channel.unary_unary(_METHOD)
+            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)
             await call(parcel.body, metadata=metadata, timeout=self._timeout)
         except OSError as error:
             return Unsettled(str(error))
         except grpc.aio.AioRpcError as error:
             said = redacted((error.details() or "").encode(), (parcel.credential,) if parcel.credential else ())
             text = f"the receiver answered {error.code().name}: {said}"
-            return Unsettled(text) if error.code() in _TRIED_AGAIN else Refused(text)
+            if error.code() not in _TRIED_AGAIN:
+                return Refused(text)
+            await self._channels.drop(parcel.target.url)
+            return Unsettled(text)
         return Acknowledged()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_server.edge.trainer.client import HttpAnswer, HttpClient, HttpRequest, Lost, NotTaken, TooLarge
+from rollout_server.edge.trainer.client import Forbidden, HttpAnswer, HttpClient, HttpRequest, Lost, NotTaken, TooLarge
 from rollout_server.edge.trainer.headers import keyed_headers
 from rollout_server.edge.trainer.refusal import redacted
 from rollout_server.runtime.delivery import Acknowledged, Receipt, Refused, Unsettled
@@ -26,6 +26,8 @@ class HttpCourier:
             answer = await self._client.post(request)
         except (NotTaken, Lost) as error:
             return Unsettled(f"{request.host}: {error}")
+        except Forbidden as error:
+            return Refused(f"{request.host}: {error}")
         except TooLarge:  # it has answered, and with what status is unknown
             return Unsettled(f"{request.host}: the answer is too large")
         return _receipt(answer, request.host, parcel.credential)

@@ -11,6 +11,8 @@ import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
+from rollout_server.edge.targets.lookup import refusal_of
+
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
@@ -72,6 +74,10 @@ class Lost(Exception):
         self.timeout = timeout
 
 
+class Forbidden(Exception):
+    """This server's rules do not allow the address. The text is for a person."""
+
+
 class TooLarge(Exception):
     """The answer is larger than what is read. The text is for a person."""
 
@@ -87,11 +93,14 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, request: HttpRequest) -> HttpAnswer:
-        """Posts once. Raises `NotTaken`, `Lost` or `TooLarge`."""
+        """Posts once. Raises `NotTaken`, `Lost`, `TooLarge` or `Forbidden`."""
         try:
             return await self._post(request)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, UnicodeError) as error:
-            raise NotTaken(_why_unreachable(error)) from error
+            refusal = refusal_of(error)
+            if refusal is not None:
+                raise Forbidden(str(refusal)) from error
+            raise NotTaken(f"could not be reached ({type(error).__name__})") from error
         except TimeoutError as error:
             seconds = request.timeout or self.settings.timeout
             raise Lost(f"no answer came within {seconds:g} s", timeout=True) from error
@@ -155,7 +164,3 @@ def _retry_after(response: aiohttp.ClientResponse) -> float | None:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     except (ValueError, TypeError, OverflowError):
         return None
-
-
-def _why_unreachable(error: Exception) -> str:
-    return f"could not be reached ({type(error).__name__})"

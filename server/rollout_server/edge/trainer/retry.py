@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.trainer.client import HttpAnswer, HttpClient, HttpRequest, Lost, NotTaken, TooLarge
+from rollout_server.edge.trainer.client import Forbidden, HttpAnswer, HttpClient, HttpRequest, Lost, NotTaken, TooLarge
 from rollout_server.runtime.port import Failed
 
 
@@ -58,8 +58,8 @@ async def fetch_once(client: HttpClient, errand: Errand) -> Fetched:
         except Lost as error:
             once = ". The turn may have been generated, so it is not asked for again"
             raise Failed(_lost(error, errand, once)) from error
-        except TooLarge as error:
-            raise Failed(_too_large(error, errand)) from error
+        except (TooLarge, Forbidden) as error:
+            raise Failed(_unusable(error, errand)) from error
         if not _worth_waiting(answer, errand):
             return Fetched(answer, attempts)
         await asyncio.sleep(max(answer.retry_after or 0.0, min(1.0, 0.05 * 2**attempts)))
@@ -109,8 +109,8 @@ async def _attempt(client: HttpClient, errand: Errand) -> HttpAnswer | _Missed:
         return _Missed(_unreachable(error, errand, 0), taken=False)
     except Lost as error:
         return _Missed(_lost(error, errand, ", on the last of several attempts"), taken=True)
-    except TooLarge as error:
-        raise Failed(_too_large(error, errand)) from error
+    except (TooLarge, Forbidden) as error:
+        raise Failed(_unusable(error, errand)) from error
 
 
 def _worth_waiting(answer: HttpAnswer, errand: Errand) -> bool:
@@ -136,6 +136,6 @@ def _lost(error: Lost, errand: Errand, then: str) -> Failure:
     )
 
 
-def _too_large(error: TooLarge, errand: Errand) -> Failure:
+def _unusable(error: TooLarge | Forbidden, errand: Errand) -> Failure:
     text = f"turn {errand.turn}: the trainer at {errand.request.host}: {error}"
     return Failure(Category.VALIDATION, text, errand.turn)

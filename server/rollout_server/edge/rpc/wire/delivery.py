@@ -10,7 +10,6 @@ from osmosis.rollout.v1 import outcome_service_pb2, rollout_service_pb2
 from rollout_server.edge.rpc.wire.rollout import rollout_to_proto
 from rollout_server.runtime.rollout import Rollout
 
-
 WriteBody: TypeAlias = "Callable[[rollout_service_pb2.Rollout], bytes]"
 """Makes the JSON of the final callback."""
 

@@ -1,0 +1,146 @@
+"""The parts of a server, made from its settings. Whatever is slow to import is imported where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from osmosis.rollout.v1 import rollout_service_pb2, spec_pb2
+
+from rollout_server.core.error import InvalidRequest, NotPossible, Violation
+from rollout_server.core.spec import Dialect, Spec
+from rollout_server.edge.channels import Channels
+from rollout_server.edge.keys import Key, Keyring, key_of, read_entries
+from rollout_server.edge.outcome.grpc import GrpcCourier
+from rollout_server.edge.outcome.http import HttpCourier
+from rollout_server.edge.outcome.report import OutcomeReporter
+from rollout_server.edge.rpc.tls import ServerTls
+from rollout_server.edge.targets.rules import TargetRules
+from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.source import TokenizerSettings
+from rollout_server.edge.trainer.client import HttpClient
+from rollout_server.edge.trainer.masked import MaskedTrainers
+from rollout_server.edge.trainer.plain import PlainTrainers
+from rollout_server.edge.trainer.retry import Retries
+from rollout_server.runtime.port import Credentials, Sampler, Tool
+from rollout_server.runtime.surroundings import Patience
+from rollout_server.runtime.wish import Wish
+from rollout_server.settings import TOY, Settings, WrongSettings
+
+FEATURES = ("http_masked", "http_plain", "outcome_delivery", "api_keys")
+
+
+@dataclass(frozen=True, slots=True)
+class Trainers:
+    """The samplers of all dialects that are served."""
+
+    masked: MaskedTrainers
+    plain: PlainTrainers
+
+    def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> Sampler:
+        """The sampler of one rollout."""
+        if spec.completions.dialect is Dialect.HTTP_PLAIN:
+            return self.plain.open(spec)
+        return self.masked.open(spec, tools)
+
+
+def trainers(client: HttpClient, tokenizers: Tokenizers, settings: Settings) -> Trainers:
+    """Samplers that share one client."""
+    retries = Retries(settings.retries, settings.retry_base_seconds, settings.retry_max_seconds)
+    return Trainers(MaskedTrainers(client, tokenizers), PlainTrainers(client, retries))
+
+
+def reporter(client: HttpClient, channels: Channels, settings: Settings) -> OutcomeReporter:
+    """Tells receivers of outcomes, over HTTP in the words of the gateway."""
+
+    def write_body(rollout: rollout_service_pb2.Rollout) -> bytes:
+        from rollout_gateway.outcome import completed_body
+
+        return completed_body(rollout)
+
+    seconds = settings.delivery_timeout_seconds
+    return OutcomeReporter(write_body, HttpCourier(client, seconds), GrpcCourier(channels, seconds))
+
+
+def patience(settings: Settings) -> Patience:
+    """How long outcomes are offered."""
+    return Patience(
+        settings.delivery_seconds, settings.retry_base_seconds, settings.retry_max_seconds, settings.delivery_retries
+    )
+
+
+def keyring(settings: Settings) -> Keyring:
+    """The API keys in force. Raises `WrongSettings`."""
+    keys: list[Key] = []
+    try:
+        if settings.api_key is not None:
+            keys.append(key_of("default", settings.api_key.get_secret_value()))
+        if settings.admin_key is not None:
+            keys.append(key_of("admin", settings.admin_key.get_secret_value(), admin=True))
+        keys.extend(read_entries(settings.api_keys, "ROLLOUT_API_KEYS"))
+        return Keyring(keys, settings.api_keys_file)
+    except (OSError, ValueError) as error:
+        raise WrongSettings(f"API keys: {error}") from None
+
+
+def target_rules(settings: Settings) -> TargetRules:
+    """Which endpoints requests may name. Raises `WrongSettings`."""
+    try:
+        return TargetRules.parse(settings.targets, settings.target_schemes)
+    except ValueError as error:
+        raise WrongSettings(f"ROLLOUT_TARGETS: {error}") from None
+
+
+def server_tls(settings: Settings) -> ServerTls | None:
+    """Certificates of the gRPC port. Raises `WrongSettings` for half a pair."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        if settings.tls_cert or settings.tls_key or settings.tls_client_ca:
+            raise WrongSettings("ROLLOUT_TLS_CERT and ROLLOUT_TLS_KEY are needed together")
+        return None
+    return ServerTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+
+def tokenizer_settings(settings: Settings) -> TokenizerSettings:
+    """Where tokenizers come from, with the word for the built-in one replaced by its directory."""
+    from rollout_server.testing.tokenizer import TOY_TOKENIZER
+
+    directories = {name: TOY_TOKENIZER if str(path) == TOY else path for name, path in settings.tokenizers.items()}
+    return TokenizerSettings(
+        cache_size=settings.tokenizer_cache_size,
+        trust_remote_code=settings.tokenizer_trust_remote_code,
+        directories=directories,
+        templates=settings.templates,
+        allow_directories=settings.tokenizer_directories,
+        local_files_only=settings.tokenizers_offline,
+    )
+
+
+def check(wish: Wish, rules: TargetRules) -> None:
+    """Refuses what this server cannot or may not run, rather than run something else. Raises `NotPossible` or `InvalidRequest`."""
+    spec = wish.spec
+    if spec.completions.dialect is Dialect.GRPC:
+        text = "trainers of dialect grpc are not served by this version; use http:// or https://"
+        raise NotPossible(text, reason="DIALECT_UNSUPPORTED")
+    if spec.tools is not None:
+        raise NotPossible("spec.tools is not served by this version; leave it unset", reason="TARGET_UNSUPPORTED")
+    if spec.on_interrupt == spec_pb2.INTERRUPT_POLICY_RESUME:
+        raise NotPossible(
+            "rollouts are not resumed by this version; leave on_interrupt unset", reason="RESUME_UNSUPPORTED"
+        )
+    if spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS:
+        raise NotPossible("token mode needs a gRPC trainer", reason="TOKEN_MODE_UNSUPPORTED")
+    wrong = [*rules.violations(spec.completions.url, "spec.completions.url")]
+    if spec.outcome is not None:
+        wrong += rules.violations(spec.outcome.url, "spec.outcome.url")
+    wrong += _unsendable(wish.credentials)
+    if wrong:
+        raise InvalidRequest(*wrong)
+
+
+def _unsendable(credentials: Credentials) -> Sequence[Violation]:
+    named = {"completions_bearer": credentials.completions, "outcome_bearer": credentials.outcome}
+    return [
+        Violation(f"credentials.{name}", "must be printable ASCII: it becomes an HTTP header")
+        for name, bearer in named.items()
+        if not bearer.isascii() or not bearer.isprintable()
+    ]
