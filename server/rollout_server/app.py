@@ -21,7 +21,7 @@ from rollout_server.agent import Agent
 from rollout_server.assembly import (
     FEATURES,
     Trainers,
-    check,
+    http_client,
     keyring,
     patience,
     reporter,
@@ -29,6 +29,7 @@ from rollout_server.assembly import (
     target_rules,
     tokenizer_settings,
     trainers,
+    violations,
 )
 from rollout_server.core.admission import Bounds
 from rollout_server.core.spec import Dialect, DriftPolicy
@@ -43,7 +44,6 @@ from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.targets.lookup import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.trainer.client import HttpClient, HttpSettings
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.surroundings import Surroundings
 from rollout_server.runtime.wish import Capacity
@@ -117,11 +117,7 @@ class Server:
         stack.push_async_callback(tokenizers.close)
         lookup = CheckedLookup(rules)
         stack.push_async_callback(lookup.close)
-        client = HttpClient(
-            HttpSettings(
-                timeout=settings.trainer_timeout_seconds, connections=settings.trainer_connections, resolver=lookup
-            )
-        )
+        client = http_client(lookup, settings)
         stack.push_async_callback(client.close)
         channels = Channels(lookup, ClientTls(settings.target_ca))
         stack.push_async_callback(channels.close)
@@ -259,4 +255,6 @@ def _facts(settings: Settings, rules: TargetRules, keys: Keyring) -> ServerFacts
     from rollout_server import __version__
 
     limit = settings.max_request_bytes
-    return ServerFacts(__version__, FEATURES, limit, time.time(), lambda wish: check(wish, rules), lambda: keys.demands)
+    return ServerFacts(
+        __version__, FEATURES, limit, time.time(), lambda wish: violations(wish, rules), lambda: keys.demands
+    )

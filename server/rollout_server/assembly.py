@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from osmosis.rollout.v1 import rollout_service_pb2, spec_pb2
 
-from rollout_server.core.error import InvalidRequest, NotPossible, Violation
+from rollout_server.core.error import NotPossible, Violation
 from rollout_server.core.spec import Dialect, Spec
 from rollout_server.edge.channels import Channels
 from rollout_server.edge.keys import Key, Keyring, key_of, read_entries
@@ -15,10 +16,11 @@ from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.outcome.http import HttpCourier
 from rollout_server.edge.outcome.report import OutcomeReporter
 from rollout_server.edge.rpc.tls import ServerTls
+from rollout_server.edge.targets.lookup import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.source import TokenizerSettings
-from rollout_server.edge.trainer.client import HttpClient
+from rollout_server.edge.trainer.client import HttpClient, HttpSettings
 from rollout_server.edge.trainer.masked import MaskedTrainers
 from rollout_server.edge.trainer.plain import PlainTrainers
 from rollout_server.edge.trainer.retry import Retries
@@ -42,6 +44,22 @@ class Trainers:
         if spec.completions.dialect is Dialect.HTTP_PLAIN:
             return self.plain.open(spec)
         return self.masked.open(spec, tools)
+
+
+def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
+    """The client for trainers and receivers. Raises `WrongSettings`."""
+    try:
+        tls = None if settings.target_ca is None else ssl.create_default_context(cafile=settings.target_ca)
+    except (OSError, ValueError) as error:
+        raise WrongSettings(f"ROLLOUT_TARGET_CA: {error}") from None
+    return HttpClient(
+        HttpSettings(
+            timeout=settings.trainer_timeout_seconds,
+            connections=settings.trainer_connections,
+            resolver=lookup,
+            tls=tls,
+        )
+    )
 
 
 def trainers(client: HttpClient, tokenizers: Tokenizers, settings: Settings) -> Trainers:
@@ -115,8 +133,8 @@ def tokenizer_settings(settings: Settings) -> TokenizerSettings:
     )
 
 
-def check(wish: Wish, rules: TargetRules) -> None:
-    """Refuses what this server cannot or may not run, rather than run something else. Raises `NotPossible` or `InvalidRequest`."""
+def violations(wish: Wish, rules: TargetRules) -> Sequence[Violation]:
+    """What a wish names that this server may not use. Raises `NotPossible` for what it cannot run at all."""
     spec = wish.spec
     if spec.completions.dialect is Dialect.GRPC:
         text = "trainers of dialect grpc are not served by this version; use http:// or https://"
@@ -132,9 +150,7 @@ def check(wish: Wish, rules: TargetRules) -> None:
     wrong = [*rules.violations(spec.completions.url, "spec.completions.url")]
     if spec.outcome is not None:
         wrong += rules.violations(spec.outcome.url, "spec.outcome.url")
-    wrong += _unsendable(wish.credentials)
-    if wrong:
-        raise InvalidRequest(*wrong)
+    return [*wrong, *_unsendable(wish.credentials)]
 
 
 def _unsendable(credentials: Credentials) -> Sequence[Violation]:

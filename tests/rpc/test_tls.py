@@ -104,7 +104,7 @@ class Peers:
     async def serve(self, tls: ServerTls | None, directory: Path) -> None:
         """Starts the server."""
         roster = Roster([Idle()], lambda *_: pytest.fail("nobody samples"), lambda: "u1")
-        service = RolloutService(roster, ServerFacts("1", (), 2**20, time.time(), lambda _: None))
+        service = RolloutService(roster, ServerFacts("1", (), 2**20, time.time(), lambda _: ()))
         self.socket = f"unix:{directory / 's'}"
         self.rpc = RpcServer(service, RpcSettings(("127.0.0.1:0", self.socket), tls=tls), lambda _: Caller("me"))
         self.port, _ = await self.rpc.start()

@@ -7,6 +7,7 @@ import typer
 from rollout_server.cli.config import config
 from rollout_server.cli.demo import demo
 from rollout_server.cli.gateway import gateway
+from rollout_server.cli.keys import keys
 from rollout_server.cli.serve import serve
 from rollout_server.cli.trainer import trainer
 
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 for command in (serve, gateway, trainer, demo, config):
     app.command()(command)
+app.add_typer(keys, name="keys")
 
 
 @app.command()

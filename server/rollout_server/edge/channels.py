@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import grpc
 
@@ -19,34 +22,56 @@ _OPTIONS = (
 )
 
 
+@dataclass(slots=True, eq=False)
+class _Held:
+    channel: grpc.aio.Channel
+    users: int = 0
+
+
 class Channels:
-    """The channels of the process. The least recently used are closed when there are too many."""
+    """The channels of the process. The least recently used are let go when there are too many; none is closed under a call."""
 
     def __init__(self, lookup: CheckedLookup, tls: ClientTls) -> None:
         self._lookup = lookup
         self._tls = tls
-        self._open: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._held: OrderedDict[str, _Held] = OrderedDict()
 
-    async def open(self, url: str) -> grpc.aio.Channel:
-        """The channel for `grpc://HOST:PORT` or `grpcs://HOST:PORT`. Raises OSError where the endpoint may not be called."""
-        channel = self._open.pop(url, None) or await self._make(url)
-        self._open[url] = channel
-        while len(self._open) > _KEPT:
-            _, oldest = self._open.popitem(last=False)
-            await oldest.close()
-        return channel
+    @asynccontextmanager
+    async def use(self, url: str) -> AsyncIterator[grpc.aio.Channel]:
+        """The channel for `grpc://HOST:PORT` or `grpcs://HOST:PORT`. Raises OSError where the endpoint may not be called.
 
-    async def drop(self, url: str) -> None:
-        """Closes the channel of an endpoint that failed: it holds the addresses that the name had when it was opened."""
-        channel = self._open.pop(url, None)
-        if channel is not None:
-            await channel.close()
+        One over which nobody could be reached is let go: it holds the addresses that the name had when it was opened.
+        """
+        held = await self._take(url)
+        try:
+            yield held.channel
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and self._held.get(url) is held:
+                del self._held[url]
+            raise
+        finally:
+            held.users -= 1
+            if not held.users and self._held.get(url) is not held:
+                await held.channel.close()
 
     async def close(self) -> None:
-        """Closes all of them."""
-        for channel in self._open.values():
-            await channel.close()
-        self._open.clear()
+        """Closes those that are kept."""
+        for held in self._held.values():
+            await held.channel.close()
+        self._held.clear()
+
+    async def _take(self, url: str) -> _Held:
+        held = self._held.get(url)
+        if held is None:  # others may be as far; a channel that is never used has no connection
+            made = _Held(await self._make(url))
+            held = self._held.setdefault(url, made)
+        held.users += 1
+        self._held.move_to_end(url)
+        while len(self._held) > _KEPT:
+            _, oldest = self._held.popitem(last=False)
+            if not oldest.users:
+                await oldest.channel.close()
+        return held
 
     async def _make(self, url: str) -> grpc.aio.Channel:
         found = await self._lookup.grpc_target(url)

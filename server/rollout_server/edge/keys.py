@@ -39,8 +39,8 @@ def new_key() -> str:
 def entry_of(name: str, key: str, *, admin: bool = False) -> str:
     """The line that stands for a key in a file or setting. Raises ValueError for a name that cannot stand there."""
     line = f"{name} sha256:{_digest(key).hex()}{' admin' if admin else ''}"
-    if _ENTRY.fullmatch(line) is None:
-        raise ValueError("a key's name has 1 to 64 characters of A-Z a-z 0-9 _ . @ -")
+    if _ENTRY.fullmatch(line) is None or name == ANONYMOUS:
+        raise ValueError(f"a key's name has 1 to 64 characters of A-Z a-z 0-9 _ . @ - and is not {ANONYMOUS!r}")
     return line
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 
 from rollout_server.core.admission import Bounds, settle, violations
-from rollout_server.core.error import Busy, Conflict, Draining, InvalidRequest, NotFound, NotPossible
+from rollout_server.core.error import Busy, Conflict, Draining, InvalidRequest, NotFound, NotPossible, Violation
 from rollout_server.core.fingerprint import fingerprint
 from rollout_server.core.outcome import Cancellation, Category, Failure
 from rollout_server.core.record import Ended
@@ -83,9 +83,14 @@ class Roster:
             raise NotFound(f"there is no agent {name!r}; there are {sorted(self.agents)}", reason="AGENT_NOT_FOUND")
         return agent
 
-    def start(self, wish: Wish) -> tuple[Rollout, bool]:
-        """Takes a rollout, or finds the one that was taken under the same request id. The second value says: found."""
+    def start(self, wish: Wish, also_wrong: Iterable[Violation] = ()) -> tuple[Rollout, bool]:
+        """Takes a rollout, or finds the one that was taken under the same request id. The second value says: found.
+
+        `also_wrong` is what the caller of this method found, told of together with what is found here: one word for each field.
+        """
         wrong = [*violations(wish.spec, self.bounds)]
+        named = {violation.field for violation in wrong}
+        wrong += [violation for violation in also_wrong if violation.field not in named]
         if len(wish.request_id) > 256:
             raise NotPossible("request_id has more than 256 characters", reason="REQUEST_ID_TOO_LONG")
         if wrong:

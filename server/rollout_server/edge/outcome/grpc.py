@@ -34,17 +34,14 @@ class GrpcCourier:
         """Calls once. Which codes are tried again is said in outcome_service.proto."""
         metadata = (("authorization", f"Bearer {parcel.credential}"),) if parcel.credential else ()
         try:
-            channel = await self._channels.open(parcel.target.url)
-            # The bytes are passed on as they are, and what the answer holds means nothing.
-            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)
-            await call(parcel.body, metadata=metadata, timeout=self._timeout)
+            async with self._channels.use(parcel.target.url) as channel:
+                # The bytes are passed on as they are, and what the answer holds means nothing.
+                call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)
+                await call(parcel.body, metadata=metadata, timeout=self._timeout)
         except OSError as error:
             return Unsettled(str(error))
         except grpc.aio.AioRpcError as error:
             said = redacted((error.details() or "").encode(), (parcel.credential,) if parcel.credential else ())
             text = f"the receiver answered {error.code().name}: {said}"
-            if error.code() not in _TRIED_AGAIN:
-                return Refused(text)
-            await self._channels.drop(parcel.target.url)
-            return Unsettled(text)
+            return Unsettled(text) if error.code() in _TRIED_AGAIN else Refused(text)
         return Acknowledged()

@@ -33,13 +33,16 @@ DEFAULT_PAGE = 100
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What GetServerInfo says beside the roster's numbers. `check` raises where this server cannot run a spec."""
+    """What GetServerInfo says beside the roster's numbers.
+
+    `violations` tells what this server may not do for a wish, and raises `NotPossible` for what it cannot do at all.
+    """
 
     version: str
     features: Sequence[str]
     max_request_bytes: int
     start_time: float
-    check: Callable[[Wish], None]
+    violations: Callable[[Wish], Sequence[Violation]]
     keys_required: Callable[[], bool] = lambda: False
 
 
@@ -157,8 +160,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     def _start(self, request: pb.StartRolloutRequest) -> tuple[Rollout, bool]:
         wish = wire.wish(request, caller())
-        self._facts.check(wish)
-        return self._roster.start(wish)
+        return self._roster.start(wish, self._facts.violations(wish))
 
 
 async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[event_pb2.RolloutEvent]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import ssl
 import time
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ class HttpSettings:
         connect_attempts: how often a connection that is refused is tried, where nothing else may be repeated.
         max_answer_bytes: the largest answer that is read.
         resolver: how names become addresses; None: as the system does it.
+        tls: how https trainers are known; None: by the system's certificates.
     """
 
     timeout: float = 300.0
@@ -34,6 +36,7 @@ class HttpSettings:
     connect_attempts: int = 3
     max_answer_bytes: int = 64 * 1024 * 1024
     resolver: AbstractResolver | None = None
+    tls: ssl.SSLContext | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,7 @@ class HttpClient:
                     keepalive_timeout=settings.keepalive,
                     ttl_dns_cache=30,
                     resolver=settings.resolver,
+                    ssl=settings.tls or True,
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("user-agent",),
