@@ -59,12 +59,13 @@ async def test_the_request_for_curl(ports: dict[str, str]) -> None:
 
 
 async def test_the_python_client(ports: dict[str, str], tmp_path: Path) -> None:
-    (block,) = blocks("python", "grpc.insecure_channel")
+    (block,) = blocks("python", "rollout_client")
     output = await run_python(with_ports(block, ports), tmp_path)
-    *events, mask = output.strip().splitlines()
+    *events, last = output.strip().splitlines()
     assert events[0] == "1 accepted"
     assert events[-1].endswith("finished")
-    assert r"\x01" in mask
+    assert "42" in last
+    assert r"\x01" in last or "1, 1" in last
 
 
 async def test_the_agent_is_served(tmp_path: Path) -> None:
