@@ -99,7 +99,7 @@ async def test_a_failed_load_is_not_remembered(tokenizers, copy) -> None:
 
 async def test_a_mapped_template_stands_in(tokenizers, copy, tmp_path) -> None:
     (copy / "chat_template.jinja").unlink()
-    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
+    (tmp_path / "mine.jinja").write_text("{{ messages | map(attribute='content') | join }}!")
     loaded = await tokenizers({"toy": copy}, templates={"toy": tmp_path / "mine.jinja"}).load(TOY)
     rendered = await Renderer(loaded, [], {}).predict([Message.parse('{"role": "user", "content": "8"}')], None, 0)
     assert rendered.predicted.environment == loaded.encode("8!")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.outcome import Category
+from rollout_server.edge.tokens.form import Arguments
 from rollout_server.edge.tokens.loaded import LoadedTokenizer
 from rollout_server.edge.tokens.render import Renderer
 from rollout_server.runtime.port import Failed
@@ -167,7 +168,7 @@ async def test_a_trainer_that_renders_without_the_tools_is_followed(ours, plain,
     predicted = (await renderer.predict(packed(ASKED), None, 0)).predicted
     reported = pack_tokens(naive.prompt([ASKED]))
     assert predicted.environment == pack_tokens(naive.prompt([ASKED], TOOLS)) != reported
-    assert await renderer.learn(packed(ASKED), predicted, reported) == Prediction(pack_tokens(), reported)
+    assert await renderer.learn(predicted, reported) == Prediction(pack_tokens(), reported)
     turn = [ASKED, CALLED, HEARD]
     rendered = await renderer.predict(packed(*turn), answered(CALLED, [stop]), 1)
     assert rendered.mask_length == len(naive.prompt(turn)) - len(reported) - 1
@@ -180,13 +181,13 @@ async def test_no_tools_said_as_an_empty_list_is_learnt_too(ours, plain) -> None
     renderer = Renderer(ours("llama3"), [], {})
     predicted = (await renderer.predict(packed(ASKED), None, 0)).predicted
     assert predicted.environment == pack_tokens(naive.prompt([ASKED], None))
-    assert (await renderer.learn(packed(ASKED), predicted, reported)).environment == reported
+    assert (await renderer.learn(predicted, reported)).environment == reported
 
 
 async def test_a_prompt_that_nothing_explains_teaches_nothing(ours, plain) -> None:
     renderer = Renderer(ours("toy"), TOOLS, {})
     predicted = (await renderer.predict(packed(ASKED), None, 0)).predicted
-    assert await renderer.learn(packed(ASKED), predicted, predicted.environment[:-1]) is predicted
+    assert await renderer.learn(predicted, predicted.environment[:-1]) is predicted
     again = await renderer.predict(packed(ASKED), None, 0)
     assert again.predicted.environment == pack_tokens(plain("toy").prompt([ASKED], TOOLS))
 
@@ -258,7 +259,8 @@ async def test_arguments_become_objects_only_for_a_template_that_takes_nothing_e
         "(message.content ~ (message.tool_calls[0].function.arguments | items | list if message.tool_calls else ''))"
     )
     loaded = ours("toy", CHATML.replace("BODY", lists))
-    assert (loaded.probed.objects_only, ours("toy").probed.objects_only) == (True, False)
+    assert loaded.probed.preferred is Arguments.PARSED
+    assert ours("toy").probed.preferred is Arguments.RECEIVED
     rendered = await second_turn(Renderer(loaded, [], {}), CALLED, [], HEARD)
     text = "".join(plain("toy").tokenizer.decode(list(rendered.predicted.environment)))
     assert text == "\n<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n"
@@ -313,6 +315,16 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
+    @property
+    def backend_tokenizer(self) -> "Watched":
+        watched = Watched(self._tokenizer.backend_tokenizer)
+        watched.threads = self.threads
+        return watched
+
+    def encode_batch(self, *arguments: Any, **options: Any) -> Any:
+        self.threads.append(threading.current_thread().name)
+        return self._tokenizer.encode_batch(*arguments, **options)
+
     def apply_chat_template(self, *arguments: Any, **options: Any) -> Any:
         self.threads.append(threading.current_thread().name)
         return self._tokenizer.apply_chat_template(*arguments, **options)
@@ -322,22 +334,26 @@ class Watched:
         return self._tokenizer.encode(*arguments, **options)
 
 
-async def test_the_event_loop_neither_renders_nor_encodes_and_a_turn_costs_two_of_each(plain) -> None:
+async def test_the_event_loop_neither_renders_nor_encodes(plain) -> None:
+    """A turn renders and encodes the whole once, and a short stand-in twice; what is new is encoded once more."""
     watched = Watched(plain("toy").tokenizer)
     with ThreadPoolExecutor(1, thread_name_prefix="renders") as executor:
         loaded = LoadedTokenizer("toy", watched, executor)
         renderer = Renderer(loaded, TOOLS, {})
         for messages, last, asked, works in (
             ([ASKED], None, 0, 2),
-            ([ASKED, CALLED, HEARD], answered(CALLED, [5]), 1, 4),
-            ([ASKED, CALLED, HEARD, SAID, MORE], answered(SAID, [5]), 3, 4),
+            ([ASKED, CALLED, HEARD], answered(CALLED, [5]), 1, 5),
+            ([ASKED, CALLED, HEARD, SAID, MORE], answered(SAID, [5]), 3, 5),
         ):
             watched.threads.clear()
             await renderer.predict(packed(*messages), last, asked)
             assert watched.threads == ["renders_0"] * works
         watched.threads.clear()
-        await renderer.learn(packed(ASKED), Prediction(pack_tokens(), pack_tokens()), pack_tokens([1]))
-        assert watched.threads == ["renders_0"] * 4
+        await renderer.learn(Prediction(pack_tokens(), pack_tokens()), pack_tokens([1]))
+        assert set(watched.threads) == {"renders_0"}
+        watched.threads.clear()
+        await renderer.learn(Prediction(pack_tokens(), pack_tokens()), pack_tokens([1]))
+        assert watched.threads == []  # a prompt with calls in it has shown all that there is to learn
 
 
 async def test_what_was_saved_with_a_tokenizer_does_not_cut(ours, plain, executor, tmp_path) -> None:

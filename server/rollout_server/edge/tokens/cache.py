@@ -7,9 +7,11 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
+from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.loaded import LoadedTokenizer
 from rollout_server.edge.tokens.source import TokenizerSettings, read_tokenizer
+from rollout_server.runtime.port import Failed
 
 _Key: TypeAlias = tuple[str, str]
 
@@ -51,7 +53,12 @@ class Tokenizers:
         await asyncio.to_thread(self._renderers.shutdown)
 
     def _load(self, name: TokenizerName) -> LoadedTokenizer:
-        return LoadedTokenizer(name.name, read_tokenizer(name, self._settings), self._renderers)
+        loaded = LoadedTokenizer(name.name, read_tokenizer(name, self._settings), self._renderers)
+        if loaded.probed.refusal:
+            raise Failed(
+                Failure(Category.TOKENIZER, f"tokenizer {name.name!r} cannot be used: {loaded.probed.refusal}")
+            )
+        return loaded
 
     def _loaded(self, key: _Key, done: asyncio.Future[LoadedTokenizer]) -> None:
         del self._loading[key]

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TypeAlias
 
-from rollout_server.core.message import JSON
+from rollout_server.edge.tokens.form import Fields
 from rollout_server.runtime.port import Failed
 
-Fields: TypeAlias = Mapping[str, JSON]
 Render: TypeAlias = Callable[[Sequence[Fields], bool], str]
 """Renders messages, with a generation prompt or without."""
 
@@ -27,7 +26,7 @@ def environment_text(render: Render, messages: Sequence[Fields], first: int, sto
     """
     if first >= len(messages):
         return _after_stop(_try(render, messages, False), None, stop, full)
-    mark = next(mark for number in count() if (mark := f"Zq{number}EnvironmentBegins") not in full)
+    mark = _absent_from(full)
     for marked in _marked(messages[first], mark, stop):
         text = _try(render, [*messages[:first], marked, *messages[first + 1 :]], True)
         if text is not None and (at := text.find(mark)) >= 0:
@@ -35,6 +34,26 @@ def environment_text(render: Render, messages: Sequence[Fields], first: int, sto
             if found is not None:
                 return found
     return None
+
+
+def text_after_answer(render: Render, messages: Sequence[Fields], answered: int, full: str) -> str | None:
+    """What `full` holds after the text of the answer at `answered`, for templates that close answers with no token of their own.
+
+    None where the answer has no text of its own to look for.
+    """
+    content = messages[answered].get("content")
+    if not isinstance(content, str) or not content or messages[answered].get("tool_calls"):
+        return None
+    mark = _absent_from(full)
+    marked = [*messages[:answered], {**messages[answered], "content": content + mark}, *messages[answered + 1 :]]
+    text = _try(render, marked, True)
+    if text is None or (at := text.find(mark)) < 0 or text[:at] != full[:at]:
+        return None
+    return full[at:] if text[at + len(mark) :] == full[at:] else None
+
+
+def _absent_from(text: str) -> str:
+    return next(mark for number in count() if (mark := f"Zq{number}EnvironmentBegins") not in text)
 
 
 def _try(render: Render, messages: Sequence[Fields], generation_prompt: bool) -> str | None:

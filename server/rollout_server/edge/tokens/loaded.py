@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from threading import Lock
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeVar
 
 from rollout_server.core.ledger import Tokens, pack_tokens
 from rollout_server.core.message import JSON
 from rollout_server.core.outcome import Category, Failure
+from rollout_server.edge.tokens.encoding import AddedToken, Encoded, GrowingEncoder, composes
+from rollout_server.edge.tokens.form import Fields
 from rollout_server.edge.tokens.probe import Probed, probe
 from rollout_server.runtime.port import Failed
 
-Fields: TypeAlias = Mapping[str, JSON]
-"""A message, parsed."""
-
 _T = TypeVar("_T")
 _LONGEST_REASON = 300
-
-
-class AddedToken(Protocol):
-    """A token that was added to a vocabulary by name."""
-
-    content: str
-    special: bool
 
 
 class ChatTokenizer(Protocol):
@@ -51,6 +43,9 @@ class ChatTokenizer(Protocol):
     def encode(self, text: str, **options: object) -> list[int]:
         """The ids of a text."""
 
+    def decode(self, token_ids: list[int], **options: object) -> str:
+        """The text of ids."""
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
@@ -70,8 +65,8 @@ class Frame:
 class LoadedTokenizer:
     """Turns conversations into text and text into ids. Shared by rollouts and threads.
 
-    `text` and `encode` take milliseconds to seconds of a core: on the event loop they are called through `run`. The tokenizer
-    must not be given to others, who could set truncation on it.
+    `text`, `encode` and `grow` take milliseconds to seconds of a core: on the event loop they are called through `run`. The
+    tokenizer must not be given to others, who could set truncation on it.
     """
 
     def __init__(self, name: str, tokenizer: ChatTokenizer, executor: Executor) -> None:
@@ -81,12 +76,12 @@ class LoadedTokenizer:
         self._executor = executor
         # The Rust tokenizers may be shared by threads; nothing is known about those in Python.
         self._turn: AbstractContextManager[object] = nullcontext() if tokenizer.is_fast else Lock()
-        self._special = {
-            index: added.content for index, added in tokenizer.added_tokens_decoder.items() if added.special
-        }
-        self.probed: Probed = probe(lambda messages: self.text(messages, Frame()), self._special)
+        added = tokenizer.added_tokens_decoder
+        self._special = {index: token.content for index, token in added.items() if token.special}
         # A truncation that was saved with a tokenizer is switched off by its first use: here, before it is shared.
         self.encode("")
+        self.probed: Probed = probe(self._text, self._special)
+        self._growing = self._make_growing(added)
 
     async def run(self, work: Callable[..., _T], *arguments: object) -> _T:
         """Calls `work` in a thread of the tokenizers. A caller who is cancelled leaves at once; the work is finished unseen."""
@@ -114,12 +109,20 @@ class LoadedTokenizer:
 
         Raises `Failed` for halves of surrogate pairs, which no tokenizer can encode.
         """
-        try:
-            with self._turn:
-                return pack_tokens(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
-        except (TypeError, UnicodeEncodeError) as error:
-            reason = "the conversation holds half of a surrogate pair (\\ud800 to \\udfff), which has no tokens"
-            raise Failed(Failure(Category.VALIDATION, reason)) from error
+        with self._turn, _surrogates_refused():
+            return pack_tokens(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def grow(self, before: Encoded, text: str) -> Encoded:
+        """The ids of a text that shares much with one encoded before. Raises `Failed` as `encode` does."""
+        if self._growing is None:
+            return before if before.text == text else Encoded(text, self.encode(text))
+        with _surrogates_refused():
+            return self._growing.grown(before, text)
+
+    def decode(self, ids: Tokens) -> str:
+        """The text of ids, for people."""
+        with self._turn:
+            return self._tokenizer.decode(list(ids))
 
     def ends_answer(self, token_id: int, *, cut: bool) -> bool:
         """Whether an answer that ends with this token is closed.
@@ -127,9 +130,31 @@ class LoadedTokenizer:
         The token that the template writes closes it, and so does any other special token (gpt-oss ends final answers with
         one that the template then replaces), unless the answer was cut by length and so ends anywhere.
         """
-        if token_id == self._tokenizer.eos_token_id or token_id in self.probed.stop_ids:
+        if token_id == self._tokenizer.eos_token_id or any(token_id == stop.id for stop in self.probed.stops):
             return True
         return token_id in self._special and not cut
+
+    def _text(self, messages: Sequence[Fields], generation_prompt: bool) -> str:
+        return self.text(messages, Frame(), generation_prompt=generation_prompt)
+
+    def _make_growing(self, added: Mapping[int, AddedToken]) -> GrowingEncoder | None:
+        """None for tokenizers without the Rust library, and for those that turn out not to encode part by part."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None) if self._tokenizer.is_fast else None
+        if backend is None:
+            return None
+        growing = GrowingEncoder(backend, added)
+        words = (*list(self._special.values())[:50], *(stop.text for stop in self.probed.stops))
+        sample = "".join(f"{word} Hello\n{word}é12 " for word in words)
+        return growing if composes(growing, sample, self.encode) else None
+
+
+@contextmanager
+def _surrogates_refused() -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, UnicodeEncodeError) as error:
+        reason = "the conversation holds half of a surrogate pair (\\ud800 to \\udfff), which has no tokens"
+        raise Failed(Failure(Category.VALIDATION, reason)) from error
 
 
 # transformers gives templates a clock of its own and turns functions passed to templates into text. So a macro of that name

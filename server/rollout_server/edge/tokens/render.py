@@ -5,21 +5,24 @@ by cutting the text behind the answer's stop token. The count is how much longer
 less what the model wrote; trainers of the masked HTTP dialect count so, also where templates rewrite what was said before,
 and a mask must have that length. Where the two differ there is drift.
 
-Each turn renders the whole conversation twice and encodes it once.
+Each turn renders the whole conversation once, encodes what changed of it, and renders a short stand-in for it twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from rollout_server.core.ledger import Prediction, Tokens, pack_tokens
-from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object
+from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
-from rollout_server.edge.tokens.cut import environment_text
-from rollout_server.edge.tokens.loaded import Fields, Frame, LoadedTokenizer
+from rollout_server.edge.tokens.cut import environment_text, text_after_answer
+from rollout_server.edge.tokens.encoding import Encoded
+from rollout_server.edge.tokens.form import Fields, Form, Measure, has_calls, parsed
+from rollout_server.edge.tokens.loaded import Frame, LoadedTokenizer
+from rollout_server.edge.tokens.mirror import mirror_length, mirrored
 from rollout_server.edge.tokens.probe import Stop
 from rollout_server.runtime.port import Failed
 
@@ -31,9 +34,6 @@ _RESERVED = frozenset(
         *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
     }
 )
-
-# No tools in both ways of saying so, which some templates render differently.
-_OTHER_TOOLS: tuple[tuple[Fields, ...] | None, ...] = (None, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,36 @@ class Rendered:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """A conversation that was rendered: its messages, parsed too, and the tokens of the prompt."""
+class _Prompt:
+    """A conversation that was rendered: its messages, parsed too, and its text and tokens."""
 
     messages: tuple[Message, ...] = ()
     parsed: tuple[Fields, ...] = ()
-    length: int = 0
+    encoded: Encoded = field(default_factory=Encoded)
+
+    @property
+    def length(self) -> int:
+        """In tokens."""
+        return len(self.encoded.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn to render.
+
+    Args:
+        messages: the conversation of this turn.
+        last: the answer before, which is `messages[answered]`; None in the first turn.
+        answered: how many messages had been asked for then.
+    """
+
+    messages: tuple[Message, ...]
+    last: Answered | None = None
+    answered: int = 0
 
 
 class Renderer:
-    """Renders the conversation of one rollout, in the tokenizer's threads. What it remembers only saves work."""
+    """Renders the conversation of one rollout, in the tokenizer's threads. What it remembers of texts only saves work."""
 
     def __init__(
         self,
@@ -69,72 +89,98 @@ class Renderer:
         tools: Sequence[Fields],
         template_kwargs: Mapping[str, JSON],
         *,
+        form: Form | None = None,
         date: datetime | None = None,
     ) -> None:
-        """Tools as OpenAI writes function tools. `date` is what templates that print it take for now, in all turns.
+        """Tools as OpenAI writes function tools.
 
+        `form` is how the trainer is known to render. `date` is what templates that print it take for now, in all turns.
         Raises `Failed` for template arguments that are not the template's.
         """
         if reserved := sorted(_RESERVED & template_kwargs.keys()):
             reason = f"chat template arguments cannot be named {', '.join(reserved)}"
             raise Failed(Failure(Category.VALIDATION, reason))
+        self.form = form or Form(arguments=loaded.probed.preferred)
         self._loaded = loaded
-        self._frame = Frame(tools or None, template_kwargs, date or datetime.now())
-        self._seen = _Seen()
+        self._tools = tools
+        self._frame = Frame(None, template_kwargs, date or datetime.now())
+        self._seen = _Prompt()
+        self._taught = False
 
     async def predict(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
-        """Renders a turn.
-
-        Args:
-            messages: the conversation of this turn.
-            last: the answer before, which is `messages[last_messages]`; None in the first turn.
-            last_messages: how many messages had been asked for then.
+        """Renders a turn: `Turn` says what the arguments are.
 
         Raises:
             Failed: VALIDATION for content that is not text, TOKENIZER where the template refuses the conversation.
         """
-        return await self._loaded.run(self._predict, tuple(messages), last, last_messages)
+        return await self._loaded.run(self._predict, Turn(tuple(messages), last, last_messages))
 
-    async def learn(self, messages: Sequence[Message], predicted: Prediction, reported: Tokens) -> Prediction:
-        """Compares the first prompt with the one that the trainer reports for it, after the first answer.
+    async def learn(self, predicted: Prediction, reported: Tokens) -> Prediction:
+        """Compares the prompt that was predicted last with the one that the trainer reports for it.
 
-        Some trainers render without the tools. If that explains the difference, later turns are rendered so too, and the
-        corrected prediction is returned; otherwise `predicted`.
+        Some trainers render without the tools, or with parsed arguments. If that explains a difference, later turns are
+        rendered so too. Returns the prediction, corrected where it was that of a whole prompt.
         """
-        if predicted.environment == reported:
+        if self._taught or reported == self._seen.encoded.ids:
             return predicted
-        return await self._loaded.run(self._learn, tuple(messages), predicted, reported)
+        return await self._loaded.run(self._learn, predicted, reported)
 
-    def _predict(self, messages: tuple[Message, ...], last: Answered | None, last_messages: int) -> Rendered:
-        frame, before = self._frame, self._seen
-        parsed = self._parse(messages, before)
-        full = self._loaded.text(parsed, frame)
-        ids = self._loaded.encode(full)
-        self._seen = _Seen(messages, parsed, len(ids))
-        if last is None:
-            return Rendered(Prediction(pack_tokens(), ids), None)
-        prompt = before.length
-        if before.messages != messages[:last_messages]:
-            prompt = len(self._loaded.encode(self._loaded.text(parsed[:last_messages], frame)))
-        generated = last.token_ids
-        mask_length = None if generated is None else len(ids) - prompt - len(generated)
-        truth = self._truth(parsed, frame, full, last, last_messages)
+    async def counts(self, messages: Sequence[Message], last: Answered, last_messages: int) -> Mapping[Form, int]:
+        """How many tokens trainers that render or count in another way find new, by form, each number once.
+
+        Forms that differ least come first. Raises `Failed` as `predict` does.
+        """
+        return await self._loaded.run(self._counts, Turn(tuple(messages), last, last_messages))
+
+    def adopt(self, form: Form) -> None:
+        """The trainer was found to render and count in this form."""
+        self.form, self._taught = form, True
+
+    def _predict(self, turn: Turn) -> Rendered:
+        before = self._seen
+        prompt = self._seen = self._prompt(turn.messages, self.form, before)
+        if turn.last is None:
+            return Rendered(Prediction(pack_tokens(), prompt.encoded.ids), None)
+        truth = self._truth(prompt, turn.last, turn.answered)
+        longer = self._growth(prompt, before, turn)
         if truth is None:
-            added = max(mask_length or 0, 0)
-            return Rendered(Prediction(pack_tokens(), ids[len(ids) - added :]), mask_length, exact=False)
-        return Rendered(truth, mask_length)
+            ids = prompt.encoded.ids
+            added = Prediction(pack_tokens(), ids[len(ids) - max(longer or 0, 0) :])
+            return Rendered(added, longer, exact=False)
+        if longer is not None and self.form.measure is Measure.APPENDED:
+            longer = len(truth.closing) + len(truth.environment)
+        return Rendered(truth, longer)
 
-    def _truth(
-        self, parsed: Sequence[Fields], frame: Frame, full: str, last: Answered, answered: int
-    ) -> Prediction | None:
-        stop = self._loaded.probed.calls if parsed[answered].get("tool_calls") else self._loaded.probed.final
-        if stop is None:
+    def _prompt(self, messages: tuple[Message, ...], form: Form, before: _Prompt) -> _Prompt:
+        """The conversation in a form. `before` is an earlier prompt, in any form."""
+        known = len(before.messages) if messages[: len(before.messages)] == before.messages else 0
+        if form.arguments is not self.form.arguments:
+            known = 0
+        fresh = (parsed(messages[i], i, form.arguments) for i in range(known, len(messages)))
+        fields = (*before.parsed[:known], *fresh)
+        text = self._loaded.text(fields, self._framed(form))
+        return _Prompt(messages, fields, self._loaded.grow(before.encoded, text))
+
+    def _framed(self, form: Form) -> Frame:
+        return replace(self._frame, tools=form.given(self._tools))
+
+    def _growth(self, prompt: _Prompt, before: _Prompt, turn: Turn) -> int | None:
+        """By how many tokens the rendering got longer, less those that the model wrote."""
+        if turn.last is None or turn.last.token_ids is None:
             return None
+        if before.messages != turn.messages[: turn.answered]:
+            text = self._loaded.text(prompt.parsed[: turn.answered], self._framed(self.form))
+            before = _Prompt(encoded=self._loaded.grow(prompt.encoded, text))
+        return prompt.length - before.length - len(turn.last.token_ids)
 
-        def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
-            return self._loaded.text(messages, frame, generation_prompt=generation_prompt)
-
-        text = environment_text(render, parsed, answered + 1, stop.text, full)
+    def _truth(self, prompt: _Prompt, last: Answered, answered: int) -> Prediction | None:
+        stop = self._loaded.probed.stop(calls=has_calls(prompt.parsed[answered]))
+        if stop is None:
+            text = text_after_answer(self._render, prompt.parsed, answered, prompt.encoded.text)
+            return None if text is None else Prediction(pack_tokens(), self._loaded.encode(text))
+        text = self._short_cut(prompt, stop, answered)
+        if text is None:
+            text = environment_text(self._render, prompt.parsed, answered + 1, stop.text, prompt.encoded.text)
         if text is None:
             return None
         # Encoded behind the stop, because there are tokens that strip what follows them.
@@ -143,56 +189,55 @@ class Renderer:
             return None
         return Prediction(self._closing(stop, last), ids[1:])
 
+    def _short_cut(self, prompt: _Prompt, stop: Stop, answered: int) -> str | None:
+        """The environment as it stands behind a mirrored history, if the real prompt ends so too."""
+        if not self._loaded.probed.mirrors:
+            return None
+        short = mirrored(prompt.parsed, answered)
+        try:
+            full = self._render(short, True)
+        except Failed:
+            return None
+        text = environment_text(self._render, short, mirror_length(prompt.parsed, answered), stop.text, full)
+        return text if text is not None and prompt.encoded.text.endswith(stop.text + text) else None
+
+    def _render(self, messages: Sequence[Fields], generation_prompt: bool) -> str:
+        return self._loaded.text(messages, self._framed(self.form), generation_prompt=generation_prompt)
+
     def _closing(self, stop: Stop, last: Answered) -> Tokens:
         if last.token_ids is None:
             return pack_tokens()
         ended = last.token_ids and self._loaded.ends_answer(last.token_ids[-1], cut=last.finish_reason == "length")
         return pack_tokens() if ended else pack_tokens([stop.id])
 
-    def _learn(self, messages: tuple[Message, ...], predicted: Prediction, reported: Tokens) -> Prediction:
-        parsed = self._parse(messages, self._seen)
-        for tools in _OTHER_TOOLS:
-            frame = replace(self._frame, tools=tools)
+    def _learn(self, predicted: Prediction, reported: Tokens) -> Prediction:
+        seen = self._seen
+        with_calls = any(map(has_calls, seen.parsed))
+        self._taught = with_calls  # a prompt with calls shows all that there is to see
+        for form in self.form.others():
+            if form.measure is not self.form.measure or (form.arguments is not self.form.arguments and not with_calls):
+                continue
             try:
-                ids = self._loaded.encode(self._loaded.text(parsed, frame))
+                prompt = self._prompt(seen.messages, form, seen)
             except Failed:
                 continue
-            if ids == reported:
-                self._frame, self._seen = frame, _Seen(messages, parsed, len(ids))
-                return Prediction(pack_tokens(), ids)
+            if prompt.encoded.ids == reported:
+                self.form, self._seen = form, prompt
+                return Prediction(pack_tokens(), reported) if predicted.environment == seen.encoded.ids else predicted
         return predicted
 
-    def _parse(self, messages: tuple[Message, ...], seen: _Seen) -> tuple[Fields, ...]:
-        known = len(seen.messages)
-        if messages[:known] != seen.messages:
-            known = 0
-        objects = self._loaded.probed.objects_only
-        return (*seen.parsed[:known], *(_fields(messages[i], i, objects) for i in range(known, len(messages))))
-
-
-def _fields(message: Message, index: int, objects: bool) -> Fields:
-    """The message as it was received; arguments as objects only if the template takes nothing else. Raises `Failed`."""
-    fields = message.fields()
-    content = fields.get("content")
-    for place, part in enumerate(content if isinstance(content, list) else ()):
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            kind = str(part.get("type", "untyped"))[:40] if isinstance(part, Mapping) else type(part).__name__
-            reason = f"messages[{index}].content[{place}] is not text ({kind}): images and the like cannot be counted in tokens"
-            raise Failed(Failure(Category.VALIDATION, reason))
-    calls = fields.get("tool_calls")
-    if objects and isinstance(calls, list):
-        return {**fields, "tool_calls": [_with_object(call) for call in calls]}
-    return fields
-
-
-def _with_object(call: JSON) -> JSON:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        return call
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    try:
-        return {**call, "function": {**function, "arguments": parse_object(arguments)}}
-    except MalformedMessage:
-        return call
+    def _counts(self, turn: Turn) -> Mapping[Form, int]:
+        kept, sent = self.form, self._predict(turn).mask_length
+        seen, found = self._seen, dict[Form, int]()
+        try:
+            for form in kept.others():
+                self.form, self._seen = form, _Prompt()
+                try:
+                    length = self._predict(turn).mask_length
+                except Failed:
+                    continue
+                if length is not None and length >= 0 and length not in (sent, *found.values()):
+                    found[form] = length
+        finally:
+            self.form, self._seen = kept, seen
+        return found

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rollout_server.core.message import JSON, parse_object
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
 from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.form import Form
 from rollout_server.edge.tokens.render import Rendered, Renderer
 from rollout_server.edge.trainer.chat import Answer, RequestWriter, read_answer_aside
 from rollout_server.edge.trainer.client import HttpClient, HttpRequest
+from rollout_server.edge.trainer.forms import Forms, likeliest, refuses_mask
 from rollout_server.edge.trainer.headers import turn_headers
 from rollout_server.edge.trainer.notes import notes_on
 from rollout_server.edge.trainer.parameters import masked_parameters
 from rollout_server.edge.trainer.refusal import refused
-from rollout_server.edge.trainer.retry import Errand, fetch_once
+from rollout_server.edge.trainer.retry import Errand, Fetched, fetch_once
 from rollout_server.runtime.port import Ask, Failed, Tool
 
 
@@ -28,6 +30,7 @@ class MaskedTrainers:
 
     client: HttpClient
     tokenizers: Tokenizers
+    forms: Forms = field(default_factory=Forms)
 
     def open(self, spec: Spec, tools: Sequence[Tool]) -> MaskedSampler:
         """The sampler of one rollout."""
@@ -44,6 +47,7 @@ class MaskedSampler:
         self._url = f"{spec.completions.url}/v1/chat/completions"
         self._writer = RequestWriter(spec.rollout_id, masked_parameters(spec.sampling))
         self._renderer: Renderer | None = None
+        self._form = trainers.forms.of(spec)
 
     async def sample(self, ask: Ask) -> Answered:
         """Renders, posts, checks. Raises `Failed`."""
@@ -53,17 +57,16 @@ class MaskedSampler:
         rendered = await renderer.predict(messages, ask.last, ask.last_messages)
         if rendered.mask_length is not None and rendered.mask_length < 0:
             raise Failed(_negative(turn, rendered.mask_length))
-        body = self._writer.masked(messages, rendered.mask_length)
         started = time.monotonic()
-        errand = Errand(HttpRequest(self._url, body, turn_headers(ask)), turn, ask.deadline)
-        fetched = await fetch_once(self._trainers.client, errand)
+        fetched, mask_length = await self._fetch(ask, renderer, rendered)
         elapsed = 1000 * (time.monotonic() - started)
-        if fetched.answer.status != 200:
-            raise Failed(refused(fetched.answer.status, fetched.answer.body, turn, ask.credentials.secrets()))
         answer = await read_answer_aside(fetched.answer.body, turn, ids_needed=True)
         predicted = rendered.predicted
-        if answer.reported is not None and ask.last is None:
-            predicted = await renderer.learn(messages, predicted, answer.reported)
+        if answer.reported is not None:
+            predicted = await renderer.learn(predicted, answer.reported)
+        if renderer.form != self._form:
+            self._form = renderer.form
+            self._trainers.forms.remember(self._spec, self._form)
         return Answered(
             turn=turn,
             message=answer.message,
@@ -72,12 +75,38 @@ class MaskedSampler:
             logprobs=answer.logprobs,
             predicted=predicted,
             reported=answer.reported,
-            mask_length=rendered.mask_length or None,
+            mask_length=mask_length or None,
             attempts=fetched.attempts,
             elapsed_ms=elapsed,
             notes=self._notes(answer, rendered, turn),
             tool_calls=answer.tool_calls,
         )
+
+    async def _fetch(self, ask: Ask, renderer: Renderer, rendered: Rendered) -> tuple[Fetched, int | None]:
+        """The answer, and the length of the mask it was given for.
+
+        A trainer that refuses a mask has generated nothing, so it is asked once more with another count (R6a, D8).
+        """
+        fetched = await self._post(ask, rendered.mask_length)
+        if fetched.answer.status == 200:
+            return fetched, rendered.mask_length
+        if ask.last is None or rendered.mask_length is None or not refuses_mask(fetched.answer):
+            raise Failed(_refused(fetched, ask))
+        counts = await renderer.counts(ask.messages[: ask.asked.messages], ask.last, ask.last_messages)
+        form = likeliest(counts, fetched.answer)
+        if form is None:
+            raise Failed(_refused(fetched, ask))
+        again = await self._post(ask, counts[form])
+        again = replace(again, attempts=fetched.attempts + again.attempts)
+        if again.answer.status != 200:
+            raise Failed(_miscounted(_refused(again, ask), rendered.mask_length, counts))
+        renderer.adopt(form)
+        return again, counts[form]
+
+    async def _post(self, ask: Ask, mask_length: int | None) -> Fetched:
+        body = self._writer.masked(ask.messages[: ask.asked.messages], mask_length)
+        request = HttpRequest(self._url, body, turn_headers(ask))
+        return await fetch_once(self._trainers.client, Errand(request, ask.asked.turn, ask.deadline))
 
     async def _open_renderer(self) -> Renderer:
         if self._renderer is None:
@@ -86,7 +115,8 @@ class MaskedSampler:
                 raise Failed(Failure(Category.TOKENIZER, "the rollout names no tokenizer, so no mask can be counted"))
             loaded = await self._trainers.tokenizers.load(name)
             kwargs = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
-            self._renderer = Renderer(loaded, [_function(tool) for tool in self._tools], kwargs)
+            self._renderer = Renderer(loaded, [_function(tool) for tool in self._tools], kwargs, form=self._form)
+            self._form = self._renderer.form
         return self._renderer
 
     def _notes(self, answer: Answer, rendered: Rendered, turn: int) -> tuple[tuple[str, str], ...]:
@@ -106,6 +136,16 @@ def _function(tool: Tool) -> dict[str, JSON]:
         "type": "function",
         "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
     }
+
+
+def _refused(fetched: Fetched, ask: Ask) -> Failure:
+    return refused(fetched.answer.status, fetched.answer.body, ask.asked.turn, ask.credentials.secrets())
+
+
+def _miscounted(failure: Failure, sent: int | None, counts: Mapping[Form, int]) -> Failure:
+    lengths = ", ".join(str(length) for length in (sent, *counts.values()))
+    text = f"{failure.message}. Masks of two lengths were refused; the ways of counting known here give {lengths}"
+    return replace(failure, message=text)
 
 
 def _negative(turn: int, length: int) -> Failure:

@@ -1,0 +1,110 @@
+"""How trainers render and count, as a renderer finds it out: from the prompts they report, and from a mask that was refused."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from rollout_server.core.ledger import pack_tokens
+from rollout_server.edge.tokens.form import Arguments, Form, Measure, Tools
+from rollout_server.edge.tokens.render import Renderer
+
+from tests.tokens.conftest import TOOLS, Plain, answered, call, packed
+
+ASKED = {"role": "user", "content": "What is 5 + 3?"}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [call('{"a": 5, "b": 3}')]}
+HEARD = {"role": "tool", "tool_call_id": "a1b2c3d4e", "name": "add", "content": "8"}
+AGAIN = {"role": "assistant", "content": "", "tool_calls": [call('{"a":8,"b":2}')]}
+HEARD_AGAIN = {**HEARD, "content": "16"}
+
+
+def objects(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with their arguments parsed."""
+    return [
+        {**m, "tool_calls": [call(json.loads(c["function"]["arguments"])) for c in m["tool_calls"]]}
+        if "tool_calls" in m
+        else m
+        for m in messages
+    ]
+
+
+def growth(naive: Plain, prompts: Sequence[Sequence[Mapping[str, Any]]], ids: Sequence[int], tools: Any) -> int:
+    before, after = (len(naive.prompt(prompt, tools)) for prompt in prompts)
+    return after - before - len(ids)
+
+
+def test_others_are_all_others_the_nearest_first() -> None:
+    form = Form()
+    others = list(form.others())
+    assert len(others) == len({form, *others}) - 1 == 11
+    assert all((other.tools, other.arguments, other.measure).count(None) == 0 for other in others)
+    changed = [
+        sum((o.tools is not form.tools, o.arguments is not form.arguments, o.measure is not form.measure))
+        for o in others
+    ]
+    assert changed == sorted(changed)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "llama3", "mistral-small-3.2"])
+async def test_parsed_arguments_are_learnt_from_the_first_prompt_with_calls(ours, plain, family) -> None:
+    naive, ids = plain(family), [ours(family).probed.calls.id]
+    renderer = Renderer(ours(family), TOOLS, {})
+    first, second = [ASKED], [ASKED, CALLED, HEARD]
+    predicted = (await renderer.predict(packed(*first), None, 0)).predicted
+    await renderer.learn(predicted, pack_tokens(naive.prompt(first, TOOLS)))
+    rendered = await renderer.predict(packed(*second), answered(CALLED, ids), 1)
+    reported = pack_tokens(naive.prompt(objects(second), TOOLS))
+    assert await renderer.learn(rendered.predicted, reported) == rendered.predicted
+    assert renderer.form == Form(arguments=Arguments.PARSED)
+    third = [*second, AGAIN, HEARD_AGAIN]
+    rendered = await renderer.predict(packed(*third), answered(AGAIN, ids), 3)
+    assert rendered.mask_length == growth(naive, [objects(second), objects(third)], ids, TOOLS)
+    assert rendered.mask_length != growth(naive, [second, third], ids, TOOLS)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5", "llama3", "mistral-small-3.2", "gpt-oss", "toy"])
+async def test_counts_are_those_of_the_other_forms(ours, plain, family) -> None:
+    naive, ids = plain(family), [ours(family).probed.calls.id]
+    renderer = Renderer(ours(family), TOOLS, {})
+    first, second = [ASKED], [ASKED, CALLED, HEARD]
+    await renderer.predict(packed(*first), None, 0)
+    turn = (packed(*second), answered(CALLED, ids), 1)
+    rendered = await renderer.predict(*turn)
+    counts = await renderer.counts(*turn)
+    assert rendered.mask_length not in counts.values()
+    known = {rendered.mask_length, *counts.values()}
+    for tools in (TOOLS, None):
+        for form in ([first, second], [first, objects(second)]):
+            length = growth(naive, form, ids, tools)
+            assert length in known or length < 0
+    truth = len(rendered.predicted.closing) + len(rendered.predicted.environment)
+    assert truth in known
+    assert await renderer.predict(*turn) == rendered  # looking at others changes nothing
+    for form, length in counts.items():
+        other = Renderer(ours(family), TOOLS, {}, form=form)
+        assert (await other.predict(*turn)).mask_length == length
+
+
+async def test_a_trainer_that_keeps_tokens_counts_what_it_appends(ours, plain) -> None:
+    """Under a template that drops earlier thinking, the rendering shrinks while what is appended does not."""
+    thought = {"role": "assistant", "content": "Eight.", "reasoning_content": "Five and three. " * 50}
+    more = {"role": "user", "content": "And twice that?"}
+    ids = plain("qwen3").ids("<think>\n" + thought["reasoning_content"] + "\n</think>\n\nEight.<|im_end|>")
+    renderer = Renderer(ours("qwen3"), [], {}, form=Form(measure=Measure.APPENDED))
+    rendered = await renderer.predict(packed(ASKED, thought, more), answered(thought, ids), 1)
+    assert rendered.mask_length == len(rendered.predicted.environment) > 0
+    assert Measure.APPENDED in {
+        form.measure
+        for form in await Renderer(ours("qwen3"), [], {}).counts(
+            packed(ASKED, thought, more), answered(thought, ids), 1
+        )
+    }
+
+
+async def test_an_adopted_form_is_kept(ours, plain) -> None:
+    renderer = Renderer(ours("toy"), TOOLS, {})
+    renderer.adopt(Form(tools=Tools.NONE))
+    predicted = (await renderer.predict(packed(ASKED), None, 0)).predicted
+    assert predicted.environment == pack_tokens(plain("toy").prompt([ASKED]))
+    await renderer.learn(predicted, pack_tokens(plain("toy").prompt([ASKED], TOOLS)))
+    assert renderer.form == Form(tools=Tools.NONE)
