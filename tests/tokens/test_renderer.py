@@ -335,15 +335,15 @@ class Watched:
 
 
 async def test_the_event_loop_neither_renders_nor_encodes(plain) -> None:
-    """A turn renders and encodes the whole once, and a short stand-in twice; what is new is encoded once more."""
+    """A turn renders the whole once, encodes what is new of it, and renders a short stand-in twice."""
     watched = Watched(plain("toy").tokenizer)
     with ThreadPoolExecutor(1, thread_name_prefix="renders") as executor:
         loaded = LoadedTokenizer("toy", watched, executor)
         renderer = Renderer(loaded, TOOLS, {})
         for messages, last, asked, works in (
             ([ASKED], None, 0, 2),
-            ([ASKED, CALLED, HEARD], answered(CALLED, [5]), 1, 5),
-            ([ASKED, CALLED, HEARD, SAID, MORE], answered(SAID, [5]), 3, 5),
+            ([ASKED, CALLED, HEARD], answered(CALLED, [5]), 1, 4),
+            ([ASKED, CALLED, HEARD, SAID, MORE], answered(SAID, [5]), 3, 4),
         ):
             watched.threads.clear()
             await renderer.predict(packed(*messages), last, asked)

@@ -9,7 +9,7 @@ before the first change: otherwise a longer one might be found there instead.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -40,6 +40,13 @@ class Encoded:
     ids: Tokens = field(default_factory=pack_tokens)
     starts: array[int] = field(default_factory=_no_places)
     places: array[int] = field(default_factory=_no_places)
+
+    def behind(self, token_id: int, start: int) -> Tokens | None:
+        """The ids behind the added token that begins at character `start`; None where it is not known to."""
+        index = bisect_left(self.starts, start)
+        if index == len(self.starts) or self.starts[index] != start or self.ids[self.places[index]] != token_id:
+            return None
+        return self.ids[self.places[index] + 1 :]
 
 
 class GrowingEncoder:

@@ -181,13 +181,19 @@ class Renderer:
         text = self._short_cut(prompt, stop, answered)
         if text is None:
             text = environment_text(self._render, prompt.parsed, answered + 1, stop.text, prompt.encoded.text)
-        if text is None:
-            return None
-        # Encoded behind the stop, because there are tokens that strip what follows them.
+        ids = None if text is None else self._behind(stop, text, prompt)
+        return None if ids is None else Prediction(self._closing(stop, last), ids)
+
+    def _behind(self, stop: Stop, text: str, prompt: _Prompt) -> Tokens | None:
+        """The ids of an environment's text: those at the end of the prompt, where its encoding falls apart at the stop.
+
+        Elsewhere it is encoded behind the stop, because there are tokens that strip what follows them.
+        """
+        known = prompt.encoded.behind(stop.id, len(prompt.encoded.text) - len(text) - len(stop.text))
+        if known is not None:
+            return known
         ids = self._loaded.encode(stop.text + text)
-        if ids[:1] != pack_tokens([stop.id]):
-            return None
-        return Prediction(self._closing(stop, last), ids[1:])
+        return ids[1:] if ids[:1] == pack_tokens([stop.id]) else None
 
     def _short_cut(self, prompt: _Prompt, stop: Stop, answered: int) -> str | None:
         """The environment as it stands behind a mirrored history, if the real prompt ends so too."""
