@@ -2,15 +2,19 @@
 
 import asyncio
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.edge.tokens.render import Renderer
+from rollout_server.runtime.port import Failed
 
-from tests.tokens.conftest import TOOLS, Plain, answered, call, packed
+from tests.tokens.conftest import FAMILIES, TOOLS, Plain, answered, call, packed
 
 PIECES = (
     *(
@@ -28,16 +32,28 @@ PIECES = (
 TEXT = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=6).map("".join)
 PARTS = st.lists(TEXT.map(lambda text: {"type": "text", "text": text}), max_size=3)
 ARGUMENTS = st.sampled_from(['{"a": 5, "b": 3}', '{"a":5,"b":8.0}', '{"a": "<|im_end|>"}', {"a": 5, "b": 3}, {}, ""])
-SOME = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+REJECTS = (HealthCheck.filter_too_much,)
+DATE = datetime(2026, 2, 3)
+SWITCHES = st.sampled_from(({}, {"enable_thinking": False}))
+SOME = settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
 
 
-def conversations(content: st.SearchStrategy[Any]) -> st.SearchStrategy[list[list[dict[str, Any]]]]:
+def conversations(
+    content: st.SearchStrategy[Any], thoughts: st.SearchStrategy[Any] | None = None
+) -> st.SearchStrategy[list[list[dict[str, Any]]]]:
     """A prompt, then by turns an answer followed by what the world says to it, which may be nothing."""
     system = st.lists(st.builds(lambda text: {"role": "system", "content": text}, content), max_size=1)
     user = st.builds(lambda text: {"role": "user", "content": text}, content)
     tool = st.builds(lambda text: {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": text}, content)
     calls = st.lists(ARGUMENTS.map(call), min_size=1, max_size=2)
     answer = st.builds(lambda text: {"role": "assistant", "content": text}, content)
+    if thoughts is not None:
+        thinking = st.builds(lambda said, thought: {**said, "reasoning_content": thought}, answer, thoughts)
+        answer = st.one_of(answer, thinking)
     calling = st.builds(lambda text, made: {"role": "assistant", "content": text, "tool_calls": made}, content, calls)
     turn = st.tuples(calling, st.lists(tool, min_size=1, max_size=2)) | st.tuples(answer, st.lists(user, max_size=2))
     prompt = st.builds(lambda head, last: [*head, last], system, user)
@@ -95,6 +111,35 @@ async def test_qwen_3_instruct(ours, plain, turns) -> None:
 @given(turns=conversations(TEXT))
 async def test_a_template_that_drops_thinking_is_counted_all_the_same(ours, plain, turns) -> None:
     await play(Renderer(ours("qwen3"), TOOLS, {}), plain("qwen3"), turns, append_only=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(SOME, max_examples=12)
+@given(
+    turns=conversations(TEXT, thoughts=TEXT),
+    cut=st.booleans(),
+    template_kwargs=st.sampled_from(({}, {"enable_thinking": False})),
+)
+async def test_every_way_to_render_gives_the_same(ours, plain, family, turns, cut, template_kwargs) -> None:
+    """The short form and the full one, with a memory of the turns before and without; and the count is a trainer's own."""
+    loaded, naive = ours(family), plain(family)
+    full = copy(loaded)
+    full.probed = replace(loaded.probed, mirrors=False)
+    short, whole = (Renderer(each, TOOLS, template_kwargs, date=DATE) for each in (loaded, full))
+    stop = loaded.probed.final.id
+    messages = list(turns[0])
+    try:
+        await short.predict(packed(*messages), None, 0)
+        for number, turn in enumerate(turns[1:]):
+            asked, ids = len(messages), [*naive.ids("said")[: 1 + number % 2], *([] if cut else [stop])]
+            messages += turn
+            said = (packed(*messages), answered(turn[0], ids, "length" if cut else "stop"), asked)
+            rendered = await short.predict(*said)
+            assert rendered == await whole.predict(*said)
+            assert rendered == await Renderer(loaded, TOOLS, template_kwargs, date=DATE).predict(*said)
+            assert not rendered.exact or len(rendered.predicted.closing) == cut
+    except Failed:
+        reject()  # templates refuse some of these conversations
 
 
 @pytest.mark.parametrize("family", ["toy", "qwen2.5"])

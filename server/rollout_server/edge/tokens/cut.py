@@ -25,7 +25,7 @@ def environment_text(render: Render, messages: Sequence[Fields], first: int, sto
     `first` is the index of the first message after the answer. None where the place cannot be told.
     """
     if first >= len(messages):
-        return _after_stop(_try(render, messages, False), None, stop, full)
+        return _generation_prompt(render, messages, stop, full)
     mark = _absent_from(full)
     for marked in _marked(messages[first], mark, stop):
         text = _try(render, [*messages[:first], marked, *messages[first + 1 :]], True)
@@ -36,13 +36,22 @@ def environment_text(render: Render, messages: Sequence[Fields], first: int, sto
     return None
 
 
+def _generation_prompt(render: Render, messages: Sequence[Fields], stop: str, full: str) -> str | None:
+    """What follows an answer after which nothing was said."""
+    found = _after_stop(_try(render, messages, False), None, stop, full)
+    if found is None:  # a template that closes the last answer of all in another way (gpt-oss)
+        _, closed, found = (text_after_answer(render, messages, len(messages) - 1, full) or "").partition(stop)
+        return found if closed else None
+    return found
+
+
 def text_after_answer(render: Render, messages: Sequence[Fields], answered: int, full: str) -> str | None:
     """What `full` holds after the text of the answer at `answered`, for templates that close answers with no token of their own.
 
-    None where the answer has no text of its own to look for.
+    None where the answer ends with something else than its text.
     """
     content = messages[answered].get("content")
-    if not isinstance(content, str) or not content or messages[answered].get("tool_calls"):
+    if not isinstance(content, str) or messages[answered].get("tool_calls"):
         return None
     mark = _absent_from(full)
     marked = [*messages[:answered], {**messages[answered], "content": content + mark}, *messages[answered + 1 :]]
