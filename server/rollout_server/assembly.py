@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from osmosis.rollout.v1 import rollout_service_pb2, spec_pb2
@@ -15,7 +16,7 @@ from rollout_server.edge.keys import Key, Keyring, key_of, read_entries
 from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.outcome.http import HttpCourier
 from rollout_server.edge.outcome.report import OutcomeReporter
-from rollout_server.edge.rpc.tls import ServerTls
+from rollout_server.edge.rpc.tls import ClientTls, ServerTls, channel_credentials, server_credentials
 from rollout_server.edge.targets.lookup import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
@@ -48,10 +49,9 @@ class Trainers:
 
 def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
     """The client for trainers and receivers. Raises `WrongSettings`."""
-    try:
+    with _naming("ROLLOUT_TARGET_CA"):
+        channel_credentials(ClientTls(settings.target_ca))  # which names the file that is of no use
         tls = None if settings.target_ca is None else ssl.create_default_context(cafile=settings.target_ca)
-    except (OSError, ValueError) as error:
-        raise WrongSettings(f"ROLLOUT_TARGET_CA: {error}") from None
     return HttpClient(
         HttpSettings(
             timeout=settings.trainer_timeout_seconds,
@@ -90,32 +90,39 @@ def patience(settings: Settings) -> Patience:
 def keyring(settings: Settings) -> Keyring:
     """The API keys in force. Raises `WrongSettings`."""
     keys: list[Key] = []
-    try:
-        if settings.api_key is not None:
-            keys.append(key_of("default", settings.api_key.get_secret_value()))
-        if settings.admin_key is not None:
-            keys.append(key_of("admin", settings.admin_key.get_secret_value(), admin=True))
-        keys.extend(read_entries(settings.api_keys, "ROLLOUT_API_KEYS"))
-        return Keyring(keys, settings.api_keys_file)
-    except (OSError, ValueError) as error:
-        raise WrongSettings(f"API keys: {error}") from None
+    for name, variable, secret in (
+        ("default", "ROLLOUT_API_KEY", settings.api_key),
+        ("admin", "ROLLOUT_ADMIN_KEY", settings.admin_key),
+    ):
+        if secret is not None:
+            with _naming(variable):
+                keys.append(key_of(name, secret.get_secret_value(), admin=name == "admin"))
+    with _naming("ROLLOUT_API_KEYS"):
+        entries = read_entries(settings.api_keys, "ROLLOUT_API_KEYS")
+        if settings.api_keys and not entries:  # whoever sets it wants a server that demands keys
+            raise ValueError("holds no key")
+    with _naming("ROLLOUT_API_KEYS_FILE"):
+        return Keyring([*keys, *entries], settings.api_keys_file)
 
 
 def target_rules(settings: Settings) -> TargetRules:
     """Which endpoints requests may name. Raises `WrongSettings`."""
-    try:
+    with _naming("ROLLOUT_TARGETS"):
+        TargetRules.parse(settings.targets)
+    with _naming("ROLLOUT_TARGET_SCHEMES"):
         return TargetRules.parse(settings.targets, settings.target_schemes)
-    except ValueError as error:
-        raise WrongSettings(f"ROLLOUT_TARGETS: {error}") from None
 
 
 def server_tls(settings: Settings) -> ServerTls | None:
-    """Certificates of the gRPC port. Raises `WrongSettings` for half a pair."""
+    """Certificates of the gRPC port. Raises `WrongSettings` for half a pair, and files that are of no use."""
     if settings.tls_cert is None or settings.tls_key is None:
         if settings.tls_cert or settings.tls_key or settings.tls_client_ca:
             raise WrongSettings("ROLLOUT_TLS_CERT and ROLLOUT_TLS_KEY are needed together")
         return None
-    return ServerTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    tls = ServerTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    with _naming("ROLLOUT_TLS_CERT, ROLLOUT_TLS_KEY or ROLLOUT_TLS_CLIENT_CA"):
+        server_credentials(tls)
+    return tls
 
 
 def tokenizer_settings(settings: Settings) -> TokenizerSettings:
@@ -160,3 +167,13 @@ def _unsendable(credentials: Credentials) -> Sequence[Violation]:
         for name, bearer in named.items()
         if not bearer.isascii() or not bearer.isprintable()
     ]
+
+
+@contextmanager
+def _naming(variable: str) -> Iterator[None]:
+    """Tells what is wrong with a setting under its name."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        text = str(error)
+        raise WrongSettings(text if text.startswith(variable) else f"{variable}: {text}") from None

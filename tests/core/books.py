@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rollout_server.core.ledger import Turn
+from rollout_server.core.ledger import Tokens, Turn
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Metrics
@@ -51,23 +51,16 @@ class Books:
 
     def answered(self, record: Answered) -> tuple[str, int, int, int] | None:
         drift = None
-        usage = record.usage or (0, 0)
-        prompt, generated = usage
+        prompt, generated = record.usage or (0, 0)
         if record.token_ids is not None:
             generated = len(record.token_ids)
-            turn = Turn(
-                record.turn,
-                record.token_ids,
-                record.logprobs,
-                record.predicted,
-                record.reported,
-                record.policy_version,
-            )
-            if record.predicted is not None or record.reported is not None:
-                drift = self.ledger.commit(turn)
-                prompt = len(self.ledger.segments[-1].tokens) - generated
-        elif record.reported is not None:
-            prompt = len(record.reported)
+        known = record.reported is not None or (record.predicted is not None and not self.ledger.missing)
+        if known and record.token_ids is not None:
+            drift = self.committed(record, record.token_ids)
+            prompt = len(self.ledger.segments[-1].tokens) - generated
+        else:
+            self.skipped(record)
+            prompt = prompt if record.reported is None else len(record.reported)
         self.count(turns=1, completion_ms=record.elapsed_ms, completion_attempts=record.attempts)
         self.count(prompt_tokens=prompt, generated_tokens=generated)
         longest = max(self.metrics.max_context_tokens, prompt + generated)
@@ -78,6 +71,25 @@ class Books:
         self.messages.append(record.message)
         self.cut = record.finish_reason == "length"
         return drift
+
+    def committed(self, record: Answered, answer: Tokens) -> tuple[str, int, int, int] | None:
+        if self.ledger.missing and not self.ledger.segments:
+            self.warnings.append(("tokens_unknown", record.turn, None))
+        turn = Turn(
+            record.turn,
+            answer,
+            record.logprobs,
+            record.predicted,
+            record.reported,
+            record.policy_version,
+        )
+        return self.ledger.commit(turn)
+
+    def skipped(self, record: Answered) -> None:
+        """Once for each gap, and only beside turns whose tokens are known."""
+        if self.ledger.segments and not self.ledger.missing:
+            self.warnings.append(("tokens_unknown", record.turn, None))
+        self.ledger.skip()
 
     def returned(self, records: list[ToolReturned]) -> None:
         self.count(

@@ -28,6 +28,7 @@ class Token:
 class NaiveSegment:
     """A training sample: where it comes from and its tokens, the first `prompt` of them what it opened with."""
 
+    kind: str
     parent: str
     shared: int
     prompt: int
@@ -45,10 +46,15 @@ class NaiveSegment:
 
 @dataclass
 class NaiveLedger:
-    """Segments, and every token that was ever sampled."""
+    """Segments, every token that was ever sampled and recorded, and whether the tokens of a turn are missing since."""
 
     segments: list[NaiveSegment] = field(default_factory=list)
     sampled: list[int] = field(default_factory=list)
+    missing: bool = False
+
+    def skip(self) -> None:
+        """The tokens of a turn are unknown."""
+        self.missing = True
 
     def commit(self, turn: Turn) -> tuple[str, int, int, int] | None:
         """Adds a turn; returns the drift as (kind, index, expected, reported)."""
@@ -56,7 +62,10 @@ class NaiveLedger:
         environment = [] if turn.predicted is None else list(turn.predicted.environment)
         reported = None if turn.reported is None else list(turn.reported)
         predicts = turn.predicted is not None
-        if not self.segments:
+        if self.missing:
+            assert reported is not None
+            drift = self._after_gap(turn.number, reported)
+        elif not self.segments:
             drift = self._first(turn.number, environment if predicts else None, reported)
         else:
             drift = self._next(turn.number, (closing, environment) if predicts else None, reported)
@@ -73,7 +82,7 @@ class NaiveLedger:
     ) -> tuple[str, int, int, int] | None:
         prompt = reported if reported is not None else predicted
         assert prompt is not None
-        self._open("", 0, prompt, turn)
+        self._open("main", "", 0, prompt, turn)
         if reported is None or predicted is None or reported == predicted:
             return None
         return "prompt", common(predicted, reported), len(predicted), len(reported)
@@ -97,11 +106,19 @@ class NaiveLedger:
             kind = "truncated"
         else:
             kind = "retokenised" if segment.tokens[index].by == MODEL else "history_rewritten"
-        self._open(str(len(self.segments) - 1), index, reported, turn)
+        self._open("drift", str(len(self.segments) - 1), index, reported, turn)
         return kind, index, len(expected), len(reported)
 
-    def _open(self, parent: str, shared: int, prompt: list[int], turn: int) -> None:
-        self.segments.append(NaiveSegment(parent, shared, len(prompt), True, masked(prompt, "prompt", turn)))
+    def _after_gap(self, turn: int, reported: list[int]) -> None:
+        """Nobody knows what stands where in the prompt, so all of it is one, and nothing can have parted."""
+        self.missing = False
+        if not self.segments:
+            return self._open("main", "", 0, reported, turn)
+        shared = common(self.segments[-1].ids(), reported)
+        return self._open("gap", str(len(self.segments) - 1), shared, reported, turn)
+
+    def _open(self, kind: str, parent: str, shared: int, prompt: list[int], turn: int) -> None:
+        self.segments.append(NaiveSegment(kind, parent, shared, len(prompt), True, masked(prompt, "prompt", turn)))
 
 
 def masked(ids: list[int], reason: str, turn: int) -> list[Token]:
@@ -117,6 +134,7 @@ def assert_laws(ledger: Ledger, naive: NaiveLedger) -> None:
     """The laws of the ledger, each stated against the naive one."""
     assert [s.id for s in ledger.segments] == [str(i) for i in range(len(naive.segments))]
     assert ledger.current_id == (ledger.segments[-1].id if ledger.segments else "0")
+    assert ledger.gap is naive.missing
     for real, plain in zip(ledger.segments, naive.segments, strict=True):
         _assert_segment(real, plain)
     trained = [i for s in ledger.segments for i, bit in zip(s.sample().response_ids, s.sample().response_mask) if bit]  # noqa: B905
@@ -124,9 +142,8 @@ def assert_laws(ledger: Ledger, naive: NaiveLedger) -> None:
 
 
 def _assert_segment(real: Segment, plain: NaiveSegment) -> None:
-    kind = "drift" if plain.parent else "main"
     assert (real.origin.kind.value, real.origin.parent_id, real.origin.parent_tokens) == (
-        kind,
+        plain.kind,
         plain.parent,
         plain.shared,
     )

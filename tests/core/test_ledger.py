@@ -19,10 +19,10 @@ from rollout_server.core.ledger import (
     SegmentKind,
     Span,
     Turn,
-    first_difference,
     pack_logprobs,
     pack_tokens,
 )
+from rollout_server.core.prefix import first_difference
 
 from .naive import common
 from .rollouts import begun, ids, predicts, runs, shown_ledger, spans_of
@@ -167,7 +167,7 @@ def test_words_that_leave_the_process_stay() -> None:
     assert words == {
         Author: ["model", "other"],
         MaskReason: ["prompt", "environment", "closing", "author"],
-        SegmentKind: ["main", "drift", "compaction", "subagent", "branch"],
+        SegmentKind: ["main", "drift", "compaction", "subagent", "branch", "gap"],
         DriftKind: ["history_rewritten", "retokenised", "environment", "truncated", "prompt"],
     }
 

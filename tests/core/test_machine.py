@@ -193,6 +193,24 @@ class TestOutcome:
         machine.accept(Note(2, "word", "a note is none"))
         assert ends(machine, STOP).warnings == (Warned("resampled", "twice", 2), Warned("logprobs", "none", 2))
 
+    def test_a_turn_that_was_never_answered_may_have_been_generated_all_the_same(self) -> None:
+        machine = fresh()
+        asks(machine)
+        machine.accept(Note(1, "resampled", "in turn 1"))
+        machine.accept(answered(1, 5))
+        asks(machine)
+        machine.accept(Note(2, "resampled", "once"))
+        machine.accept(Note(2, "resampled", "twice"))
+        machine.accept(Note(2, "word", "a note is none"))
+        assert ends(machine, Ended(Cancellation("enough"))).warnings == (Warned("resampled", "twice", 2),)
+
+    def test_an_answer_says_itself_what_came_of_asking_again(self) -> None:
+        machine = fresh()
+        asks(machine)
+        machine.accept(Note(1, "resampled", "twice"))
+        machine.accept(answered(1, 5))
+        assert ends(machine, STOP).warnings == ()
+
     def test_it_is_decided_once(self) -> None:
         machine = fresh()
         outcome = ends(machine, STOP)

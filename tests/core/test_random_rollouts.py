@@ -54,9 +54,10 @@ messages = st.builds(message, st.sampled_from(("user", "system", "critic")), tex
 class RandomRollouts(RuleBasedStateMachine):
     """Any legal rollout: drift of each kind, cut and empty answers, missing ids, calls that return in any order, limits met."""
 
-    @initialize(limits=limits, start=st.lists(messages, min_size=1, max_size=2))
-    def accept(self, limits: Limits, start: list[Message]) -> None:
-        self.start, self.limits = tuple(start), limits
+    @initialize(limits=limits, start=st.lists(messages, max_size=2), plain=st.booleans())
+    def accept(self, limits: Limits, start: list[Message], plain: bool) -> None:
+        """`plain`: nothing is predicted, so that only what the trainer reports is known."""
+        self.start, self.limits, self.plain = tuple(start), limits, plain
         self.machine = self._machine()
         self.books = Books(limits, start)
         self.log: list[Record] = []
@@ -118,6 +119,8 @@ class RandomRollouts(RuleBasedStateMachine):
         segments = self.books.ledger.segments
         ids = data.draw(st.sampled_from((True, True, True, False)))
         turn = draw_turn(data, self.machine.turn, segments[-1].ids() if segments else None)
+        if self.plain:
+            turn = replace(turn, predicted=None)
         record = Answered(
             turn.number,
             message("assistant", data.draw(texts)),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from rollout_server.core.ledger import (
     Ledger,
     Span,
+    Turn,
 )
 
 from .naive import NaiveLedger, assert_laws
@@ -17,7 +19,7 @@ from .rollouts import draw_turn
 
 
 class RandomTurns(RuleBasedStateMachine):
-    """Any turns whatever: after each the ledger is what plain lists say, and holds all that it held before."""
+    """Any turns whatever, some without tokens: after each the ledger is what plain lists say, and holds all that it held before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,6 +31,10 @@ class RandomTurns(RuleBasedStateMachine):
         held = self.naive.segments[-1].ids() if self.naive.segments else None
         turn = draw_turn(data, self.turns, held)
         before = [(s.ids(), s.spans, s.verified) for s in self.ledger.segments]
+        after_gap = self.ledger.gap
+        if after_gap and turn.reported is None:
+            self._is_refused(turn)
+            return
         drift = self.ledger.commit(turn)
         expected = self.naive.commit(turn)
         told = None if drift is None else (drift.kind.value, drift.index, drift.expected, drift.reported)
@@ -36,7 +42,19 @@ class RandomTurns(RuleBasedStateMachine):
         assert_laws(self.ledger, self.naive)
         self._only_added_to(before)
         opened = len(self.ledger.segments) - len(before)
-        assert opened == (1 if not before or (drift is not None and drift.opens_segment) else 0)
+        assert opened == (1 if not before or after_gap or (drift is not None and drift.opens_segment) else 0)
+
+    @rule()
+    def skip(self) -> None:
+        self.turns += 1
+        self.ledger.skip()
+        self.naive.skip()
+        assert_laws(self.ledger, self.naive)
+
+    def _is_refused(self, turn: Turn) -> None:
+        with pytest.raises(ValueError, match="after a gap"):
+            self.ledger.commit(turn)
+        assert_laws(self.ledger, self.naive)
 
     def _only_added_to(self, before: list[tuple[array[int], tuple[Span, ...], bool]]) -> None:
         for (held, spans, verified), segment in zip(before, self.ledger.segments, strict=False):

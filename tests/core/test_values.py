@@ -13,11 +13,13 @@ from rollout_server.core.error import (
     Busy,
     Conflict,
     Draining,
+    Forbidden,
     Gone,
     InvalidRequest,
     NotFound,
     NotPossible,
     RolloutError,
+    Unauthenticated,
     Violation,
 )
 
@@ -52,6 +54,8 @@ class TestErrors:
         [
             (RolloutError("text"), "INTERNAL"),
             (NotFound("text"), "NOT_FOUND"),
+            (Unauthenticated("text"), "KEY_NEEDED"),
+            (Forbidden("text"), "ADMIN_KEY_NEEDED"),
             (Conflict("text"), "REQUEST_ID_TAKEN"),
             (NotPossible("text"), "NOT_POSSIBLE"),
             (Gone("text", oldest=3, newest=9), "EVENTS_GONE"),
@@ -80,4 +84,4 @@ class TestErrors:
 
     def test_reasons_are_told_apart(self) -> None:
         kinds = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, RolloutError)]
-        assert len({kind.reason for kind in kinds}) == len(kinds) == 8
+        assert len({kind.reason for kind in kinds}) == len(kinds) == 10

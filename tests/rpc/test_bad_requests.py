@@ -111,8 +111,7 @@ async def test_a_request_id_has_a_length(caller: Caller) -> None:
     [
         ({"completions": target("grpc://trainer:1")}, "DIALECT_UNSUPPORTED"),
         ({"completions": target("grpcs://trainer:1")}, "DIALECT_UNSUPPORTED"),
-        ({"completions": target(dialect=spec_pb2.DIALECT_HTTP_PLAIN)}, "DIALECT_UNSUPPORTED"),
-        ({"outcome": target()}, "TARGET_UNSUPPORTED"),
+        ({"completions": target(dialect=spec_pb2.DIALECT_GRPC)}, "DIALECT_UNSUPPORTED"),
         ({"tools": target()}, "TARGET_UNSUPPORTED"),
         ({"token_mode": spec_pb2.TOKEN_MODE_TOKENS}, "TOKEN_MODE_UNSUPPORTED"),
     ],

@@ -9,13 +9,14 @@ import pytest
 from rollout_server import Agent, Run
 from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.core.record import Asked, Ended, ToolReturned, ToolStarted
+from rollout_server.runtime.place import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
-from rollout_server.runtime.wish import Capacity, Selection
+from rollout_server.runtime.wish import Capacity
 
 from tests.runtime.test_stopping import STALLS, Stalling
-from tests.runtime.world import FOREVER, Looping, Say, World, call, outcome_of
+from tests.runtime.world import FOREVER, ME, Looping, Say, World, call, outcome_of
 
-ALL = Selection("me")
+ALL = Selection(ME)
 BLOCKED = Say(seconds=FOREVER)
 
 
@@ -64,13 +65,13 @@ async def test_a_queued_rollout_ends_at_once_and_never_runs(new_world: type[Worl
     world = new_world(Looping(), capacity=Capacity(running=1))
     first, second, third = world.start(BLOCKED), world.start(), world.start()
     await asyncio.sleep(5)
-    assert world.roster.cancel(Selection("me", uids=(second.uid,)), "not needed") == [second.uid]
+    assert world.roster.cancel(Selection(ME, uids=(second.uid,)), "not needed") == [second.uid]
     outcome = await outcome_of(second)
     assert outcome.end == Cancellation("not needed")
     assert outcome.metrics.queued_ms == pytest.approx(5000)
     assert outcome.metrics.total_ms == 0.0
     assert (world.roster.running, world.roster.queued, world.roster.finished) == (1, 1, 1)
-    world.roster.cancel(Selection("me", uids=(first.uid,)), "")
+    world.roster.cancel(Selection(ME, uids=(first.uid,)), "")
     assert (await outcome_of(third)).end == Stop("stop")
     assert world.opened == [first.spec.rollout_id, third.spec.rollout_id]
 
@@ -104,8 +105,8 @@ async def test_a_cancel_reaches_the_callers_own_and_the_selected_ones_only(new_w
     ]
     other = world.start(BLOCKED, caller="other", group_id="g")
     await asyncio.sleep(1)
-    assert world.roster.cancel(Selection("me", group_id="g", labels={"run": "1"}), "") == [mine[0].uid]
-    assert world.roster.cancel(Selection("me", uids=(other.uid,)), "") == []
+    assert world.roster.cancel(Selection(ME, group_id="g", labels={"run": "1"}), "") == [mine[0].uid]
+    assert world.roster.cancel(Selection(ME, uids=(other.uid,)), "") == []
     assert set(world.roster.cancel(ALL, "")) == {rollout.uid for rollout in mine}
     await asyncio.sleep(1)
     assert other.state is RolloutState.RUNNING

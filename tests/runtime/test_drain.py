@@ -7,10 +7,11 @@ import asyncio
 import pytest
 from rollout_server.core.error import Draining
 from rollout_server.core.outcome import Cancellation, Category, Failure, Outcome, Stop
-from rollout_server.runtime.wish import Capacity, Selection
+from rollout_server.runtime.place import Selection
+from rollout_server.runtime.wish import Capacity
 
 from tests.runtime.test_ends import Stubborn
-from tests.runtime.world import FOREVER, Looping, Say, World, check_log, outcome_of
+from tests.runtime.world import FOREVER, ME, Looping, Say, World, check_log, outcome_of
 
 
 def assert_interrupted(outcome: Outcome) -> None:
@@ -64,7 +65,7 @@ async def test_a_draining_server_refuses_the_new_and_still_cancels(new_world: ty
     await asyncio.sleep(1)
     with pytest.raises(Draining):
         world.start()
-    world.roster.cancel(Selection("me"), "not needed")
+    world.roster.cancel(Selection(ME), "not needed")
     await drain
     assert check_log(rollout).end == Cancellation("not needed")
 

@@ -9,11 +9,13 @@ import pytest
 from rollout_server import Agent, Limits, Run
 from rollout_server.core.outcome import Cancellation, Category, Failure, Stop
 from rollout_server.core.record import Note
+from rollout_server.runtime.place import Selection
 from rollout_server.runtime.run import RolloutOver
-from rollout_server.runtime.wish import Capacity, Selection
+from rollout_server.runtime.wish import Capacity
 
 from tests.runtime.world import (
     FOREVER,
+    ME,
     Looping,
     Say,
     World,
@@ -73,7 +75,7 @@ async def test_an_agent_that_does_not_give_way_ends_once_and_frees_its_place(new
     waiting = world.start(agent="looping")
     await asyncio.sleep(1)
     if how == "cancel":
-        world.roster.cancel(Selection("me", uids=(rollout.uid,)), "not needed")
+        world.roster.cancel(Selection(ME, uids=(rollout.uid,)), "not needed")
     outcome = await outcome_of(rollout)
     if how == "cancel":
         assert outcome.end == Cancellation("not needed")
@@ -159,7 +161,7 @@ async def test_an_agent_that_goes_on_after_its_end_reaches_nothing(new_world: ty
     world = new_world(Undead())
     rollout = world.start()
     await asyncio.sleep(1)
-    world.roster.cancel(Selection("me"), "not needed")
+    world.roster.cancel(Selection(ME), "not needed")
     outcome = await outcome_of(rollout)
     await asyncio.sleep(1)
     assert outcome.end == Cancellation("not needed")
@@ -225,7 +227,7 @@ async def test_an_agent_that_dawdles_after_its_end_does_not_hold_up_another_end(
     rollout = world.start(Say("8", seconds=1), limits=Limits(turns=1, seconds=2 if how == "time" else 60))
     await asyncio.sleep(2)
     if how == "cancel":
-        world.roster.cancel(Selection("me"), "not needed")
+        world.roster.cancel(Selection(ME), "not needed")
     outcome = await outcome_of(rollout)
     assert outcome.metrics.total_ms == pytest.approx(2000)
 

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Sequence
 
 from rollout_server.core.spec import Spec
+from rollout_server.runtime.place import Selection
 from rollout_server.runtime.port import Sampler, Tool
 from rollout_server.runtime.roster import Roster
-from rollout_server.runtime.wish import Capacity, Selection, Wish
+from rollout_server.runtime.wish import Capacity, Wish
 
 from tests.runtime.world import (
+    ME,
     Looping,
     Say,
     Script,
@@ -36,10 +38,10 @@ async def test_a_rollout_whose_sampler_cannot_be_opened_is_refused_or_ends() -> 
     try:
         roster.start(a_wish("key", rollout_id="bad"))
     except OSError:
-        assert [*roster.select(Selection("me"))] == []
+        assert [*roster.select(Selection(ME))] == []
     else:
         await asyncio.sleep(1)
-        assert [rollout.outcome is not None for _, rollout in roster.select(Selection("me"))] == [True]
+        assert [rollout.outcome is not None for _, rollout in roster.select(Selection(ME))] == [True]
 
 
 async def test_a_sampler_that_cannot_be_opened_does_not_hold_the_queue() -> None:

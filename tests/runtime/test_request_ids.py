@@ -16,6 +16,7 @@ from rollout_server.runtime.wish import Capacity, Wish
 
 from tests.runtime.test_roster import ALL, BLOCKED, Other
 from tests.runtime.world import (
+    ME,
     Looping,
     Say,
     World,
@@ -105,7 +106,7 @@ async def test_until_received_an_outcome_that_nobody_received_is_handed_out(new_
 async def test_until_received_an_id_is_free_once_the_outcome_was(new_world: type[World]) -> None:
     world = new_world()
     rollout = await finished_until_received(world)
-    world.roster.acknowledge(rollout.uid, "me")
+    world.roster.acknowledge(rollout.uid, ME)
     again, found = world.wish(a_wish("key", until_received=True))
     assert not found
     assert again is not rollout
@@ -118,7 +119,7 @@ async def test_until_received_another_payload_starts_anew_after_the_end(new_worl
     world = new_world()
     rollout = await finished_until_received(world)
     if received:
-        world.roster.acknowledge(rollout.uid, "me")
+        world.roster.acknowledge(rollout.uid, ME)
     again, found = world.wish(a_wish("key", until_received=True, priority=1))
     assert (found, again is rollout) == (False, False)
 
@@ -126,7 +127,7 @@ async def test_until_received_another_payload_starts_anew_after_the_end(new_worl
 async def test_forgetting_the_first_rollout_of_an_id_leaves_the_second_one_its_id(new_world: type[World]) -> None:
     world = new_world(capacity=Capacity(finished=1))
     first = await finished_until_received(world)
-    world.roster.acknowledge(first.uid, "me")
+    world.roster.acknowledge(first.uid, ME)
     second = await finished_until_received(world)
     await asyncio.sleep(1)
     assert [rollout for _, rollout in world.roster.select(ALL)] == [second]
@@ -144,7 +145,7 @@ async def test_attaching_may_bring_a_new_credential_and_the_end_drops_it(new_wor
     assert named.credentials == Credentials("new")
     await outcome_of(named)
     await asyncio.sleep(1)
-    assert [ask.credential for ask in world.script(named).asks] == ["", "new"]
+    assert [ask.credentials.completions for ask in world.script(named).asks] == ["", "new"]
     assert named.credentials == Credentials()
     assert "new" not in repr(world.script(named).asks)
 

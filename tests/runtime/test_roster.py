@@ -9,15 +9,16 @@ from rollout_server import Limits
 from rollout_server.core.admission import Bounds
 from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, NotPossible
 from rollout_server.core.spec import Dialect, DriftPolicy
+from rollout_server.runtime.place import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
-from rollout_server.runtime.wish import Capacity, Selection
+from rollout_server.runtime.wish import Capacity
 
-from tests.runtime.world import FOREVER, Looping, Say, World, a_wish, outcome_of
+from tests.runtime.world import FOREVER, ME, Looping, Say, World, a_wish, outcome_of
 
 BLOCKED = Say(seconds=FOREVER)
 
 
-ALL = Selection("me")
+ALL = Selection(ME)
 
 
 class Other(Looping):
@@ -116,26 +117,26 @@ async def test_a_wrong_request_is_refused_field_by_field_and_calls_nobody(new_wo
 async def test_callers_see_their_own(new_world: type[World]) -> None:
     world = new_world()
     mine, other = world.start(), world.start(caller="other")
-    assert world.roster.get(mine.uid, "me") is mine
+    assert world.roster.get(mine.uid, ME) is mine
     for uid in (other.uid, "nobody"):
         with pytest.raises(NotFound) as missing:
-            world.roster.get(uid, "me")
+            world.roster.get(uid, ME)
         assert missing.value.reason == "ROLLOUT_NOT_FOUND"
         with pytest.raises(NotFound):
-            world.roster.acknowledge(uid, "me")
+            world.roster.acknowledge(uid, ME)
     assert [rollout for _, rollout in world.roster.select(ALL)] == [mine]
-    assert [*world.roster.select(Selection("me", uids=(other.uid,)))] == []
+    assert [*world.roster.select(Selection(ME, uids=(other.uid,)))] == []
 
 
 async def test_what_has_not_finished_cannot_be_acknowledged(new_world: type[World]) -> None:
     world = new_world()
     rollout = world.start()
     with pytest.raises(NotPossible) as refused:
-        world.roster.acknowledge(rollout.uid, "me")
+        world.roster.acknowledge(rollout.uid, ME)
     assert refused.value.reason == "ROLLOUT_NOT_FINISHED"
     await outcome_of(rollout)
-    world.roster.acknowledge(rollout.uid, "me")
-    world.roster.acknowledge(rollout.uid, "me")
+    world.roster.acknowledge(rollout.uid, ME)
+    world.roster.acknowledge(rollout.uid, ME)
     assert rollout.received
 
 
@@ -147,7 +148,7 @@ async def test_rollouts_are_selected_by_every_condition_that_is_set(new_world: t
     await outcome_of(b)
 
     def selected(**conditions: object) -> list[Rollout]:
-        return [rollout for _, rollout in world.roster.select(Selection("me", **conditions))]  # type: ignore[arg-type]
+        return [rollout for _, rollout in world.roster.select(Selection(ME, **conditions))]  # type: ignore[arg-type]
 
     assert selected() == [c, b, a]
     assert selected(uids=(a.uid, c.uid, "nobody", a.uid)) == [c, a]
@@ -171,6 +172,6 @@ async def test_pages_miss_nothing_and_repeat_nothing_while_rollouts_come_and_go(
         seen.extend(rollout for _, rollout in page)
         before = page[-1][0]
         world.start(BLOCKED)
-        world.roster.cancel(Selection("me", uids=(goes.uid,)), "")
+        world.roster.cancel(Selection(ME, uids=(goes.uid,)), "")
         await asyncio.sleep(1)
     assert [rollout.uid for rollout in seen if rollout is not goes] == [r.uid for r in reversed(stays) if r is not goes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,11 +13,16 @@ from rollout_server import Agent, Limits, Run, ToolError, tool
 from rollout_server.core.error import RolloutError
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Ended
+from rollout_server.runtime.delivery import Receipt, Refused, Unsettled
+from rollout_server.runtime.place import Selection
+from rollout_server.runtime.port import Credentials, Parcel
 from rollout_server.runtime.rollout import Rollout, RolloutState
-from rollout_server.runtime.wish import Capacity, Selection
+from rollout_server.runtime.surroundings import Patience
+from rollout_server.runtime.wish import Capacity
 
 from tests.runtime.jumping import JumpingLoop
-from tests.runtime.world import FOREVER, Say, Script, World, a_wish, call, wait
+from tests.runtime.receiver import DOWN, RECEIVER, YES, Receiver
+from tests.runtime.world import FOREVER, ME, Say, Script, World, a_wish, call, wait
 
 CAPACITY = Capacity(running=2, queued=3, finished=3, finished_seconds=20)
 
@@ -99,6 +104,7 @@ class Start:
     limits: Limits
     priority: int
     grace: float | None
+    owes: bool
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,7 @@ starts = st.builds(
     ),
     priority=st.integers(-1, 1),
     grace=st.sampled_from((None, None, 0.0, 3.0)),
+    owes=st.booleans(),
 )
 acts = st.builds(
     Act,
@@ -133,6 +140,26 @@ acts = st.builds(
     seconds=times,
 )
 schedules = st.lists(st.tuples(times, starts | acts), max_size=25)
+receipts = st.lists(
+    st.sampled_from((YES, DOWN, DOWN, Unsettled("later", 5.0), Refused("no"), LookupError())), min_size=1, max_size=9
+)
+
+
+class Watchful(Receiver):
+    """A receiver that is never told of anything that is over, and of nothing in two ways."""
+
+    def __init__(self, receipts: list[Receipt | Exception], seconds: float) -> None:
+        super().__init__(*receipts, seconds=seconds)
+        self.rollouts: list[Rollout] = []
+        self.bodies: dict[str, bytes] = {}
+        self.wrong: list[str] = []
+
+    async def deliver(self, parcel: Parcel) -> Receipt:
+        (rollout,) = [each for each in self.rollouts if parcel.key == f"{each.uid}/outcome"]
+        same = self.bodies.setdefault(parcel.key, parcel.body) == parcel.body
+        if not (rollout.owes and same and parcel.credential == "hunter2"):
+            self.wrong.append(parcel.key)
+        return await super().deliver(parcel)
 
 
 @dataclass
@@ -153,7 +180,9 @@ class Play:
             priority=wanted.priority,
             cancel_after_detach=wanted.grace,
             metadata_json=json.dumps({"mood": wanted.mood, "verdict": wanted.verdict}),
+            outcome=RECEIVER if wanted.owes else None,
         )
+        wish = replace(wish, credentials=Credentials(outcome="hunter2"))
         with suppress(RolloutError):  # busy, draining or a conflict: then nothing has started
             self.world.wish(wish)
 
@@ -161,7 +190,7 @@ class Play:
         roster, rollouts = self.world.roster, self.world.rollouts
         chosen = rollouts[act.which % len(rollouts)] if rollouts else None
         if act.what == "cancel all":
-            roster.cancel(Selection("me"), "all")
+            roster.cancel(Selection(ME), "all")
         elif act.what == "forget":
             roster.forget()
         elif act.what == "drain":
@@ -169,10 +198,10 @@ class Play:
         elif chosen is None:
             return
         elif act.what == "cancel":
-            roster.cancel(Selection("me", uids=(chosen.uid,)), "one")
+            roster.cancel(Selection(ME, uids=(chosen.uid,)), "one")
         elif act.what == "acknowledge":
             with suppress(RolloutError):
-                roster.acknowledge(chosen.uid, "me")
+                roster.acknowledge(chosen.uid, ME)
         else:
             self.watchers.append(asyncio.create_task(self.watch(chosen, act)))
 
@@ -194,16 +223,31 @@ class Play:
         roster = self.world.roster
         assert roster.running <= CAPACITY.running
         assert roster.queued <= CAPACITY.queued
-        states = [rollout.state for _, rollout in roster.select(Selection("me"))]
+        states = [rollout.state for _, rollout in roster.select(Selection(ME))]
         assert states.count(RolloutState.RUNNING) <= roster.running
-        assert states.count(RolloutState.FINISHED) <= CAPACITY.finished + CAPACITY.running
+        held = roster.owed + sum(rollout.owes for rollout in self.world.rollouts)
+        assert states.count(RolloutState.FINISHED) <= CAPACITY.finished + CAPACITY.running + held
+        assert roster.owed <= CAPACITY.finished + CAPACITY.running + CAPACITY.queued
         for rollout in self.world.rollouts:
             ends = [entry.sequence for entry in rollout.log.entries if isinstance(entry.record, Ended)]
             assert ends == [rollout.log.last_sequence] * (rollout.outcome is not None)
+            told = rollout.outcome is not None and rollout.spec.outcome is not None
+            assert (rollout.delivery is not None) is told
+            if rollout.owes:
+                assert roster.get(rollout.uid, ME) is rollout
+
+    def check_deliveries(self) -> None:
+        """What is true of them in the end. Those that are not over are lost with the server, and still say so."""
+        for rollout in self.world.rollouts:
+            if not rollout.owes:
+                assert rollout.credentials == Credentials()
+            if rollout.delivery is not None and not rollout.delivery.attempts:
+                assert rollout.received
 
 
-async def play(schedule: list[tuple[float, Start | Act]]) -> None:
-    playing = Play(World(Moody(), capacity=CAPACITY))
+async def play(schedule: list[tuple[float, Start | Act]], receiver: Watchful) -> None:
+    playing = Play(World(Moody(), capacity=CAPACITY, reporter=receiver, patience=Patience(expiry=60, retries=4)))
+    receiver.rollouts = playing.world.rollouts
     for pause, what in schedule:
         await asyncio.sleep(pause)
         if isinstance(what, Start):
@@ -214,13 +258,17 @@ async def play(schedule: list[tuple[float, Start | Act]]) -> None:
     await playing.world.close()
     await asyncio.gather(*playing.watchers)
     playing.check()
+    playing.check_deliveries()
+    assert receiver.wrong == []
 
 
 @settings(deadline=None)
-@given(schedules)
-def test_each_rollout_ends_exactly_once_whatever_happens(schedule: list[tuple[float, Start | Act]]) -> None:
+@given(schedules, receipts, times | st.just(FOREVER))
+def test_each_rollout_ends_exactly_once_whatever_happens(
+    schedule: list[tuple[float, Start | Act]], receipts: list[Receipt | Exception], seconds: float
+) -> None:
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         runner.get_loop().set_exception_handler(
             lambda loop, context: None
         )  # of questions that hasty agents do not wait for
-        runner.run(play(schedule))
+        runner.run(play(schedule, Watchful(receipts, seconds)))

@@ -16,14 +16,18 @@ from rollout_server.core.message import JSON, Message, ToolCall
 from rollout_server.core.outcome import Category, Failure, Outcome
 from rollout_server.core.record import Accepted, Answered, Ended
 from rollout_server.core.spec import Dialect, Spec, Target
-from rollout_server.runtime.port import Ask, Clock, Credentials, Failed, Sampler, Tool
+from rollout_server.runtime.observe import Nobody, Observer
+from rollout_server.runtime.port import Ask, Clock, Credentials, Failed, Reporter, Sampler, Tool
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.roster import Roster
-from rollout_server.runtime.surroundings import Surroundings
-from rollout_server.runtime.wish import Capacity, Wish
+from rollout_server.runtime.surroundings import NoReporter, Patience, Surroundings
+from rollout_server.runtime.wish import Caller, Capacity, Wish
 
 from tests.core.rollouts import shown_outcome
 
+ME = Caller("me")
+OTHER = Caller("other")
+ADMIN = Caller("admin", admin=True)
 USER = Message.write({"role": "user", "content": "5 + 3?"})
 FOREVER = float("inf")
 EPOCH = 1_700_000_000.0
@@ -81,7 +85,15 @@ class Script:
 class World:
     """A roster whose rollouts have scripts. The clocks are the loop's."""
 
-    def __init__(self, *agents: Agent, capacity: Capacity = Capacity(), bounds: Bounds = Bounds()) -> None:
+    def __init__(
+        self,
+        *agents: Agent,
+        capacity: Capacity = Capacity(),
+        bounds: Bounds = Bounds(),
+        reporter: Reporter | None = None,
+        patience: Patience = Patience(),
+        observer: Observer | None = None,
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.scripts: dict[str, Script] = {}
         self.opened: list[str] = []
@@ -92,7 +104,9 @@ class World:
             self._new_uid,
             capacity=capacity,
             bounds=bounds,
-            surroundings=Surroundings(clock=Clock(lambda: EPOCH + loop.time(), loop.time)),
+            surroundings=Surroundings(
+                Clock(lambda: EPOCH + loop.time(), loop.time), observer or Nobody(), reporter or NoReporter(), patience
+            ),
         )
 
     def start(self, *says: Say, spec: Spec | None = None, caller: str = "me", **spec_fields: object) -> Rollout:

@@ -42,7 +42,7 @@ def with_text(path: tuple[Any, ...], text: str) -> bytes:
 def check(body: bytes) -> Answer | str:
     """Reads an answer; checks what must be true of it, or of its failure."""
     try:
-        read = read_answer(body, 7)
+        read = read_answer(body, 7, ids_needed=True)
     except Failed as failed:
         failure = failed.failure
         assert (failure.category, failure.turn, failure.http_status) == (Category.VALIDATION, 7, None)

@@ -1,4 +1,4 @@
-"""One turn, asked through the sampler as the runtime asks it."""
+"""One turn, asked through the sampler of either dialect as the runtime asks it."""
 
 from __future__ import annotations
 
@@ -6,29 +6,45 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Failure
 from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
-from rollout_server.edge.trainer.masked import MaskedSampler, Trainers
-from rollout_server.runtime.port import Ask, Failed
+from rollout_server.edge.trainer.masked import MaskedTrainers
+from rollout_server.edge.trainer.plain import PlainTrainers
+from rollout_server.runtime.port import Ask, Credentials, Failed, Sampler
 
 QUESTION = Message.write({"role": "user", "content": "5 plus 3?"})
 MORE = Message.write({"role": "user", "content": "And 3 more?"})
 TURN_KEY = "u1/0/{turn}"
+SAMPLING = Sampling(temperature=1.0, max_tokens=64)
 
 
 class Asking:
-    """A rollout that asks a trainer turn by turn; the user says the same after each answer."""
+    """A rollout that asks a trainer turn by turn; the user says the same after each answer.
 
-    def __init__(self, trainers: Trainers, url: str, *, credential: str = "", deadline: float | None = None) -> None:
+    `remarks` are what the sampler left in the rollout's log before the turn's end.
+    """
+
+    def __init__(
+        self,
+        trainers: MaskedTrainers | PlainTrainers,
+        url: str,
+        *,
+        credential: str = "",
+        deadline: float | None = None,
+        sampling: Sampling = SAMPLING,
+        replays: bool = False,
+    ) -> None:
+        plain = isinstance(trainers, PlainTrainers)
         spec = Spec(
             rollout_id="r1",
             messages=(QUESTION,),
-            completions=Target(url, Dialect.HTTP_MASKED),
-            sampling=Sampling(temperature=1.0, max_tokens=64),
-            tokenizer=TokenizerName("toy"),
+            completions=Target(url, Dialect.HTTP_PLAIN if plain else Dialect.HTTP_MASKED, replays),
+            sampling=sampling,
+            tokenizer=None if plain else TokenizerName("toy"),
         )
-        self.sampler: MaskedSampler = trainers.open("u1", spec, [])
-        self.credential = credential
+        self.sampler: Sampler = trainers.open(spec) if isinstance(trainers, PlainTrainers) else trainers.open(spec, [])
+        self.credentials = Credentials(completions=credential)
         self.deadline = deadline
         self.asks: list[Ask] = []
+        self.remarks: list[tuple[str, str]] = []
         self._messages = [QUESTION]
         self._last: Answered | None = None
         self._last_messages = 0
@@ -37,7 +53,7 @@ class Asking:
     async def turn(self) -> Answered:
         """The next answer. Raises `Failed`."""
         asked = Asked(self._turn + 1, "0", TURN_KEY.format(turn=self._turn + 1), len(self._messages))
-        ask = Ask(asked, self._messages, self._last, self._last_messages, self.deadline, self.credential)
+        ask = Ask(asked, self._messages, self._last, self._last_messages, self.deadline, self.credentials, self._remark)
         self.asks.append(ask)
         answered = await self.sampler.sample(ask)
         self._turn, self._last, self._last_messages = asked.turn, answered, len(self._messages)
@@ -51,3 +67,6 @@ class Asking:
         except Failed as failed:
             return failed.failure
         raise AssertionError(f"the turn was answered: {answered}")
+
+    def _remark(self, code: str, text: str) -> None:
+        self.remarks.append((code, text))

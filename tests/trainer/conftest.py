@@ -10,7 +10,9 @@ from rollout_server.app import loop_factory
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.source import TokenizerSettings
 from rollout_server.edge.trainer.client import HttpClient, HttpSettings
-from rollout_server.edge.trainer.masked import Trainers
+from rollout_server.edge.trainer.masked import MaskedTrainers
+from rollout_server.edge.trainer.plain import PlainTrainers
+from rollout_server.edge.trainer.retry import Retries
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 
@@ -41,8 +43,14 @@ def client(connect: Callable[[HttpSettings], HttpClient]) -> HttpClient:
 
 
 @pytest.fixture
-async def trainers(client: HttpClient) -> AsyncIterator[Trainers]:
-    """What samplers share; the tokenizer "toy" is the built-in one."""
+async def trainers(client: HttpClient) -> AsyncIterator[MaskedTrainers]:
+    """What samplers of the synchronous dialect share; the tokenizer "toy" is the built-in one."""
     tokenizers = Tokenizers(TokenizerSettings(directories={"toy": TOY_TOKENIZER}, local_files_only=True))
-    yield Trainers(client, tokenizers)
+    yield MaskedTrainers(client, tokenizers)
     await tokenizers.close()
+
+
+@pytest.fixture
+def plain(client: HttpClient) -> PlainTrainers:
+    """What samplers of the asynchronous dialect share; they ask again up to three times, and soon."""
+    return PlainTrainers(client, Retries(count=3, first=0.01, most=0.02))

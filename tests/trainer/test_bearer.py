@@ -7,8 +7,9 @@ import logging
 
 import pytest
 from rollout_server.core.outcome import Category
-from rollout_server.edge.trainer.client import TRAINER_TEXT, HttpRequest
-from rollout_server.edge.trainer.masked import Trainers
+from rollout_server.edge.trainer.client import HttpRequest
+from rollout_server.edge.trainer.masked import MaskedTrainers
+from rollout_server.edge.trainer.refusal import TRAINER_TEXT
 from rollout_server.runtime.port import Credentials
 
 from tests.trainer.asking import Asking
@@ -21,20 +22,20 @@ SECRET = "sk-live-0123456789abcdefghijklmnopqrstuvwxyz"
 QUOTED = 'sk-"quoted"-\\0123456789'
 
 
-async def test_sent_with_each_call(trainers: Trainers) -> None:
+async def test_sent_with_each_call(trainers: MaskedTrainers) -> None:
     async with raw_trainer(answer(b"", 429, retry_after="0"), answer()) as trainer:
         asking = Asking(trainers, trainer.url, credential=SECRET)
         await asking.turn(), await asking.turn()
         assert [each.headers["authorization"] for each in trainer.requests] == [f"Bearer {SECRET}"] * 3
 
 
-async def test_without_a_key_no_header(trainers: Trainers) -> None:
+async def test_without_a_key_no_header(trainers: MaskedTrainers) -> None:
     async with raw_trainer() as trainer:
         await Asking(trainers, trainer.url).turn()
         assert "authorization" not in trainer.requests[0].headers
 
 
-async def test_two_rollouts_keep_their_keys_apart(trainers: Trainers) -> None:
+async def test_two_rollouts_keep_their_keys_apart(trainers: MaskedTrainers) -> None:
     async with raw_trainer() as trainer:
         one, other = (Asking(trainers, trainer.url, credential=key) for key in ("one", "other"))
         for asking in (one, other, one, other):
@@ -53,7 +54,7 @@ ECHOES = {
 @pytest.mark.parametrize("text", ECHOES.values(), ids=ECHOES.keys())
 @pytest.mark.parametrize("status", [200, 302, 401, 403, 429, 500])
 async def test_an_echo_never_gets_into_the_failure(
-    trainers: Trainers, text: str, status: int, caplog: pytest.LogCaptureFixture
+    trainers: MaskedTrainers, text: str, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     async with raw_trainer(answer(text.encode(), status)) as trainer:
@@ -73,7 +74,7 @@ LEAKS = {
 
 
 @pytest.mark.parametrize(("text", "key"), LEAKS.values(), ids=LEAKS.keys())
-async def test_an_echo_in_another_form_does_not_either(trainers: Trainers, text: str, key: str) -> None:
+async def test_an_echo_in_another_form_does_not_either(trainers: MaskedTrainers, text: str, key: str) -> None:
     async with raw_trainer(answer(text.encode(), 401)) as trainer:
         failure = await Asking(trainers, trainer.url, credential=key).failure()
     assert key[:3] in text
@@ -81,7 +82,7 @@ async def test_an_echo_in_another_form_does_not_either(trainers: Trainers, text:
     assert key[:4] not in failure.message
 
 
-async def test_an_echo_in_a_broken_answer_does_not_either(trainers: Trainers) -> None:
+async def test_an_echo_in_a_broken_answer_does_not_either(trainers: MaskedTrainers) -> None:
     echo = f"HTTP/1.1 200 {SECRET}\r\n{SECRET}\r\n\r\n".encode()
     async with raw_trainer(closed(echo)) as trainer:
         failure = await Asking(trainers, trainer.url, credential=SECRET).failure()
@@ -89,7 +90,7 @@ async def test_an_echo_in_a_broken_answer_does_not_either(trainers: Trainers) ->
     assert SECRET not in failure.message
 
 
-async def test_no_repr_shows_it(trainers: Trainers) -> None:
+async def test_no_repr_shows_it(trainers: MaskedTrainers) -> None:
     async with raw_trainer() as trainer:
         asking = Asking(trainers, trainer.url, credential=SECRET)
         answered = await asking.turn()
@@ -97,7 +98,7 @@ async def test_no_repr_shows_it(trainers: Trainers) -> None:
 
 
 async def test_no_repr_of_a_request_shows_it_either() -> None:
-    request = HttpRequest("http://t/", b"{}", {"authorization": f"Bearer {SECRET}"}, 1)
+    request = HttpRequest("http://t/", b"{}", {"authorization": f"Bearer {SECRET}"})
     assert SECRET not in repr(request)
 
 
@@ -115,7 +116,7 @@ async def test_no_repr_of_a_request_shows_it_either() -> None:
     ],
     ids=["just_500", "long", "two_bytes", "four_bytes", "white_space", "no_utf8", "empty", "blank"],
 )
-async def test_of_its_words_500_characters(trainers: Trainers, body: bytes, shown: str) -> None:
+async def test_of_its_words_500_characters(trainers: MaskedTrainers, body: bytes, shown: str) -> None:
     async with raw_trainer(answer(body, 422)) as trainer:
         failure = await Asking(trainers, trainer.url).failure()
     assert (failure.category, failure.http_status) == (Category.TRAINER_CLIENT, 422)

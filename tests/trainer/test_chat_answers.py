@@ -10,7 +10,7 @@ import pytest
 from rollout_server.core.ledger import MAX_TOKEN_ID
 from rollout_server.core.outcome import Category
 from rollout_server.edge.trainer.chat import Answer
-from rollout_server.edge.trainer.masked import Trainers
+from rollout_server.edge.trainer.masked import MaskedTrainers
 
 from tests.trainer.answers import GOOD, check, with_text
 from tests.trainer.asking import Asking
@@ -146,7 +146,7 @@ def test_messages_are_kept_to_the_byte(message: str) -> None:
     assert read.message.text == message
 
 
-async def test_a_large_answer_is_read_and_a_large_wrong_one_refused(trainers: Trainers) -> None:
+async def test_a_large_answer_is_read_and_a_large_wrong_one_refused(trainers: MaskedTrainers) -> None:
     """10 MB: read in a thread, with the same rules."""
     ids = [7] * 2_000_000
     large = json.dumps({**GOOD, "token_ids": ids, "logprobs": None}).encode()

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rollout_server.core.message import Message
 from rollout_server.core.spec import Sampling
 from rollout_server.edge.trainer.chat import RequestWriter
-from rollout_server.edge.trainer.masked import Trainers
+from rollout_server.edge.trainer.masked import MaskedTrainers
+from rollout_server.edge.trainer.parameters import masked_parameters
 
 from tests.trainer.asking import Asking
 from tests.trainer.raw_trainer import answer, raw_trainer
@@ -49,12 +50,16 @@ def parsed(body: bytes) -> dict[str, Any]:
     return found
 
 
+def writing(sampling: Sampling, rollout_id: str = "r1") -> RequestWriter:
+    return RequestWriter(rollout_id, masked_parameters(sampling))
+
+
 def messages(*texts: str) -> list[Message]:
     return [Message.parse(text) for text in texts]
 
 
 def test_messages_go_out_to_the_byte() -> None:
-    body = RequestWriter("r1", SAMPLING).write(messages(*TEXTS), None)
+    body = writing(SAMPLING).masked(messages(*TEXTS), None)
     spliced = ",".join(TEXTS).encode()
     assert b'"messages":[' + spliced + b"]," in body
     assert parsed(body) == {
@@ -72,36 +77,36 @@ def test_messages_go_out_to_the_byte() -> None:
 
 def test_a_body_grows_by_what_is_new() -> None:
     """Of two bodies in a row the later one is the earlier one with the new messages, and another mask."""
-    writer, history, before = RequestWriter("r1", SAMPLING), messages(TEXTS[0]), b""
+    writer, history, before = writing(SAMPLING), messages(TEXTS[0]), b""
     for count, text in enumerate(TEXTS[1:], start=1):
-        body = writer.write(history, count if count > 1 else None)
-        kept = body[: body.index(b"]," + b'"temperature"')]
+        body = writer.masked(history, count if count > 1 else None)
+        kept = body[: body.index(b'],"response_mask"')]
         assert kept == before + history[-1].text.encode() if before else kept.endswith(history[-1].text.encode())
         before = kept + b","
         history = [*history, Message.parse(text)]
 
 
 def test_many_new_messages_at_once_and_none() -> None:
-    writer = RequestWriter("r1", SAMPLING)
-    writer.write(messages(TEXTS[0]), None)
-    again = writer.write(messages(*TEXTS), 3)
-    assert again == RequestWriter("r1", SAMPLING).write(messages(*TEXTS), 3)
-    assert writer.write(messages(*TEXTS), 3) == again
+    writer = writing(SAMPLING)
+    writer.masked(messages(TEXTS[0]), None)
+    again = writer.masked(messages(*TEXTS), 3)
+    assert again == writing(SAMPLING).masked(messages(*TEXTS), 3)
+    assert writer.masked(messages(*TEXTS), 3) == again
 
 
 @pytest.mark.parametrize("length", [1, 2, 17, 40_000])
 def test_a_mask_is_as_many_zeros(length: int) -> None:
-    body = RequestWriter("r1", SAMPLING).write(messages(TEXTS[0]), length)
+    body = writing(SAMPLING).masked(messages(TEXTS[0]), length)
     assert parsed(body)["response_mask"] == [0] * length
 
 
 @pytest.mark.parametrize("length", [None, 0])
 def test_no_mask_is_null(length: int | None) -> None:
-    assert parsed(RequestWriter("r1", SAMPLING).write(messages(TEXTS[0]), length))["response_mask"] is None
+    assert parsed(writing(SAMPLING).masked(messages(TEXTS[0]), length))["response_mask"] is None
 
 
 def test_what_is_unset_is_left_to_the_trainer() -> None:
-    body = parsed(RequestWriter("r1", Sampling()).write(messages(TEXTS[0]), None))
+    body = parsed(writing(Sampling()).masked(messages(TEXTS[0]), None))
     assert body == {
         "model": "default",
         "rollout_id": "r1",
@@ -115,7 +120,7 @@ def test_what_is_unset_is_left_to_the_trainer() -> None:
     "rollout_id", ['"', "a/b\\c", "\x00\n", "ü\N{GRINNING FACE}", '],"response_mask":[1]', "x" * 256]
 )
 def test_any_id_is_one_string(rollout_id: str) -> None:
-    body = parsed(RequestWriter(rollout_id, SAMPLING).write(messages(TEXTS[0]), 2))
+    body = parsed(writing(SAMPLING, rollout_id).masked(messages(TEXTS[0]), 2))
     assert (body["rollout_id"], body["response_mask"]) == (rollout_id, [0, 0])
 
 
@@ -123,8 +128,8 @@ def test_any_id_is_one_string(rollout_id: str) -> None:
 @given(st.dictionaries(st.sampled_from([*OWN, "top_k", "seed", "", "Model"]) | st.text(), JSON_VALUES, max_size=5))
 def test_extras_never_replace_a_key_of_the_protocol(extra: dict[str, Any]) -> None:
     sampling = Sampling(temperature=0.5, extra_json=json.dumps(extra))
-    body = parsed(RequestWriter("r1", sampling).write(messages(TEXTS[0]), 2))
-    plain = parsed(RequestWriter("r1", Sampling(temperature=0.5)).write(messages(TEXTS[0]), 2))
+    body = parsed(writing(sampling).masked(messages(TEXTS[0]), 2))
+    plain = parsed(writing(Sampling(temperature=0.5)).masked(messages(TEXTS[0]), 2))
     assert body == {**{key: value for key, value in extra.items() if key not in OWN}, **plain}
 
 
@@ -132,20 +137,20 @@ def test_extras_never_replace_a_key_of_the_protocol(extra: dict[str, Any]) -> No
     "text", ['{"response_mask": [1], "response_mask": [1]}', '{"\\u006dodel": "x"}', '{"seed": 1, "seed": 2}']
 )
 def test_extras_written_strangely_neither(text: str) -> None:
-    body = parsed(RequestWriter("r1", Sampling(extra_json=text)).write(messages(TEXTS[0]), 2))
+    body = parsed(writing(Sampling(extra_json=text)).masked(messages(TEXTS[0]), 2))
     assert (body["model"], body["response_mask"]) == ("default", [0, 0])
 
 
 def test_a_large_integer_among_the_extras_stays_one() -> None:
     sampling = Sampling(extra_json='{"seed": 18446744073709551617}')
-    assert b'"seed": 18446744073709551617' in RequestWriter("r1", sampling).write(messages(TEXTS[0]), None)
+    assert b'"seed": 18446744073709551617' in writing(sampling).masked(messages(TEXTS[0]), None)
 
 
 def test_a_number_beyond_all_floats_among_the_extras_leaves_the_body_json() -> None:
-    parsed(RequestWriter("r1", Sampling(extra_json='{"penalty": 1e999}')).write(messages(TEXTS[0]), None))
+    parsed(writing(Sampling(extra_json='{"penalty": 1e999}')).masked(messages(TEXTS[0]), None))
 
 
-async def test_over_the_wire(trainers: Trainers) -> None:
+async def test_over_the_wire(trainers: MaskedTrainers) -> None:
     """What a trainer receives in three turns: its own messages back to the byte, masks from the second turn on."""
     said = '{ "role":"assistant", "content":"\\u0038", "vendor":18446744073709551617 }'
     body = f'{{"choices": [{{"message": {said}}}], "token_ids": [5], "prompt_token_ids": null}}'
@@ -157,7 +162,7 @@ async def test_over_the_wire(trainers: Trainers) -> None:
     assert {each.headers["content-type"] for each in trainer.requests} == {"application/json"}
     assert [sent.count(said.encode()) for sent in bodies] == [0, 1, 2]
     for earlier, later in itertools.pairwise(bodies):
-        assert later.startswith(earlier[: earlier.index(b'],"temperature"')] + b",")
+        assert later.startswith(earlier[: earlier.index(b'],"response_mask"')] + b",")
     assert [parsed(sent)["response_mask"] for sent in bodies] == [
         None if length is None else [0] * length for length in masks
     ]

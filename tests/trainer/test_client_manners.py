@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from rollout_server.core.outcome import Category
 from rollout_server.edge.trainer.client import HttpClient, HttpRequest, HttpSettings
-from rollout_server.edge.trainer.masked import Trainers
+from rollout_server.edge.trainer.masked import MaskedTrainers
+from rollout_server.edge.trainer.retry import Errand, fetch_once
 from rollout_server.runtime.port import Failed
 
 from tests.trainer.asking import Asking
@@ -22,11 +23,11 @@ Connect = Callable[[HttpSettings], HttpClient]
 
 
 def request(url: str) -> HttpRequest:
-    return HttpRequest(f"{url}/v1/chat/completions", b"{}", {}, 1)
+    return HttpRequest(f"{url}/v1/chat/completions", b"{}", {})
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-async def test_redirects_are_not_followed(trainers: Trainers, status: int) -> None:
+async def test_redirects_are_not_followed(trainers: MaskedTrainers, status: int) -> None:
     async with raw_trainer() as elsewhere, raw_trainer(answer(b"", status, location=elsewhere.url)) as trainer:
         failure = await Asking(trainers, trainer.url, credential="sk-1").failure()
         assert (failure.category, failure.http_status) == (Category.VALIDATION, status)
@@ -49,7 +50,7 @@ from rollout_server.edge.trainer.client import HttpClient, HttpRequest, HttpSett
 
 async def post():
     client = HttpClient(HttpSettings(timeout=20))
-    answer = await client.post(HttpRequest(sys.argv[1], b"{}", {}, 1))
+    answer = await client.post(HttpRequest(sys.argv[1], b"{}", {}))
     await client.close()
     print(answer.status)
 
@@ -78,7 +79,7 @@ async def oversized(connect: Connect, act: Act) -> str:
     client = connect(HttpSettings(timeout=20, max_answer_bytes=2**20))
     async with raw_trainer(act) as trainer:
         with pytest.raises(Failed) as caught:
-            await client.post(request(trainer.url))
+            await fetch_once(client, Errand(request(trainer.url), 1))
         assert len(trainer.requests) == 1
         return caught.value.failure.message
 

@@ -65,7 +65,7 @@ def closing_trainer() -> Iterator[Closing]:
 
 
 def request(url: str) -> HttpRequest:
-    return HttpRequest(f"{url}/v1/chat/completions", b"{}", {}, 1)
+    return HttpRequest(f"{url}/v1/chat/completions", b"{}", {})
 
 
 async def test_turns_around_the_moment_of_closing_are_all_answered(connect: Connect) -> None:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from rollout_server.core.outcome import Category
-from rollout_server.edge.trainer.masked import Trainers
+from rollout_server.edge.trainer.masked import MaskedTrainers
 
 from tests.trainer.asking import Asking
 from tests.trainer.raw_trainer import Act, answer, raw_trainer
@@ -35,13 +35,13 @@ def busy_until(rung: asyncio.Event, seconds: float, act: Act, early: list[bool])
     return noted
 
 
-async def test_waited_for_and_asked_again_with_the_same_key(trainers: Trainers) -> None:
+async def test_waited_for_and_asked_again_with_the_same_key(trainers: MaskedTrainers) -> None:
     # A date has whole seconds, so two of them are one at least.
     said = [(status, form) for status in CATEGORIES for form in ("1", later(2))]
     await asyncio.gather(*(ask_twice(trainers, status, form) for status, form in said))
 
 
-async def ask_twice(trainers: Trainers, status: int, said: str) -> None:
+async def ask_twice(trainers: MaskedTrainers, status: int, said: str) -> None:
     rung, early = asyncio.Event(), list[bool]()
     refusal = answer(b"busy", status, retry_after=said)
     async with raw_trainer(busy_until(rung, 0.9, refusal, early)) as trainer:
@@ -53,14 +53,14 @@ async def ask_twice(trainers: Trainers, status: int, said: str) -> None:
 
 
 @pytest.mark.parametrize("said", ["0", "00", "Mon, 01 Jan 1990 00:00:00 GMT", "Monday, 01-Jan-90 00:00:00 GMT"])
-async def test_a_time_that_is_over_is_asked_again_at_once(trainers: Trainers, said: str) -> None:
+async def test_a_time_that_is_over_is_asked_again_at_once(trainers: MaskedTrainers, said: str) -> None:
     async with raw_trainer(answer(b"", 429, retry_after=said), answer(b"", 503, retry_after=said), answer()) as trainer:
         assert (await Asking(trainers, trainer.url).turn()).attempts == 3
 
 
 @pytest.mark.parametrize("status", CATEGORIES)
 @pytest.mark.parametrize("wait", ["30", "999999999", "9" * 40, 60, 10**9], ids=str)
-async def test_never_beyond_the_time_of_the_rollout(trainers: Trainers, status: int, wait: str | int) -> None:
+async def test_never_beyond_the_time_of_the_rollout(trainers: MaskedTrainers, status: int, wait: str | int) -> None:
     said = wait if isinstance(wait, str) else later(wait)
     async with raw_trainer(answer(b"come back later", status, retry_after=said), answer()) as trainer:
         failure = await Asking(trainers, trainer.url, deadline=time.monotonic() + 20).failure()
@@ -71,7 +71,7 @@ async def test_never_beyond_the_time_of_the_rollout(trainers: Trainers, status: 
 
 @pytest.mark.parametrize("status", CATEGORIES)
 @pytest.mark.parametrize("said", [None, "", "soon", "-1", "1.5", "1e3", "²", "Mon, 99 Foo 2026", "+3", "٣"])
-async def test_without_a_time_to_wait_it_is_final(trainers: Trainers, status: int, said: str | None) -> None:
+async def test_without_a_time_to_wait_it_is_final(trainers: MaskedTrainers, status: int, said: str | None) -> None:
     refusal = answer(b"no", status) if said is None else answer(b"no", status, retry_after=said)
     async with raw_trainer(refusal, answer()) as trainer:
         failure = await Asking(trainers, trainer.url, deadline=time.monotonic() + 60).failure()
@@ -80,7 +80,7 @@ async def test_without_a_time_to_wait_it_is_final(trainers: Trainers, status: in
 
 
 @pytest.mark.parametrize("status", [400, 408, 413, 422, 425, 500, 502, 504])
-async def test_other_refusals_may_have_been_taken(trainers: Trainers, status: int) -> None:
+async def test_other_refusals_may_have_been_taken(trainers: MaskedTrainers, status: int) -> None:
     async with raw_trainer(answer(b"no", status, retry_after="0"), answer()) as trainer:
         failure = await Asking(trainers, trainer.url).failure()
         expected = Category.TRAINER_SERVER if status >= 500 else Category.TRAINER_CLIENT
@@ -88,7 +88,7 @@ async def test_other_refusals_may_have_been_taken(trainers: Trainers, status: in
         assert len(trainer.requests) == 1
 
 
-async def test_each_turn_has_a_key_of_its_own(trainers: Trainers) -> None:
+async def test_each_turn_has_a_key_of_its_own(trainers: MaskedTrainers) -> None:
     busy = answer(b"", 503, retry_after="0")
     async with raw_trainer(busy, answer(), busy, answer(), answer()) as trainer:
         asking = Asking(trainers, trainer.url)

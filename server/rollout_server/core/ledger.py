@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
+from rollout_server.core.prefix import first_difference
+
 Tokens: TypeAlias = "array[int]"
 """Token ids, each below 2^31, in an array of unsigned 32-bit integers."""
 
@@ -294,18 +296,19 @@ class Ledger:
         if turn.logprobs is not None and len(turn.logprobs) != len(turn.answer):
             raise ValueError("as many logprobs as tokens are needed")
         drift = self._add_prompt(turn)
+        self._gap = False
         segment = self._segments[-1]
         segment.verified = segment.verified and turn.reported is not None
         segment.append_generated(turn)
         return drift
 
     def _add_prompt(self, turn: Turn) -> Drift | None:
-        segment, gap, self._gap = self.current, self._gap, False
-        if segment is None:
-            return self._add_first_prompt(turn)
-        if gap:
+        segment = self.current
+        if self._gap:
             self._open_after_gap(segment, turn)
             return None
+        if segment is None:
+            return self._add_first_prompt(turn)
         if turn.reported is None:
             self._add_environment(segment, _need(turn.predicted), turn.number)
             return None
@@ -338,11 +341,14 @@ class Ledger:
             return None
         return Drift(DriftKind.PROMPT, first_difference(predicted, prompt), len(predicted), len(prompt))
 
-    def _open_after_gap(self, segment: Segment, turn: Turn) -> None:
+    def _open_after_gap(self, segment: Segment | None, turn: Turn) -> None:
+        """Opens a segment with the whole prompt. A prediction starts where the unknown turn ended, so it predicts nothing here."""
         if turn.reported is None:
             raise ValueError("after a gap a reported prompt is needed")
-        shared = first_difference(segment.ids(), turn.reported)
-        self._open(Origin(SegmentKind.GAP, segment.id, shared), turn.reported, turn.number)
+        origin = Origin(SegmentKind.MAIN)
+        if segment is not None:
+            origin = Origin(SegmentKind.GAP, segment.id, first_difference(segment.ids(), turn.reported))
+        self._open(origin, turn.reported, turn.number)
 
     def _add_environment(self, segment: Segment, predicted: Prediction, turn: int) -> None:
         segment.append_masked(predicted.closing, MaskReason.CLOSING, turn)
@@ -352,18 +358,6 @@ class Ledger:
         segment = Segment(str(len(self._segments)), origin)
         segment.append_masked(prompt, MaskReason.PROMPT, turn)
         self._segments.append(segment)
-
-
-def first_difference(a: Tokens, b: Tokens) -> int:
-    """The first index at which `a` and `b` differ; the shorter length where one is a prefix of the other."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:  # a[:low] == b[:low] always holds
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _parted(segment: Segment, turn: Turn) -> Drift:

@@ -25,6 +25,7 @@ from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Failure, Metrics, Outcome, Stop, Warned
 from rollout_server.core.record import (
+    RESAMPLED,
     Accepted,
     Answered,
     Appended,
@@ -79,6 +80,7 @@ class Machine:
         self._pending: dict[int, ToolStarted] = {}
         self._returned: dict[int, ToolReturned] = {}
         self._last_answer: Answered | None = None
+        self._resampled: Note | None = None
         self._outcome: Outcome | None = None
         self._begun = False
 
@@ -148,7 +150,7 @@ class Machine:
             case Accepted():
                 self._require(not self._begun, record)
             case Note():
-                pass
+                self._resampled = record if record.code == RESAMPLED else self._resampled
             case _:
                 raise IllegalRecord(f"{type(record).__name__} follows from other records and is not accepted")
         self._begun = True
@@ -158,6 +160,7 @@ class Machine:
         self._require(self.state is State.OPEN and record == self.ask(), record)
         self.turn = record.turn
         self._calls = 0
+        self._resampled = None
         self.state = State.ASKING
 
     def _answered(self, record: Answered) -> tuple[tuple[Consequence, ...], Answered]:
@@ -179,10 +182,7 @@ class Machine:
         if answer is None or (record.reported is None and (record.predicted is None or self.ledger.gap)):
             self._skip(record)
             return ()
-        if self.ledger.gap and self.ledger.current is None:
-            self._warn_of_gap(
-                record.turn, "the answers before this turn came without ids: they are part of its masked prompt"
-            )
+        late = self.ledger.gap and self.ledger.current is None
         reported = None if record.reported is None else held[: record.shared] + record.reported
         asked_in, segments = self.ledger.current_id, len(self.ledger.segments)
         turn = Turn(record.turn, answer, record.logprobs, record.predicted, reported, record.policy_version)
@@ -190,6 +190,10 @@ class Machine:
             drift = self.ledger.commit(turn)
         except ValueError as error:
             raise IllegalRecord(f"turn {record.turn}: {error}") from error
+        if late:
+            self._warn_of_gap(
+                record.turn, "the answers before this turn came without ids: they are part of its masked prompt"
+            )
         follows: list[Consequence] = []
         if drift is not None:
             follows.append(DriftFound(record.turn, asked_in, drift))
@@ -231,7 +235,7 @@ class Machine:
         if record.reported is not None:
             return generated, record.shared + len(record.reported)
         segment = self.ledger.current
-        if record.token_ids is not None and record.predicted is not None and segment is not None:
+        if segment is not None and not self.ledger.gap:  # the turn is in the ledger
             return generated, len(segment) - generated
         return generated, usage[0]
 
@@ -256,20 +260,15 @@ class Machine:
             self._finish_calls()
 
     def _finish_calls(self) -> None:
-        returned = [self._returned[index] for index in sorted(self._returned)]
-        self._add(tuple(r.message for r in returned))
-        m = self._metrics
-        self._metrics = replace(
-            m,
-            tool_calls=m.tool_calls + len(returned),
-            tool_failures=m.tool_failures + sum(r.failed for r in returned),
-            tool_ms=m.tool_ms + max(r.elapsed_ms for r in returned),
-        )
+        self._add(tuple(self._returned[index].message for index in sorted(self._returned)))
+        self._count_calls()
         self._returned.clear()
         self.state = State.OPEN
 
     def _ended(self, record: Ended) -> None:
-        self._count_unfinished_calls()
+        if self.state is State.ASKING and self._resampled is not None:  # no answer came to tell of it
+            self._warnings.append(Warned(RESAMPLED, self._resampled.text, self.turn))
+        self._count_calls()
         self._metrics = replace(self._metrics, total_ms=record.total_ms, queued_ms=record.queued_ms)
         self._outcome = Outcome(
             end=replace(record.end, turn=self.turn) if isinstance(record.end, Failure) else record.end,
@@ -281,8 +280,8 @@ class Machine:
         )
         self.state = State.ENDED
 
-    def _count_unfinished_calls(self) -> None:
-        """Calls that had returned when the rollout ended among them were answered; those still running were not."""
+    def _count_calls(self) -> None:
+        """Counts the calls of the turn that have returned. Those that still run when the rollout ends were not answered."""
         returned = self._returned.values()
         m = self._metrics
         self._metrics = replace(

@@ -7,11 +7,14 @@ are also intents: records that wait for their result.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from rollout_server.core.ledger import Drift, Logprobs, Origin, Prediction, Tokens
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import End, Verdict
+
+RESAMPLED: Final = "resampled"
+"""The code of notes and warnings on a turn that may have been generated more than once (D8)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,8 @@ def read_entries(lines: Iterable[str], where: str) -> Sequence[Key]:
             raise ValueError(
                 f"{where}, entry {number}: needs NAME sha256:HEX, or NAME sha256:HEX admin (see `rollout keys new`)"
             )
+        if bytes.fromhex(found["digest"]) == _digest(""):  # whoever sends no key would be this caller
+            raise ValueError(f"{where}, entry {number}: is the hash of an empty key")
         keys.append(Key(Caller(found["name"], found["admin"] is not None), bytes.fromhex(found["digest"])))
     return keys
 
@@ -74,7 +76,8 @@ class Keyring:
         """Raises OSError or ValueError where the file cannot be read."""
         self._given = tuple(keys)
         self._file = file
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamp: tuple[int, ...] | None = None
+        self._complaint = ""
         self._internal: tuple[Key, ...] = ()
         self._filed: Sequence[Key] = ()
         if file is not None:
@@ -119,8 +122,11 @@ class Keyring:
             self._stamp = stamp
             self._filed = _read(self._file)
         except (OSError, ValueError) as error:
-            _log.error("API keys stay as they were: %s", error)
+            if str(error) != self._complaint:  # a file that stays away is told of once
+                _log.error("API keys stay as they were: %s", error)
+            self._complaint = str(error)
         else:
+            self._complaint = ""
             _log.info("API keys read again: %d of them", len(self._filed))
 
 
@@ -133,10 +139,15 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
-def _stamp(file: Path) -> tuple[int, int, int]:
+def _stamp(file: Path) -> tuple[int, ...]:
+    """Changes with contents, owner and rights: a file that could not be read may become readable."""
     status = file.stat()
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
 
 def _read(file: Path) -> Sequence[Key]:
-    return read_entries(file.read_text(encoding="utf-8").splitlines(), str(file))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is no text in UTF-8") from None
+    return read_entries(text.splitlines(), str(file))

@@ -45,12 +45,19 @@ class Outbox:
         self._tasks[rollout.uid] = task
         task.add_done_callback(lambda done: self._over(done, rollout))
 
+    def holds(self, rollout: Rollout) -> bool:
+        """Its outcome is being delivered, or is still to be."""
+        return rollout.owes or rollout.uid in self._tasks
+
     def acknowledge(self, rollout: Rollout) -> None:
         """The outcome was received in another way: it is not sent again."""
-        task = self._tasks.get(rollout.uid)
-        if task is not None:
+        if rollout.owes:
             self._end(rollout, DeliveryState.ACKNOWLEDGED, "")
-            task.cancel()
+            task = self._tasks.get(rollout.uid)
+            if task is not None:
+                task.cancel()
+            else:  # the server had stopped trying
+                self._settled(rollout)
 
     async def drain(self, grace: float) -> None:
         """Goes on for `grace` seconds, then stops. What is left is lost with this process, and the log says so."""
@@ -72,6 +79,8 @@ class Outbox:
         while True:
             attempts += 1
             receipt = await self._attempt(rollout, parcel, attempts)
+            if not rollout.owes:
+                return None  # acknowledged in another way while the receiver answered
             if isinstance(receipt, Acknowledged):
                 return self._end(rollout, DeliveryState.ACKNOWLEDGED, "")
             if isinstance(receipt, Refused):
@@ -103,6 +112,7 @@ class Outbox:
         del self._tasks[rollout.uid]
         if not task.cancelled() and task.exception() is not None:
             _log.error("delivering %s failed", rollout.uid, exc_info=task.exception())
-            self._end(rollout, DeliveryState.EXPIRED, "a fault of the server's; its log has the reason")
+            if rollout.owes:
+                self._end(rollout, DeliveryState.EXPIRED, "a fault of the server's; its log has the reason")
         if not rollout.owes:
             self._settled(rollout)

@@ -16,6 +16,7 @@ from rollout_server.core.outcome import Cancellation, Category, Failure
 from rollout_server.core.record import Ended
 from rollout_server.runtime.drive import drive
 from rollout_server.runtime.kept import Kept
+from rollout_server.runtime.log import Entry
 from rollout_server.runtime.outbox import Outbox
 from rollout_server.runtime.place import Place, Selection
 from rollout_server.runtime.port import Credentials, OpenSampler, PlaysRuns
@@ -51,8 +52,8 @@ class Roster:
         self._open_sampler = open_sampler
         self._new_uid = new_uid
         self._clock = surroundings.clock
-        self._observe = surroundings.observer.recorded
-        self._outbox = Outbox(surroundings, self._settled)
+        self._observer = surroundings.observer
+        self._outbox = Outbox(surroundings, self._settle)
         self._places: dict[str, Place] = {}
         self._requests: dict[tuple[str, str, str], str] = {}
         self._queue: list[tuple[int, int, str]] = []
@@ -187,7 +188,11 @@ class Roster:
             raise Draining("the server is stopping and takes no new rollouts", retry_after=1.0)
         if self.running >= self.capacity.running and self.queued >= self.capacity.queued:
             raise Busy(f"{self.running} rollouts run and {self.queued} wait; ask again later", retry_after=1.0)
-        rollout = Rollout(self._new_uid(), wish, agent, self._clock, self._observe)
+        most = max(self.capacity.finished, 1)
+        if wish.spec.outcome is not None and self.owed >= most:
+            text = f"{self.owed} outcomes wait for their receivers, at most {most} may; ask again when they have been taken"
+            raise Busy(text, retry_after=1.0)
+        rollout = Rollout(self._new_uid(), wish, agent, self._clock, self._recorded)
         place = Place(next(self._numbers), rollout, print_, key, wish.until_received)
         self._places[rollout.uid] = place
         if key is not None:
@@ -212,6 +217,7 @@ class Roster:
 
     def _finished(self, task: asyncio.Task[None], rollout: Rollout) -> None:
         self._tasks.discard(task)
+        rollout.running = False
         if not task.cancelled() and task.exception() is not None:
             _log.error("driving rollout %s failed", rollout.uid, exc_info=task.exception())
         self._keep(rollout)
@@ -224,16 +230,21 @@ class Roster:
         rollout.record(Ended(rollout.ending.result(), queued_ms=rollout.queued_ms()))
         self._keep(rollout)
 
+    def _recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
+        if rollout.outcome is not None and rollout.spec.outcome is not None:
+            # At once: an agent that does not give way holds its place, not the outcome.
+            self._outbox.send(rollout, rollout.spec.outcome)
+        self._observer.recorded(rollout, entries)
+
     def _keep(self, rollout: Rollout) -> None:
         self.finished += 1
         _log_finished(rollout)
-        if rollout.spec.outcome is not None:
-            self._outbox.send(rollout, rollout.spec.outcome)
-        else:
-            self._settled(rollout)
+        self._settle(rollout)
 
-    def _settled(self, rollout: Rollout) -> None:
-        """It has finished, and nobody waits to be told."""
+    def _settle(self, rollout: Rollout) -> None:
+        """Remembers it for a while, once it has left its place and nobody waits to be told."""
+        if rollout.running or self._outbox.holds(rollout):
+            return
         rollout.credentials = Credentials()
         self._kept.add(rollout)
         self.forget()

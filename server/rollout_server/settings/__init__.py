@@ -18,7 +18,9 @@ __all__ = ["TOY", "Settings", "WrongSettings", "load", "names_of"]
 class Settings(ServingSettings, CapacitySettings, TrainerSettings, TokenizerSettings, SecuritySettings):
     """Everything that can be set. The first name of each is ours."""
 
-    model_config = SettingsConfigDict(env_file=".env", env_file_encoding="utf-8", extra="ignore", populate_by_name=True)
+    model_config = SettingsConfigDict(
+        env_file=".env", env_file_encoding="utf-8", extra="ignore", populate_by_name=True, allow_inf_nan=False
+    )
 
 
 class WrongSettings(ValueError):
@@ -44,4 +46,4 @@ def _complaint(loc: tuple[int | str, ...], message: str) -> str:
     field = next((f for f in Settings.model_fields if place == f or place in names_of(f)), None)
     names = names_of(field) if field is not None else [place]
     also = f" ({', '.join(names[1:])})" if names[1:] else ""
-    return f"{names[0]}{also}: {message}"
+    return f"{names[0]}{also}: {message.removeprefix('Value error, ')}"

@@ -31,7 +31,11 @@ class CapacitySettings(BaseSettings):
         description="Time of a rollout of the synchronous dialect that asks for none.",
     )
     max_seconds: float = Field(
-        86_400.0, gt=0, validation_alias=named("ROLLOUT_MAX_SECONDS"), description="Longest time of any rollout."
+        86_400.0,
+        gt=0,
+        le=1e9,
+        validation_alias=named("ROLLOUT_MAX_SECONDS"),
+        description="Longest time of any rollout.",
     )
     record_ttl_seconds: float = Field(
         3600.0,

@@ -29,8 +29,13 @@ def _pairs(value: object) -> object:
 
 
 def _entries(value: object) -> object:
-    """Reads `ENTRY, ENTRY`."""
-    return tuple(entry.strip() for entry in value.split(",") if entry.strip()) if isinstance(value, str) else value
+    """Reads `ENTRY, ENTRY`. A text of commas alone is refused: an empty list may mean everything."""
+    if not isinstance(value, str):
+        return value
+    found = tuple(entry.strip() for entry in value.split(",") if entry.strip())
+    if value.strip() and not found:
+        raise ValueError(f"{value.strip()!r} holds no entry; leave it empty if none is meant")
+    return found
 
 
 Paths = Annotated[dict[str, Path], NoDecode, BeforeValidator(_pairs)]

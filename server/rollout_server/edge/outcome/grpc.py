@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 
 from rollout_server.edge.channels import Channels
+from rollout_server.edge.targets.rules import TargetRefused
 from rollout_server.edge.trainer.refusal import redacted
 from rollout_server.runtime.delivery import Acknowledged, Receipt, Refused, Unsettled
 from rollout_server.runtime.port import Parcel
@@ -38,6 +39,8 @@ class GrpcCourier:
                 # The bytes are passed on as they are, and what the answer holds means nothing.
                 call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)
                 await call(parcel.body, metadata=metadata, timeout=self._timeout)
+        except TargetRefused as error:
+            return Refused(str(error))
         except OSError as error:
             return Unsettled(str(error))
         except grpc.aio.AioRpcError as error:

@@ -114,7 +114,8 @@ def read_answer(body: bytes, turn: int, *, ids_needed: bool) -> Answer:
         fields = parse_object(text)
         message = Message.parsed(text, fields)
         if message.role != "assistant":
-            raise MalformedMessage(f'role is {message.role[:40]!r}, "assistant" is needed')
+            # Not repeated: what a trainer writes there may be the key that it was sent.
+            raise MalformedMessage('role is another than "assistant"')
         _check_content(fields)
         calls = len(tool_calls(fields))
     except (MalformedMessage, UnicodeDecodeError) as error:

@@ -48,7 +48,9 @@ class PlainSampler:
         body = self._open_writer(turn).plain(ask.messages[: ask.asked.messages])
         errand = Errand(HttpRequest(self._url, body, turn_headers(ask)), turn, ask.deadline)
         started = time.monotonic()
-        fetched = await fetch_again(self._trainers.client, errand, self._trainers.retries, ask.remark)
+        # Where the trainer declares that it replays turns, asking again makes no sibling (D8).
+        remark = _nothing if self._spec.completions.replays_turn_keys else ask.remark
+        fetched = await fetch_again(self._trainers.client, errand, self._trainers.retries, remark)
         elapsed = 1000 * (time.monotonic() - started)
         if fetched.answer.status != 200:
             raise Failed(refused(fetched.answer.status, fetched.answer.body, turn, ask.credentials.secrets()))
@@ -88,3 +90,7 @@ class PlainSampler:
             )
             notes.append(("resampled", text))
         return tuple(notes)
+
+
+def _nothing(code: str, text: str) -> None:
+    """Remarks nothing."""

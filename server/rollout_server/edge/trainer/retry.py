@@ -20,6 +20,10 @@ class Retries:
     first: float = 1.0
     most: float = 30.0
 
+    def wait(self, failures: int) -> float:
+        """Seconds to wait after a failure that has so many before it."""
+        return min(self.most, self.first * 2.0**failures)
+
 
 @dataclass(frozen=True, slots=True)
 class Errand:
@@ -62,7 +66,7 @@ async def fetch_once(client: HttpClient, errand: Errand) -> Fetched:
             raise Failed(_unusable(error, errand)) from error
         if not _worth_waiting(answer, errand):
             return Fetched(answer, attempts)
-        await asyncio.sleep(max(answer.retry_after or 0.0, min(1.0, 0.05 * 2**attempts)))
+        await asyncio.sleep(pause(answer, attempts))
 
 
 async def fetch_again(
@@ -70,18 +74,19 @@ async def fetch_again(
 ) -> Fetched:
     """Asks again after 5xx, timeouts and transport errors, and after 429 or 503 with Retry-After for as long as there is time.
 
-    For the asynchronous dialect, whose trainers may know a repeated key. Each attempt that may have made a sibling is
-    remarked as "resampled". Raises `Failed`.
+    For the asynchronous dialect, whose trainers may know a repeated key. `remark` is called, with "resampled" and a text, for
+    each attempt that may have been answered before it is made again. Raises `Failed`.
     """
     attempts = siblings = failures = 0
     while True:
         attempts += 1
-        got = await _attempt(client, errand)
+        got = await _attempt(client, errand, attempts)
         if isinstance(got, HttpAnswer):
             if _worth_waiting(got, errand):
-                await asyncio.sleep(max(got.retry_after or 0.0, min(1.0, 0.05 * 2**attempts)))
+                await asyncio.sleep(pause(got, attempts))
                 continue
-            if got.status < 500 or failures >= retries.count:
+            # A trainer that says when to come back, and says it too late, is not asked before that time either.
+            if got.status < 500 or got.retry_after is not None or failures >= retries.count:
                 return Fetched(got, attempts, siblings)
         elif failures >= retries.count:
             raise Failed(got.failure)
@@ -90,7 +95,7 @@ async def fetch_again(
             text = f"turn {errand.turn}: {why} on attempt {attempts}; asked again, so the turn may have been generated twice"
             remark("resampled", text)
             siblings += 1
-        await asyncio.sleep(min(retries.most, retries.first * 2**failures))
+        await asyncio.sleep(retries.wait(failures))
         failures += 1
 
 
@@ -102,15 +107,20 @@ class _Missed:
     taken: bool
 
 
-async def _attempt(client: HttpClient, errand: Errand) -> HttpAnswer | _Missed:
+async def _attempt(client: HttpClient, errand: Errand, number: int) -> HttpAnswer | _Missed:
     try:
         return await client.post(errand.request)
     except NotTaken as error:
-        return _Missed(_unreachable(error, errand, 0), taken=False)
+        return _Missed(_unreachable(error, errand, number), taken=False)
     except Lost as error:
-        return _Missed(_lost(error, errand, ", on the last of several attempts"), taken=True)
+        return _Missed(_lost(error, errand, f", on attempt {number}"), taken=True)
     except (TooLarge, Forbidden) as error:
         raise Failed(_unusable(error, errand)) from error
+
+
+def pause(answer: HttpAnswer, attempts: int) -> float:
+    """Seconds until a request that was not taken is sent again: what the trainer says, and a little more each time."""
+    return max(answer.retry_after or 0.0, min(1.0, 0.05 * 2.0 ** min(attempts, 8)))
 
 
 def _worth_waiting(answer: HttpAnswer, errand: Errand) -> bool:
@@ -119,10 +129,9 @@ def _worth_waiting(answer: HttpAnswer, errand: Errand) -> bool:
 
 
 def _unreachable(error: NotTaken, errand: Errand, attempts: int) -> Failure:
-    often = f" in {attempts} attempts" if attempts else ""
     text = (
-        f"turn {errand.turn}: the trainer at {errand.request.host} {error}{often}; is it running, and does server_url name its "
-        "host and port?"
+        f"turn {errand.turn}: the trainer at {errand.request.host} {error} in {attempts} attempts; is it running, and does "
+        "server_url name its host and port?"
     )
     return Failure(Category.NETWORK, text, errand.turn)
 

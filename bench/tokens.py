@@ -1,0 +1,190 @@
+"""`python -m bench.tokens DIRECTORY...`: what the tokens of a turn cost, beside rendering and encoding everything anew.
+
+A conversation grows to 1k, 8k and 32k tokens in turns of one answer with a call and one result, and the last turns are timed, in
+CPU time of the process. Then 64 rollouts of the longest size take a turn at once, and a sleeper on their event loop
+tells how late it was woken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rollout_server.core.ledger import pack_tokens
+from rollout_server.core.message import Message
+from rollout_server.core.record import Answered
+from rollout_server.core.spec import TokenizerName
+from rollout_server.edge.lag import LoopLag
+from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.loaded import Frame, LoadedTokenizer
+from rollout_server.edge.tokens.render import Renderer
+from rollout_server.edge.tokens.source import TokenizerSettings
+from rollout_server.runtime.port import Failed
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+
+SIZES = (1_000, 8_000, 32_000)
+_TURNS = 48
+_TIMED = 7
+_ROLLOUTS = 64
+_CALL_ID = "a1b2c3d4e"
+_WORDS = "The result of this step is written here, with some words, numbers like 8.0 and 12,345, and é. "
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Milliseconds of CPU for one turn of a conversation of so many tokens; medians."""
+
+    tokens: int
+    turn: float
+    anew: float
+
+
+class Talk:
+    """A conversation that grows by rounds of about as many tokens each."""
+
+    def __init__(self, loaded: LoadedTokenizer, tokens: int) -> None:
+        self.messages = _packed({"role": "user", "content": "Please work on this step by step."})
+        self.last: Answered | None = None
+        self.answered = 0
+        self._calls = _renders_calls(loaded)
+        per_round = max(tokens // _TURNS, 20)
+        words = _WORDS * (1 + per_round // 8)
+        self._words = words[: max(1, len(words) * per_round // len(loaded.encode(words)) - 60)]
+        self._stop = [stop.id for stop in loaded.probed.stops][:1]
+
+    def grow(self) -> None:
+        """Adds an answer and what followed it."""
+        self.answered = len(self.messages)
+        said, heard = self._round()
+        self.messages += _packed(said, heard)
+        self.last = Answered(1, self.messages[self.answered], "stop", pack_tokens(self._stop))
+
+    def _round(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        if not self._calls:
+            return {"role": "assistant", "content": "Go on."}, {"role": "user", "content": self._words}
+        function = {"name": "look", "arguments": '{"a": 5, "b": 8.0}'}
+        call = {"id": _CALL_ID, "type": "function", "function": function}
+        said = {"role": "assistant", "content": "Let me look.", "tool_calls": [call]}
+        return said, {"role": "tool", "tool_call_id": _CALL_ID, "name": "look", "content": self._words}
+
+
+def main(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Directories of tokenizers with chat templates; none: the toy tokenizer.", exists=True, file_okay=False
+        ),
+    ] = None,
+) -> None:
+    """Print two tables."""
+    console = Console(width=100)
+    asyncio.run(_measure(directories or [TOY_TOKENIZER], console))
+
+
+async def _measure(directories: Sequence[Path], console: Console) -> None:
+    named = {directory.resolve().name: directory.resolve() for directory in directories}
+    tokenizers = Tokenizers(TokenizerSettings(cache_size=len(named), directories=named, local_files_only=True))
+    costs, lags = _cost_table(), _lag_table()
+    for name in named:
+        loaded = await tokenizers.load(TokenizerName(name))
+        for size in SIZES:
+            cost = await _cost(loaded, size)
+            costs.add_row(
+                name, str(cost.tokens), f"{cost.turn:.1f}", f"{cost.anew:.1f}", f"{cost.turn / cost.anew:.2f}"
+            )
+        lags.add_row(name, *(f"{1000 * late:.1f}" for late in await _lags(loaded)))
+    await tokenizers.close()
+    console.print(costs)
+    console.print(lags)
+
+
+async def _cost(loaded: LoadedTokenizer, size: int) -> Cost:
+    """Grows a conversation to a size and times its last turns."""
+    talk, renderer = Talk(loaded, size), Renderer(loaded, [], {})
+    await _turn(renderer, talk)
+    turns: list[float] = []
+    anew: list[float] = []
+    for _ in range(_TURNS):
+        talk.grow()
+        began = time.process_time()
+        await _turn(renderer, talk)
+        turned = time.process_time()
+        ids = await loaded.run(_anew, loaded, talk)
+        turns.append(1000 * (turned - began))
+        anew.append(1000 * (time.process_time() - turned))
+    return Cost(ids, statistics.median(turns[-_TIMED:]), statistics.median(anew[-_TIMED:]))
+
+
+async def _lags(loaded: LoadedTokenizer) -> tuple[float, float, float]:
+    """How late a sleeper is woken while many rollouts take a turn: median, 99th percentile and maximum, in seconds."""
+    talk, renderers = Talk(loaded, SIZES[-1]), [Renderer(loaded, [], {}) for _ in range(_ROLLOUTS)]
+    for _ in range(_TURNS - 1):
+        talk.grow()
+    await asyncio.gather(*(_turn(renderer, talk) for renderer in renderers))
+    talk.grow()
+    late: list[float] = []
+    lag = LoopLag(late.append, 0.001)
+    lag.start()
+    await asyncio.gather(*(_turn(renderer, talk) for renderer in renderers))
+    await lag.stop()
+    late.sort()
+    return statistics.median(late), late[int(0.99 * (len(late) - 1))], late[-1]
+
+
+async def _turn(renderer: Renderer, talk: Talk) -> None:
+    await renderer.predict(talk.messages, talk.last, talk.answered)
+
+
+def _anew(loaded: LoadedTokenizer, talk: Talk) -> int:
+    fields = [message.fields() for message in talk.messages]
+    return len(loaded.encode(loaded.text(fields, Frame())))
+
+
+def _renders_calls(loaded: LoadedTokenizer) -> bool:
+    """Whether the template says anything about tool results."""
+    heard = {"role": "tool", "tool_call_id": _CALL_ID, "name": "look", "content": "Zq9"}
+    function = {"name": "look", "arguments": "{}"}
+    said = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": _CALL_ID, "type": "function", "function": function}],
+    }
+    try:
+        return "Zq9" in loaded.text([{"role": "user", "content": "?"}, said, heard], Frame())
+    except Failed:
+        return False
+
+
+def _cost_table() -> Table:
+    table = Table(title="CPU for the tokens of one turn (ms)")
+    for heading in ("tokenizer", "context", "a turn", "all anew", "ratio"):
+        table.add_column(heading, justify="left" if heading == "tokenizer" else "right")
+    return table
+
+
+def _lag_table() -> Table:
+    table = Table(
+        title=f"How late the event loop is while {_ROLLOUTS} rollouts of {SIZES[-1]:,} tokens take a turn (ms)"
+    )
+    for heading in ("tokenizer", "median", "99 %", "most"):
+        table.add_column(heading, justify="left" if heading == "tokenizer" else "right")
+    return table
+
+
+def _packed(*messages: dict[str, Any]) -> list[Message]:
+    return [Message.parse(json.dumps(message)) for message in messages]
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()
