@@ -27,19 +27,33 @@ class Correction:
 
 def corrected(transcript: Transcript) -> Transcript:
     """The transcript as a correct server writes it."""
+    own = CORRECTIONS.get(transcript.name)
     exchanges = json.loads(json.dumps(transcript.exchanges))
-    if transcript.name in CORRECTIONS:
-        exchanges = CORRECTIONS[transcript.name].apply(exchanges)
-    transcript = replace(transcript, exchanges=exchanges)
-    for exchange in outcomes(exchanges):
-        # init: max_context_tokens is always 0; right is the longest prompt + answer.
-        exchange["request"]["metrics"]["max_context_tokens"] = longest_context(transcript)
-    return transcript
+    for correction in [own, *EVERYWHERE] if own else EVERYWHERE:
+        exchanges = correction.apply(exchanges)
+    return replace(transcript, exchanges=exchanges)
 
 
 def outcomes(exchanges: list[Json]) -> list[Json]:
     """The deliveries among the exchanges."""
     return [exchange for exchange in exchanges if exchange["path"] == COMPLETED]
+
+
+def _with_longest_context(exchanges: list[Json]) -> list[Json]:
+    for exchange in outcomes(exchanges):
+        exchange["request"]["metrics"]["max_context_tokens"] = longest_context(exchanges)
+    return exchanges
+
+
+def _with_tools_of_sync(exchanges: list[Json]) -> list[Json]:
+    """Accepted with the tools of the synchronous transcripts, in this dialect's shape."""
+    recorded = json.loads((TRANSCRIPTS / "sync" / "tools.json").read_text())["exchanges"]
+    (tools,) = [exchange["response"]["tools"] for exchange in recorded if exchange["path"] == "/tools"]
+    for exchange in exchanges:
+        if exchange["status"] == 202:
+            shaped = [{**tool, "function": {**tool["function"], "strict": False}} for tool in tools]
+            exchange["response"]["tools"] = shaped
+    return exchanges
 
 
 def _first_deliveries(count: int) -> Callable[[list[Json]], list[Json]]:
@@ -63,20 +77,18 @@ def _answered(status: int) -> Callable[[list[Json]], list[Json]]:
     return apply
 
 
-def _asked_like(**parameters: Json) -> Callable[[list[Json]], list[Json]]:
-    """The completion is asked for, as `plain_answer` has it, with these parameters; the outcome is that of `plain_answer`."""
-
-    def apply(exchanges: list[Json]) -> list[Json]:
-        rollout_id = exchanges[0]["request"]["rollout_id"]
-        plain = json.loads((TRANSCRIPTS / "init" / "plain_answer.json").read_text())["exchanges"]
-        asked, told = [exchange for exchange in plain if exchange["to"] == "trainer"]
-        for exchange in (asked, told):
-            exchange["request"]["rollout_id"] = rollout_id
-        asked["request"] |= parameters
-        before = [exchange for exchange in exchanges if exchange["path"] != COMPLETED]
-        return [*before, asked, told]
-
-    return apply
+def _answered_plainly(exchanges: list[Json]) -> list[Json]:
+    """The last turn is asked for, once more where it was refused, and ends with the answer and the outcome of `plain_answer`."""
+    plain = json.loads((TRANSCRIPTS / "init" / "plain_answer.json").read_text())["exchanges"]
+    asked, told = [exchange for exchange in plain if exchange["to"] == "trainer"]
+    begun = exchanges[0]["request"]
+    own = {"rollout_id": begun["rollout_id"], "messages": begun["messages"]}
+    parameters = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 512, "logprobs": True} | begun["completion_params"]
+    asked["request"] |= parameters | own
+    answer = asked["response"]["choices"][0]["message"]
+    told["request"] |= {"rollout_id": begun["rollout_id"], "final_messages": [*begun["messages"], answer]}
+    before = [exchange for exchange in exchanges if exchange["path"] != COMPLETED]
+    return [*before, asked, told]
 
 
 def _with_parameters(**parameters: Json) -> Callable[[list[Json]], list[Json]]:
@@ -121,12 +133,18 @@ _NOT_A_CALL = Correction(
 )
 _TWO_VERDICTS = "a refused or failed COMPLETED is followed by an ERROR for the same rollout: two verdicts"
 
+EVERYWHERE = (
+    Correction("max_context_tokens is always 0, not the longest prompt + answer", _with_longest_context),
+    Correction("one parameter is described otherwise than in the synchronous reference's tools", _with_tools_of_sync),
+)
+"""What concerns every transcript with an outcome, or with an accepted rollout."""
+
 CORRECTIONS: Mapping[str, Correction] = {
     "completed_400": Correction(_TWO_VERDICTS, _first_deliveries(1)),
     "completed_500_forever": Correction(_TWO_VERDICTS, _first_deliveries(3)),
     "completed_201": Correction("only status 200 acknowledges", _first_deliveries(1)),
     "completed_204": Correction("only status 200 acknowledges", _first_deliveries(1)),
-    "chat_429_retry_after": Correction("Retry-After is not waited for: the turn is asked for again", _asked_like()),
+    "chat_429_retry_after": Correction("Retry-After is not waited for: the turn is asked for again", _answered_plainly),
     "chat_500_second_turn_forever": Correction(
         "an ERROR callback carries the client's counters only: the first turn's tool has run",
         _with_outcome(metrics={"num_tool_calls": 1}),
@@ -138,7 +156,7 @@ CORRECTIONS: Mapping[str, Correction] = {
         "unknown keys of completion_params are dropped", _with_parameters(top_k=40, seed=7, presence_penalty=0.5)
     ),
     "completion_params_messages_ignored": Correction(
-        "the agent fails; messages inside completion_params are to be ignored", _asked_like(temperature=0.7, top_p=1.0)
+        "the agent fails; messages inside completion_params are to be ignored", _answered_plainly
     ),
     "duplicate_other_payload": Correction("the payload is not compared: a known id gets its answer", _answered(409)),
     "server_key_missing_invalid_body": Correction("the body is validated before the key is checked", _answered(401)),

@@ -147,9 +147,9 @@ def plain(value: Json, volatile: frozenset[str] = frozenset()) -> Json:
     return kept
 
 
-def longest_context(transcript: Transcript) -> int:
+def longest_context(exchanges: Sequence[Mapping[str, Json]]) -> int:
     """The longest prompt + answer that the trainer reported, by ids or by usage."""
-    answers = [exchange["response"] for exchange in transcript.callbacks if exchange["status"] == 200]
+    answers = [each["response"] for each in exchanges if each["to"] == "trainer" and each["status"] == 200]
     return max((_context(answer) for answer in answers if _has_message(answer)), default=0)
 
 

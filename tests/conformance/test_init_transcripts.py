@@ -20,7 +20,7 @@ from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
 
-from tests.conformance.corrections import COMPLETED, CORRECTIONS, corrected
+from tests.conformance.corrections import COMPLETED, CORRECTIONS, EVERYWHERE, Correction, corrected, outcomes
 from tests.conformance.replay import TRANSCRIPTS, ReplayTrainer, Seen, Transcript, fill, plain
 
 Json = Any
@@ -29,26 +29,9 @@ INIT = TRANSCRIPTS / "init"
 FILES = sorted(INIT.glob("*.json")) if INIT.is_dir() else []
 KEY = "server-key-0001"
 
-pytestmark = [
-    pytest.mark.skipif(not INIT.is_dir(), reason=f"the transcripts are not here ({INIT.name} of ../shared)"),
-    pytest.mark.asyncio(loop_scope="module"),
-]
+pytestmark = pytest.mark.skipif(not INIT.is_dir(), reason=f"the transcripts are not here ({INIT.name} of ../shared)")
 
 SETTLED = (pb.DELIVERY_STATE_ACKNOWLEDGED, pb.DELIVERY_STATE_REFUSED, pb.DELIVERY_STATE_EXPIRED)
-UNDELIVERED = {"completed_400": pb.DELIVERY_STATE_REFUSED, "completed_500_forever": pb.DELIVERY_STATE_EXPIRED}
-"""How the delivery ends where it is not acknowledged."""
-
-RESAMPLED = frozenset(
-    {
-        "chat_500_forever",
-        "chat_500_second_turn_forever",
-        "chat_500_then_ok",
-        "chat_reset_then_ok",
-        "chat_timeout",
-        "chat_timeout_then_ok",
-    }
-)
-"""Where a turn may have been generated twice."""
 
 ERRORS = {
     "chat_401": ("turn 1", "401", "Invalid or missing API key"),
@@ -85,6 +68,7 @@ async def serve() -> AsyncIterator[Serve]:
         yield server
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 async def test_same_exchanges(path: Any, serve: Serve) -> None:
     recorded = Transcript.load(path)
@@ -100,18 +84,23 @@ async def test_same_exchanges(path: Any, serve: Serve) -> None:
         await trainer.until(len(transcript.callbacks))
         states = await _quiet(server, transcript)
         _compare_requests(trainer.seen, transcript)
-    if transcript.callbacks:
-        assert states == [UNDELIVERED.get(transcript.name, pb.DELIVERY_STATE_ACKNOWLEDGED)]
-    else:
-        assert states == []
+    assert states == [_settled(exchange) for exchange in outcomes(transcript.exchanges)[-1:]]
 
 
-def test_each_correction_is_needed() -> None:
-    names = {path.stem for path in FILES}
-    assert set(CORRECTIONS) <= names
-    for name in CORRECTIONS:
-        recorded = Transcript.load(INIT / f"{name}.json")
-        assert CORRECTIONS[name].apply(json.loads(json.dumps(recorded.exchanges))) != recorded.exchanges
+def test_each_correction_is_of_something_that_is_compared() -> None:
+    recorded = [Transcript.load(path) for path in FILES]
+    assert {*CORRECTIONS} <= {transcript.name for transcript in recorded}
+    for name, correction in CORRECTIONS.items():
+        assert _changes(correction, next(transcript for transcript in recorded if transcript.name == name)), name
+    for correction in EVERYWHERE:
+        assert any(_changes(correction, transcript) for transcript in recorded), correction.reason
+
+
+def _changes(correction: Correction, transcript: Transcript) -> bool:
+    copied = json.loads(json.dumps(transcript.exchanges))
+    return bool(
+        plain(correction.apply(copied), transcript.volatile) != plain(transcript.exchanges, transcript.volatile)
+    )
 
 
 async def _play(transcript: Transcript, trainer: ReplayTrainer, client: httpx.AsyncClient) -> None:
@@ -157,6 +146,23 @@ def _compare_invalid(actual: Json, expected: Json, transcript: Transcript) -> No
         assert [error["loc"] for error in actual["detail"]] == [["body", "metadata"]]
     elif transcript.name != "invalid_body_not_json":
         assert [error["loc"] for error in actual["detail"]] == [error["loc"] for error in expected["detail"]]
+
+
+def _settled(delivery: Mapping[str, Json]) -> Any:
+    """How the delivery of an outcome ends that is answered like this in the end."""
+    status = delivery["status"]
+    if status is None or status >= 500 or status in (408, 425, 429):
+        return pb.DELIVERY_STATE_EXPIRED
+    return pb.DELIVERY_STATE_ACKNOWLEDGED if status < 300 else pb.DELIVERY_STATE_REFUSED
+
+
+def _resampled(transcript: Transcript) -> bool:
+    """Whether a turn was asked for again after an attempt that may have been generated."""
+    asked = [exchange for exchange in transcript.callbacks if exchange["path"] != COMPLETED]
+    return any(
+        first["request"] == again["request"] and (first["status"] is None or first["status"] >= 500)
+        for first, again in itertools.pairwise(asked)
+    )
 
 
 async def _quiet(server: Server, transcript: Transcript) -> list[Any]:
@@ -208,7 +214,7 @@ def _compare_outcome(actual: Json, recorded: Json, transcript: Transcript) -> No
     extra, error = actual.pop("extra_fields"), actual.pop("error_message", None)
     expected.pop("extra_fields"), expected.pop("error_message", None)
     codes = {warning["code"] for warning in extra.pop("warnings", [])}
-    assert ("resampled" in codes) == (transcript.name in RESAMPLED)
+    assert ("resampled" in codes) == _resampled(transcript)
     if transcript.name == "agent_exception":
         return _check_no_turns(actual, error)
     assert plain(actual, transcript.volatile) == plain(expected, transcript.volatile)

@@ -7,6 +7,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ OWN_MASKS = frozenset(
 )
 """Where a tool's text is the server's own, so that the next mask is too."""
 
+RECOUNTED = "trainer_422_other_tokenizer"
+"""Where a mask that is refused, with nothing generated, is sent once more as the trainer may have counted it (D8)."""
+
 
 @pytest.fixture(scope="module")
 def without_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -93,6 +97,8 @@ def _settings(transcript: Transcript, without_template: Path) -> Settings:
 @pytest.mark.parametrize("path", VALID, ids=lambda path: path.stem)
 async def test_same_exchanges(path: Path, without_template: Path) -> None:
     transcript = Transcript.load(path)
+    if transcript.name == RECOUNTED:
+        transcript = replace(transcript, exchanges=[*transcript.exchanges, transcript.callbacks[-1]])
     async with (
         Server([Calculator()], _settings(transcript, without_template)) as server,
         ReplayTrainer(transcript) as trainer,
@@ -148,7 +154,7 @@ def _compare_answer(actual: Json, recorded: Json, transcript: Transcript) -> Non
     volatile = transcript.volatile | {"max_context_tokens", "prompt_length", "warnings"}
     assert plain(actual, volatile) == plain(expected, volatile)
     if len(transcript.calls) == 1:
-        assert actual["metrics"]["max_context_tokens"] == longest_context(transcript)
+        assert actual["metrics"]["max_context_tokens"] == longest_context(transcript.exchanges)
     drifted = transcript.name in ("mask_token_ids_surplus", "mask_nothing_new")
     if transcript.name not in OWN_MASKS:  # there the recorded trainer has seen another text than this server's
         assert [w["code"] for w in actual["extra_fields"].get("warnings", [])] == ["token_drift"] * drifted
@@ -192,6 +198,12 @@ def _compare_requests(trainer: ReplayTrainer, transcript: Transcript) -> None:
         assert trainer.seen[0].key == trainer.seen[1].key
     else:
         assert len(trainer.seen) == len(recorded)
+    if transcript.name == RECOUNTED:
+        refused, again = (seen.body.pop("response_mask") for seen in trainer.seen[-2:])
+        assert refused == recorded[-1]["request"]["response_mask"]
+        assert set(again) == {0}
+        assert len(again) != len(refused)
+        recorded = [*recorded[:-2], *({**each, "request": _unmasked(each["request"])} for each in recorded[-2:])]
     for seen, exchange in zip(trainer.seen, recorded, strict=False):
         assert seen.path == exchange["path"]
         assert seen.authorization == exchange["headers"].get("authorization")
@@ -203,6 +215,10 @@ def _compare_requests(trainer: ReplayTrainer, transcript: Transcript) -> None:
             actual.pop("messages"), expected.pop("messages")
             expected.pop("response_mask", None), actual.pop("response_mask", None)
         assert actual == expected
+
+
+def _unmasked(request: Json) -> Json:
+    return {key: value for key, value in request.items() if key != "response_mask"}
 
 
 def _closed_port() -> int:

@@ -148,10 +148,13 @@ def test_help_lists_the_commands(invoke: Invoke) -> None:
     assert all(name in told.stdout for name in ("serve", "trainer", "demo", "config", "version"))
 
 
-async def test_demo_ends_well_and_says_so(tmp_path: Path) -> None:
-    told = await command("demo", cwd=tmp_path)
+async def test_demo_ends_well_and_says_so_also_behind_a_proxy(tmp_path: Path) -> None:
+    nobody = "http://127.0.0.1:9"
+    told = await command("demo", cwd=tmp_path, env=environment(http_proxy=nobody, HTTP_PROXY=nobody))
     assert told.code == 0, told.err
-    assert "accepted 3 masks" in told.out
+    assert told.out.count("accepted 3 masks") == 2
+    assert "accepted 3 turns and the outcome" in told.out
+    assert told.out.count("its record equals the server's, token for token") == 2
     assert "every token agrees" in told.out
     assert "Traceback" not in told.err
 

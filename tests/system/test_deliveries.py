@@ -189,9 +189,14 @@ async def test_a_trainer_that_is_down_for_a_while_hears_of_all_afterwards() -> N
 async def test_a_refusal_is_final_and_listed_as_undeliverable() -> None:
     refused = [f"refused/{number}" for number in range(MANY // 10)]
     taken = [f"taken/{number}" for number in range(MANY // 10)]
+    later = [f"later/{number}" for number in range(MANY // 10)]
     scripts = dict.fromkeys(refused, received(BUSY, Fault.error(400, "I do not like it"), repeat_last=True))
+    scripts |= dict.fromkeys(later, received(BUSY, BUSY))
     async with yard(scripts) as here:
         await here.start_all([*refused, *taken])
+        await here.settled()
+        # Outcomes that are offered three times each, while the refused ones could be offered again.
+        await here.start_all(later)
         rollouts = await here.settled()
         for number, rollout_id in enumerate(refused):
             check_outcome(here, rollout_id, number, deliveries=2)
@@ -204,7 +209,7 @@ async def test_a_refusal_is_final_and_listed_as_undeliverable() -> None:
         assert sorted(rollout.spec.rollout_id for rollout in undeliverable) == sorted(refused)
         async with here.http.get("/v1/rollouts", params={"delivery": "refused", "page_size": "1000"}) as answer:
             assert answer.status == 200, await answer.text()
-            shown = [rollout["rollout_id"] for rollout in (await answer.json())["rollouts"]]
+            shown = [rollout["spec"]["rollout_id"] for rollout in (await answer.json())["rollouts"]]
         assert sorted(shown) == sorted(refused)
 
 

@@ -299,6 +299,13 @@ async def test_the_key_is_demanded_of_outcomes_too(keyed: Make) -> None:
         assert trainer.verdict("r").concluded
 
 
+async def test_a_key_that_is_not_ascii_may_come_in_utf_8(keyed: Make) -> None:
+    async with plain(api_key="schlüssel") as trainer:
+        asking: KeyedCaller = keyed(trainer)
+        asking.take(await asking.post(headers={"authorization": "Bearer schlüssel".encode()}))
+        assert (await asking.post(headers={"authorization": b"Bearer schl?ssel"})).status_code == 401
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"rollout_id": " "}'])
 async def test_bodies_that_name_no_rollout(keyed: Make, content: str) -> None:
     async with plain() as trainer:

@@ -202,12 +202,13 @@ def test_scripts_read_from_json_are_those_written_in_python() -> None:
 
 async def test_250_rollouts_at_once(toy) -> None:
     async with StrictTrainer() as trainer, AsyncExitStack() as stack:
-        client = httpx.AsyncClient(base_url=trainer.url, timeout=110, limits=httpx.Limits(max_connections=None))
-        await stack.enter_async_context(client)
+        # Several clients, as the time that one takes grows with the square of its connections.
+        made = [httpx.AsyncClient(base_url=trainer.url, timeout=110, trust_env=False) for _ in range(25)]
+        clients = [await stack.enter_async_context(client) for client in made]
         rollouts = []
         for i in range(250):
             question = {"role": "user", "content": f"Add {i} and 3, then multiply the result by {i + 1}. #### please"}
-            rollouts.append(Caller(client, toy, f"r{i}", messages=[question]))
+            rollouts.append(Caller(clients[i % 25], toy, f"r{i}", messages=[question]))
         await asyncio.gather(*(rollout.play() for rollout in rollouts))
         verdicts = {verdict.rollout_id: verdict for verdict in trainer.verdicts()}
     assert len(verdicts) == 250

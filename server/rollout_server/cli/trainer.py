@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,7 +33,16 @@ def trainer(
         Dialect, typer.Option(help="Expect response masks, never, or as each rollout's first call says.")
     ] = Dialect.EITHER,
 ) -> None:
-    """Play a trainer that counts every token itself and refuses a wrong mask, with a scripted model."""
+    """Play a trainer that counts every token itself and refuses what is wrong, with a scripted model.
+
+    It speaks both HTTP dialects. POST /rollout leads to callbacks with response
+    masks, POST /v1/rollout/init to callbacks without them, which end with
+    POST /v1/rollout/completed; each outcome that comes is told in one line.
+
+    GET /verdicts lists what was found, GET /verdict?rollout_id= tells all of it.
+    PUT /script?rollout_id= says what the model answers and how the trainer fails.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, which nobody needs here
     from rollout_server.testing.tokenizer import TOY_TOKENIZER
     from rollout_server.testing.trainer import StrictTrainer
 

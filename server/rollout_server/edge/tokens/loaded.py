@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from threading import Lock
 from typing import Protocol, TypeVar
 
@@ -97,7 +98,7 @@ class LoadedTokenizer:
         try:
             template = self._tokenizer.get_chat_template(tools=tools)
             if "strftime_now" in template:
-                options |= {"chat_template": _DATED + template, _DATES: _dates(template, frame.date)}
+                options |= {"chat_template": _DATED + template, _DATES: _dates(_directives(template), frame.date)}
             return self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
         except Exception as error:  # templates are foreign code: whatever one raises is a refusal
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -170,7 +171,12 @@ _DATED = (
 _DIRECTIVES = tuple(f"%{flag}{letter}" for flag in ("-", "") for letter in "aAwdbBmyYHIpMSfzZjUWcxXGuVeDFTR")
 
 
-def _dates(template: str, date: datetime) -> list[tuple[str, str]]:
-    """Replacements that, one after the other, do what strftime does with the directives of this template."""
-    used = (directive for directive in _DIRECTIVES if directive in template)
-    return [("%%", "\0"), *((directive, date.strftime(directive)) for directive in used), ("\0", "%")]
+@lru_cache(maxsize=64)
+def _directives(template: str) -> Sequence[str]:
+    """The directives of strftime that may be in a template."""
+    return tuple(directive for directive in _DIRECTIVES if directive in template)
+
+
+def _dates(directives: Sequence[str], date: datetime) -> list[tuple[str, str]]:
+    """Replacements that, one after the other, do what strftime does with these directives."""
+    return [("%%", "\0"), *((directive, date.strftime(directive)) for directive in directives), ("\0", "%")]
