@@ -1,10 +1,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+MANIFESTS := $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*.yaml deploy/kubernetes/*/*.yaml))
 PROTOS := $(wildcard protos/osmosis/*/v1/*.proto)
 UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate
 
-.PHONY: help setup demo test bench mutants check format lint types oldest protos release-protos lock clean
+.PHONY: help setup demo up down test bench mutants check format lint types oldest deploy-checks docs protos release-protos lock clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,9 +42,23 @@ lock: ## Resolve the lock files anew
 	$(UV) pyproject.toml --extra dev -o requirements/dev.lock
 	$(UV) requirements/protos.in -o requirements/protos.lock
 	$(UV) requirements/oldest.in -o requirements/oldest.lock
+	$(UV) pyproject.toml --extra server -c requirements/dev.lock -o deploy/server.lock
+	echo hatchling | $(UV) - -c requirements/dev.lock -o deploy/build.lock
 
 demo: setup ## Run a rollout over gRPC and HTTP against a strict trainer, and show who wrote every token
 	$(BIN)/rollout demo
+
+HTTP_PORT ?= 9000
+GRPC_PORT ?= 50051
+TRAINER_PORT ?= 9001
+LOCAL := $(BIN)/python deploy/local.py
+PORTS = --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --trainer-port $(TRAINER_PORT)
+
+up: setup ## Start a server and a strict trainer in the background (HTTP_PORT=, GRPC_PORT=, TRAINER_PORT=)
+	@$(LOCAL) up $(PORTS)
+
+down: setup ## Stop them
+	@$(LOCAL) down
 
 test: setup .venv-protos/.ready ## Run all tests
 	$(BIN)/python -m pytest
@@ -66,7 +81,15 @@ types: setup ## Check types
 oldest: .venv-oldest/.ready ## Run the contract tests on the oldest grpcio and protobuf that the generated code supports
 	PYTHONPATH=generated:server .venv-oldest/bin/python -m pytest tests/contract tests/core -p no:cacheprovider
 
-check: format lint types oldest test ## Everything that a landing needs
+docs: setup ## Write the tables of settings in docs/
+	$(BIN)/python deploy/settings_tables.py
+
+deploy-checks: setup ## Lint the Dockerfile and validate the compose file and the Kubernetes manifests
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+	$(BIN)/kubernetes-validate --strict --quiet $(MANIFESTS)
+
+check: format lint types oldest deploy-checks test ## Everything that a landing needs
 
 .venv-mutants/.ready:
 	$(PYTHON) -m venv .venv-mutants

@@ -1,0 +1,45 @@
+# One image for the server, the gateway alone and the strict trainer:
+#   docker build -t rollout-server .
+#   docker run -p 9000:9000 -p 50051:50051 rollout-server                                    # the calculator
+#   docker run -p 9000:9000 -p 50051:50051 -v "$PWD:/srv:ro" rollout-server serve weather.py:Weather
+#   docker run -p 9000:9000 -e ROLLOUT_SERVERS=server:50051 rollout-server gateway
+FROM python:3.11.14-slim-bookworm AS base
+ENV PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1
+
+FROM base AS build
+WORKDIR /build
+COPY deploy/build.lock deploy/server.lock ./
+# The environment gets no pip: nothing is installed where it runs.
+RUN pip install --require-hashes --only-binary :all: -r build.lock \
+    && python -m venv --without-pip /opt/rollout \
+    && pip --python /opt/rollout/bin/python install --require-hashes --only-binary :all: -r server.lock
+COPY pyproject.toml README.md LICENSE ./
+COPY generated generated
+COPY server server
+COPY gateway gateway
+RUN python -m hatchling build -t wheel -d wheel \
+    && pip --python /opt/rollout/bin/python install --no-deps wheel/*.whl
+COPY deploy/healthcheck.py /opt/rollout/healthcheck.py
+
+FROM base
+RUN groupadd --gid 10001 rollout \
+    && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /var/cache/rollout --shell /usr/sbin/nologin rollout \
+    && install --directory --owner rollout --group rollout /var/cache/rollout
+COPY --from=build /opt/rollout /opt/rollout
+ENV PATH=/opt/rollout/bin:$PATH \
+    HF_HOME=/var/cache/rollout \
+    HF_HUB_DISABLE_TELEMETRY=1 \
+    ROLLOUT_LOG_FORMAT=json
+USER 10001:10001
+# Agents are found from here, and `.env` is read here.
+WORKDIR /srv
+# Tokenizers from the Hugging Face Hub.
+VOLUME /var/cache/rollout
+EXPOSE 9000 50051
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 CMD ["python", "/opt/rollout/healthcheck.py"]
+ENTRYPOINT ["rollout"]
+CMD ["serve"]

@@ -1,0 +1,1 @@
+"""Everything that deploys the server: checked by linters, held against the settings, and run."""
