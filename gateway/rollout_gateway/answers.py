@@ -173,6 +173,19 @@ class InvalidBodyAnswer(BaseModel):
     detail: list[Violation]
 
 
+def raw_body(model: type[BaseModel], examples: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
+    """A route's `openapi_extra`, whose handler reads the raw body: FastAPI has to be told of the model.
+
+    `examples` has `example` or `examples`, as OpenAPI has them. The model is one that the application describes.
+    """
+    content = {"application/json": {"schema": _reference(model), **examples}}
+    return {"requestBody": {"required": required, "content": content}}
+
+
 def error(description: str, model: type[BaseModel] = ErrorAnswer) -> dict[str, Any]:
-    """An entry of a route's `responses`."""
-    return {"description": description, "model": model}
+    """An entry of a route's `responses`. The application describes the model, once: FastAPI would compile it for every route."""
+    return {"description": description, "content": {"application/json": {"schema": _reference(model)}}}
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{model.__name__}"}

@@ -5,8 +5,10 @@ from typing import Any, Final
 
 import grpc
 from fastapi import Depends, FastAPI
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
+from rollout_gateway.answers import ErrorAnswer, InvalidBodyAnswer, UnhealthyAnswer
 from rollout_gateway.body import RolloutBody
 from rollout_gateway.boundary import Boundary
 from rollout_gateway.calls import Rollouts
@@ -17,6 +19,7 @@ from rollout_gateway.init_body import InitBody
 from rollout_gateway.limits import BodyLimit
 from rollout_gateway.refusals import Refusals
 from rollout_gateway.resource.body import BODIES
+from rollout_gateway.resource.described import PlainError
 from rollout_gateway.resource.errors import PlainPaths
 from rollout_gateway.routes.asynchronous import asynchronous_router
 from rollout_gateway.routes.events import events_router
@@ -40,14 +43,19 @@ _SECURITY: Final = {
 }
 
 
+_BODIES: Final = (RolloutBody, InitBody, *BODIES)
+_ERRORS: Final = (ErrorAnswer, InvalidBodyAnswer, UnhealthyAnswer, PlainError)
+
+
 class GatewayApp(FastAPI):
-    """FastAPI, with what handlers read without its help added to the OpenAPI description: raw bodies, and API keys."""
+    """FastAPI, with what it is not told of added to the OpenAPI description: raw bodies, errors, and API keys."""
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI description; made once."""
         if self.openapi_schema is None:
-            bodies = [(model, "validation") for model in (RolloutBody, InitBody, *BODIES)]
-            _, models = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+            told: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in _BODIES]
+            told += [(model, "serialization") for model in _ERRORS]
+            _, models = models_json_schema(told, ref_template="#/components/schemas/{model}")
             described = super().openapi()
             components = described.setdefault("components", {})
             components.setdefault("schemas", {}).update(models["$defs"])

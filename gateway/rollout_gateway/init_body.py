@@ -26,7 +26,7 @@ TURNS: Final = 10
 GENERATED_TOKENS: Final = 8192
 
 INIT_EXAMPLE: Final[dict[str, Any]] = {
-    "rollout_id": "test-rollout-001",
+    "rollout_id": "test-rollout-002",
     "server_url": "http://localhost:9001",
     "messages": [
         {"role": "system", "content": "You are a helpful calculator assistant with access to calculator tools."},

@@ -92,7 +92,7 @@ def init_request(parsed: ParsedInit) -> StartRolloutRequest:
             outcome=trainer,
             tools=tool_target(body.tool_server_url),
             sampling=_sampling(body.completion_params, parsed.params),
-            limits=limits(turns, tokens, hints, None),
+            limits=limits(turns, tokens, hints),
             on_drift=DRIFT[hints.on_drift],
             metadata_json=parsed.metadata_json,
         ),

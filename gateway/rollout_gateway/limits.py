@@ -12,6 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout_gateway.stopping import Stoppable
 
 _DISCARD_SECONDS: Final = 5.0
+# Who has sent nothing for so long waits for the answer.
+_QUIET_SECONDS: Final = 0.5
 _DISCARD_BYTES: Final = 64 * 1024 * 1024
 
 
@@ -33,10 +35,14 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = Headers(scope=scope).get("content-length", "")
+        headers = Headers(scope=scope)
+        declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
             refusal = self._too_large()
-            await self._discard(receive)
+            if (
+                headers.get("expect", "").lower() != "100-continue"
+            ):  # that one has not begun, and reading would tell it to
+                await self._discard(receive)
             response = JSONResponse({"detail": refusal.detail}, refusal.status_code, refusal.headers)
             await response(scope, receive, send)
             return
@@ -69,7 +75,10 @@ class BodyLimit:
         left = max(self._max_bytes, _DISCARD_BYTES)
         with suppress(TimeoutError):
             async with asyncio.timeout(_DISCARD_SECONDS):
-                while left > 0 and (message := await receive()).get("more_body", False):
+                while left > 0:
+                    message = await asyncio.wait_for(receive(), _QUIET_SECONDS)
+                    if not message.get("more_body", False):
+                        return
                     left -= len(message["body"])
 
     # In both cases the rest of the body is still on its way, so the connection cannot be used again.

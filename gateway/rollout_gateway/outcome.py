@@ -89,7 +89,7 @@ def _extra_fields(outcome: pb.Outcome) -> dict[str, Any]:
     extra: dict[str, Any] = dict(_agent_extra(outcome.extra_json))
     if outcome.scores:
         extra["scores"] = dict(sorted(outcome.scores.items()))
-    if outcome.stop.truncated:
+    if outcome.stop.truncated and outcome.stop.reason != "length":  # the finish_reason says it there
         extra["truncated"] = True
     if outcome.HasField("cancellation"):
         extra["error_category"] = "cancelled"

@@ -17,6 +17,8 @@ from rollout_gateway.tls import Certificates, TlsFiles
 _BACKLOG: Final = 4096
 _HANDSHAKE_SECONDS: Final = 20.0
 _CANCEL_SECONDS: Final = 5.0
+_DATE_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class HttpListener:
             return
         serving, *others = self._tasks
         self._tasks = []
-        self._server.should_exit = True
+        self._server.leave()
         await asyncio.shield(serving)
         for task in others:
             task.cancel()
@@ -95,9 +97,9 @@ class _Server(uvicorn.Server):
                 timeout_keep_alive=listening.limits.idle_seconds,
             )
         )
-        # uvicorn's own type is int, but it only waits for it.
-        self.config.timeout_graceful_shutdown = listening.grace_seconds  # type: ignore[assignment]
         self.ready = asyncio.Event()
+        self._leaving = asyncio.Event()
+        self._grace_seconds = listening.grace_seconds
         self._limits = listening.limits
         self._tls = certificates.context if certificates is not None else None
 
@@ -125,6 +127,32 @@ class _Server(uvicorn.Server):
         self.started = True
         self.ready.set()
 
+    async def main_loop(self) -> None:
+        """Renews the date that answers carry, until it is to leave."""
+        while not self._leaving.is_set():
+            await self.on_tick(0)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), _DATE_SECONDS)
+
+    def leave(self) -> None:
+        """Ends `serve`, which lets requests under way go on for the grace time."""
+        self.should_exit = True
+        self._leaving.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes no more connections, closes those on which nothing is asked, and waits for the others."""
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listener.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._grace_seconds):
+                while (state.connections or state.tasks) and not self.force_exit:  # noqa: ASYNC110 - uvicorn tells nobody
+                    await asyncio.sleep(_LOOK_SECONDS)
+
     async def cancel_requests(self) -> None:
         """Ends the requests that are left, so that their calls are over before anybody closes a channel."""
         left = set(self.server_state.tasks)
@@ -136,7 +164,8 @@ class _Server(uvicorn.Server):
 
 def _bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol named: asyncio sends at once, without Nagle's wait for the last acknowledgement, only where it sees TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _notice_the_dead(listener)

@@ -9,8 +9,6 @@ class GatewaySettings:
 
     #: How long a rollout goes on after its HTTP client hung up; 0 cancels it at once.
     detach_grace_seconds: float = 10.0
-    #: Time limit of a rollout of the synchronous dialect that names none itself; None leaves it to the server.
-    rollout_seconds: float | None = None
     #: A larger request body is answered with 413.
     max_body_bytes: int = 64 << 20
     #: A body that has not arrived whole after this is answered with 408.

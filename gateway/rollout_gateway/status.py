@@ -169,6 +169,9 @@ def _details(error: grpc.aio.AioRpcError) -> Status:
 def _unpacked(status: Status, into: _Detail) -> _Detail | None:
     for detail in status.details:
         if detail.Is(into.DESCRIPTOR):
-            detail.Unpack(into)
+            try:
+                detail.Unpack(into)
+            except DecodeError:
+                return None
             return into
     return None

@@ -84,7 +84,7 @@ def _spec(parsed: ParsedRollout, settings: GatewaySettings) -> spec_pb2.RolloutS
             stop=sampling.stop,
             logprobs=sampling.logprobs,
         ),
-        limits=limits(body.max_turns, body.max_tokens_total, hints, settings.rollout_seconds),
+        limits=limits(body.max_turns, body.max_tokens_total, hints),
         tokenizer=spec_pb2.Tokenizer(
             name=body.tokenizer_name,
             revision=body.tokenizer_revision or "",
@@ -96,12 +96,9 @@ def _spec(parsed: ParsedRollout, settings: GatewaySettings) -> spec_pb2.RolloutS
     )
 
 
-def limits(turns: int, generated_tokens: int, hints: Hints, seconds: float | None) -> spec_pb2.Limits:
-    """What a rollout may use up: what its body asks for, lowered by the hints. Numbers are clamped to what the contract holds.
-
-    `seconds` is the time limit of a rollout that names none; None leaves it to the server.
-    """
-    time = seconds if hints.timeout_seconds is None else hints.timeout_seconds
+def limits(turns: int, generated_tokens: int, hints: Hints) -> spec_pb2.Limits:
+    """What a rollout may use up: what its body asks for, lowered by the hints. Numbers are clamped to what the contract holds."""
+    time = hints.timeout_seconds
     return spec_pb2.Limits(
         turns=_clamped(_least(turns, hints.max_assistant_turns), _MAX_UINT32),
         generated_tokens=_clamped(_least(generated_tokens, hints.budget_tokens), _MAX_UINT64),

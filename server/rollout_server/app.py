@@ -152,6 +152,9 @@ class Server:
         from rollout_server.http import HttpServer  # a server without HTTP needs no FastAPI
 
         settings = self.settings
+        is_open = keys.demands and not settings.synchronous_needs_key
+        if is_open:
+            _log.warning("POST /rollout and GET /tools need no API key; ROLLOUT_SYNCHRONOUS_NEEDS_KEY=true demands one")
         tls = None
         if settings.tls_cert is not None and settings.tls_key is not None:
             tls = TlsFiles(KeyPair(settings.tls_cert, settings.tls_key), settings.tls_client_ca)
@@ -159,7 +162,7 @@ class Server:
             detach_grace_seconds=settings.detach_grace_seconds,
             max_body_bytes=settings.max_request_bytes,
             max_metadata_bytes=settings.max_metadata_bytes,
-            synchronous_key="" if settings.synchronous_needs_key or not keys.demands else keys.anonymous_key(),
+            synchronous_key=keys.anonymous_key() if is_open else "",
         )
         limits = ConnectionLimits(connections=settings.max_connections)
         listening = Listening(settings.host, settings.http_port, tls, limits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from rollout_server.testing.trainer import StrictTrainer
 
 from tests.client.cutting import Line
 from tests.client.scripted import Stage, scripted
+from tests.client.tools import calculator_tools
 from tests.rpc.agents import Gated, Measured
 from tests.rpc.asking import settings
 
@@ -58,21 +58,10 @@ class World:
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
     """Everything real, in this event loop."""
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": json.loads(tool.parameters_json_schema),
-            },
-        }
-        for tool in Calculator().tools
-    ]
     gated, measured = Gated(), Measured()
     async with (
         Server([Calculator(), gated, measured], settings()) as server,
-        StrictTrainer(tools=tools) as trainer,
+        StrictTrainer(tools=calculator_tools()) as trainer,
     ):
         yield World(server, trainer, gated, measured)
 

@@ -3,12 +3,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
 from osmosis.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from rollout_gateway.settings import GatewaySettings
 
-from tests.gateway.running import Gateway, serving
+from tests.gateway.running import Gateway, http_client, serving
 from tests.gateway.scripted_server import ScriptedServer
 
 
@@ -39,6 +38,6 @@ async def server(address: str) -> AsyncIterator[ScriptedServer]:
 async def gateway(server: ScriptedServer, address: str, settings: GatewaySettings) -> AsyncIterator[Gateway]:
     async with (
         serving(address, settings) as (host, port),
-        httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False) as client,
+        http_client(f"http://{host}:{port}") as client,
     ):
         yield Gateway(server, client, host, port)

@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+import struct
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
-import uvicorn
 from osmosis.rollout.v1 import event_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from rollout_gateway.app import create_app
 from rollout_gateway.settings import GatewaySettings
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tests.gateway.running import Uvicorn
+from tests.gateway.running import http_client, listening
 from tests.gateway.scripted_server import UID, Refusal, ScriptedServer
 
 KEY = "the-server-key"
@@ -129,19 +130,13 @@ class Plain:
         return await Sse.open(self.host, self.port, f"/v1/rollouts/{uid}/events{query}", last)
 
 
-@contextlib.asynccontextmanager
-async def listening(app: ASGIApp, root_path: str = "") -> AsyncIterator[tuple[str, int]]:
-    """Serves an application on a port of its own; yields where."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off", root_path=root_path)
-    http_server = Uvicorn(config)
-    running = asyncio.create_task(http_server.serve())
-    await http_server.listening.wait()
-    try:
-        host, port = http_server.servers[0].sockets[0].getsockname()
-        yield host, port
-    finally:
-        http_server.should_exit = True
-        await running
+def mounted(app: ASGIApp, root_path: str) -> ASGIApp:
+    """The application behind a proxy that keeps a prefix of the path for itself."""
+
+    async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "root_path": root_path, "path": root_path + scope["path"]}, receive, send)
+
+    return behind
 
 
 @contextlib.asynccontextmanager
@@ -169,8 +164,8 @@ async def plain_gateway(
     async with (
         scripted(server) as address,
         grpc.aio.insecure_channel(address) as channel,
-        listening(create_app(channel, chosen, metrics=metrics), root_path) as (host, port),
-        httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False) as client,
+        listening(mounted(create_app(channel, chosen, metrics=metrics), root_path)) as (host, port),
+        http_client(f"http://{host}:{port}") as client,
     ):
         yield Plain(server, client, host, port)
 
@@ -211,11 +206,14 @@ class Sse:
     ended: bool = False
 
     @classmethod
-    async def open(cls, host: str, port: int, path: str, last: str | None = None) -> Sse:
+    async def open(
+        cls, host: str, port: int, path: str, last: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> Sse:
         """Sends the request and reads the head of the answer."""
         reader, writer = await asyncio.open_connection(host, port)
-        last_id = "" if last is None else f"last-event-id: {last}\r\n"
-        writer.write(f"GET {path} HTTP/1.1\r\nhost: gateway\r\naccept: text/event-stream\r\n{last_id}\r\n".encode())
+        more = dict(headers or {}) | ({} if last is None else {"last-event-id": last})
+        fields = "".join(f"{name}: {value}\r\n" for name, value in more.items())
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: gateway\r\naccept: text/event-stream\r\n{fields}\r\n".encode())
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         status, *lines = head.strip().split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -245,7 +243,8 @@ class Sse:
         return json.loads(await self.reader.readexactly(int(self.headers["content-length"])))
 
     def kill(self) -> None:
-        """Resets the connection."""
+        """Resets the connection: without lingering, the end of a connection is told by RST."""
+        self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
 

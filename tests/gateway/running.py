@@ -1,37 +1,29 @@
 """A gateway that listens on a real port."""
 
-import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncIterator, Iterator
+import ssl
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import httpx
-import uvicorn
 from rollout_gateway.app import create_app
 from rollout_gateway.body import EXAMPLE
 from rollout_gateway.init_body import INIT_EXAMPLE
+from rollout_gateway.serve import HttpListener, Listening
 from rollout_gateway.settings import GatewaySettings
+from starlette.types import ASGIApp
 
 from tests.gateway.scripted_server import ScriptedServer
 
+# Every client loads the system's authorities otherwise, which takes longer than most tests.
+_TRUSTS_NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
-class Uvicorn(uvicorn.Server):
-    """Tells when it listens and leaves signals to pytest."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
+def http_client(url: str, **options: Any) -> httpx.AsyncClient:
+    """A client of an http: URL."""
+    return httpx.AsyncClient(base_url=url, verify=_TRUSTS_NOBODY, trust_env=False, **options)
 
 
 @dataclass(frozen=True)
@@ -53,16 +45,18 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
+async def listening(app: ASGIApp) -> AsyncIterator[tuple[str, int]]:
+    """Serves an application on a port of its own; yields where."""
+    listener = HttpListener(app, Listening("127.0.0.1", 0))
+    try:
+        yield "127.0.0.1", await listener.start()
+    finally:
+        listener.hurry()
+        await listener.stop()
+
+
+@contextlib.asynccontextmanager
 async def serving(address: str, settings: GatewaySettings) -> AsyncIterator[tuple[str, int]]:
     """Runs a gateway for the server at an address; yields where it listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        async with grpc.aio.insecure_channel(address) as channel:
-            config = uvicorn.Config(create_app(channel, settings), log_config=None, lifespan="off")
-            http_server = Uvicorn(config)
-            running = asyncio.create_task(http_server.serve(sockets=[listener]))
-            await http_server.listening.wait()
-            try:
-                yield listener.getsockname()
-            finally:
-                http_server.should_exit = True
-                await running
+    async with grpc.aio.insecure_channel(address) as channel, listening(create_app(channel, settings)) as where:
+        yield where

@@ -21,6 +21,7 @@ from rollout_server.testing.trainer import StrictTrainer
 from tests.gateway.alone import Alone, alone
 from tests.gateway.certificates import Authority
 from tests.gateway.fleets import Place, fleets
+from tests.gateway.running import http_client
 from tests.gateway.wires import wire
 from tests.rpc.asking import NOWHERE
 from tests.rpc.caller import until
@@ -134,7 +135,7 @@ async def asked(tmp_path: Path) -> AsyncIterator[Asked]:
         (place,) = there.places
         async with (
             alone("--server", place.wire.address, cwd=tmp_path) as gateway,
-            httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=60) as client,
+            http_client(gateway.url, timeout=60) as client,
         ):
             asking = asyncio.create_task(client.post("/rollout", json=body("r1", NOWHERE)))
 
@@ -182,7 +183,7 @@ async def test_requests_that_outlast_the_drain_are_told_so(tmp_path: Path) -> No
         settings = {"ROLLOUT_SERVERS": place.wire.address, "ROLLOUT_DRAIN_SECONDS": "0.2"}
         async with (
             alone(cwd=tmp_path, **settings) as gateway,
-            httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=30) as client,
+            http_client(gateway.url, timeout=30) as client,
         ):
             uid = (await client.post("/v1/rollouts", json=plain(1))).json()["rollout"]["uid"]
             reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
@@ -217,7 +218,7 @@ async def test_several_servers_are_one_api(tmp_path: Path) -> None:
         servers = ", ".join(place.wire.address for place in there.places)
         async with (
             alone(cwd=tmp_path, ROLLOUT_SERVERS=servers) as gateway,
-            httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=30) as client,
+            http_client(gateway.url, timeout=30) as client,
         ):
             assert gateway.before == servers
             started = [await client.post("/v1/rollouts", json=plain(number)) for number in range(9)]

@@ -41,7 +41,7 @@ def offer(server: Any, tools: list[dict[str, Any]]) -> None:
 async def test_a_rollout_is_accepted_and_nothing_is_waited_for(gateway: Gateway) -> None:
     gateway.server.go.clear()
     response = await gateway.init()
-    assert (response.status_code, response.json()) == (202, {"rollout_id": "test-rollout-001", "tools": []})
+    assert (response.status_code, response.json()) == (202, {"rollout_id": "test-rollout-002", "tools": []})
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-rollout-uid"] == UID
     assert len(gateway.server.starts) == 1
@@ -211,7 +211,7 @@ async def test_a_client_that_leaves_at_once_has_started_its_rollout(gateway: Gat
     await writer.drain()
     writer.close()
     await gateway.server.started.wait()
-    assert gateway.server.starts[0].request_id == "test-rollout-001"
+    assert gateway.server.starts[0].request_id == "test-rollout-002"
 
 
 JSON = st.recursive(

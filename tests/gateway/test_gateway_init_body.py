@@ -49,10 +49,10 @@ DEFAULTS = spec_pb2.Sampling(temperature=1, top_p=1, max_tokens=512, logprobs=Tr
 def test_a_body_becomes_the_call_of_the_contract() -> None:
     start = asked(server_url="http://trainer:8081/", api_key="callback-secret", metadata={"ground_truth": "16"})
     spec = start.spec
-    assert (start.request_id, start.request_memory) == ("test-rollout-001", REQUEST_MEMORY_UNSPECIFIED)
+    assert (start.request_id, start.request_memory) == ("test-rollout-002", REQUEST_MEMORY_UNSPECIFIED)
     assert (start.credentials.completions_bearer, start.credentials.outcome_bearer) == ("callback-secret",) * 2
     assert "callback-secret" not in str(spec)
-    assert spec.rollout_id == "test-rollout-001"
+    assert spec.rollout_id == "test-rollout-002"
     assert [json.loads(message.json) for message in spec.messages] == INIT_EXAMPLE["messages"]
     trainer = spec_pb2.Target(url="http://trainer:8081", dialect=spec_pb2.DIALECT_HTTP_PLAIN)
     assert (spec.completions, spec.outcome) == (trainer, trainer)
@@ -83,8 +83,8 @@ def test_null_counts_as_absent() -> None:
     ("key", "request_id", "place"),
     [
         ("mine", "mine", "idempotency_key"),
-        ("", "test-rollout-001", "rollout_id"),
-        (" \n", "test-rollout-001", "rollout_id"),
+        ("", "test-rollout-002", "rollout_id"),
+        (" \n", "test-rollout-002", "rollout_id"),
         ("x" * 256, "x" * 256, "idempotency_key"),
     ],
 )

@@ -59,14 +59,14 @@ def test_what_there_is_not_is_absent() -> None:
 def test_messages_are_verbatim_and_the_reward_stands_beside_them() -> None:
     message = '{"role" : "assistant","content":"Hi.", "n":18446744073709551617,"n":1.50}'
     outcome = stopped(message)
-    outcome.stop.reason, outcome.stop.truncated, outcome.reward = "length", True, 0.0
+    outcome.stop.reason, outcome.stop.truncated, outcome.reward = "max_turns", True, 0.0
     outcome.scores["style"] = 0.5
     outcome.extra_json = '{"reward": "the agent\'s own", "tries": 18446744073709551617}'
     outcome.warnings.add(code="resampled", message="asked twice", turn=1)
     text = completed_body(Rollout(spec=RolloutSpec(rollout_id="r"), outcome=outcome)).decode()
     assert message in text
     body = json.loads(text)
-    assert (body["finish_reason"], body["reward"]) == ("length", 0.0)
+    assert (body["finish_reason"], body["reward"]) == ("max_turns", 0.0)
     assert body["extra_fields"] == {
         "reward": "the agent's own",
         "tries": 18446744073709551617,
@@ -74,6 +74,12 @@ def test_messages_are_verbatim_and_the_reward_stands_beside_them() -> None:
         "truncated": True,
         "warnings": [{"code": "resampled", "message": "asked twice", "turn": 1}],
     }
+
+
+def test_a_finish_reason_that_says_length_is_enough() -> None:
+    outcome = stopped('{"role":"assistant"}')
+    outcome.stop.reason, outcome.stop.truncated = "length", True
+    assert told(outcome)["extra_fields"] == {}
 
 
 def test_a_failure_tells_what_was_counted_and_no_messages() -> None:

@@ -4,14 +4,13 @@ import json
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 from osmosis.rollout.v1 import message_pb2
 from rollout_gateway.body import EXAMPLE
 from rollout_gateway.init_body import INIT_EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 
-from tests.gateway.running import Gateway, serving
+from tests.gateway.running import Gateway, http_client, serving
 from tests.gateway.scripted_server import Refusal
 from tests.gateway.transcripts import client_exchange, needs_transcripts
 
@@ -87,7 +86,7 @@ async def test_platform_health_of_a_server_that_falls_silent_is_503(gateway: Gat
 async def test_without_a_server_all_is_503_and_no_address_is_shown(address: str) -> None:
     async with (
         serving(address, GatewaySettings()) as (host, port),
-        httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False) as client,
+        http_client(f"http://{host}:{port}") as client,
     ):
         health, tools = await client.get("/health"), await client.get("/tools")
         rollout = await client.post("/rollout", json=EXAMPLE)

@@ -51,10 +51,8 @@ def test_hints_lower_limits_and_never_raise_them() -> None:
     assert higher == spec_pb2.Limits(turns=10, generated_tokens=8192, tool_turns=2**32 - 1)
 
 
-def test_the_time_limit_is_the_requests_else_the_settings_else_the_servers() -> None:
-    bounded = GatewaySettings(rollout_seconds=600)
-    assert spec(bounded).limits.time.ToTimedelta().total_seconds() == 600
-    assert spec(bounded, metadata={"timeout_seconds": 1.5}).limits.time.ToMilliseconds() == 1500
+def test_the_time_limit_is_the_requests_else_the_servers() -> None:
+    assert spec(metadata={"timeout_seconds": 1.5}).limits.time.ToMilliseconds() == 1500
     assert not spec(metadata={}).limits.HasField("time")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from rollout_gateway.channel import open_channel
 from rollout_gateway.connection import ConnectionLimits
 from rollout_gateway.serve import HttpListener, Listening
 from rollout_gateway.settings import GatewaySettings
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.gateway.scripted_server import ScriptedServer
@@ -241,3 +243,22 @@ async def test_the_port_tells_nothing_about_what_serves_it(server: ScriptedServe
         head = (await client._reader.read()).partition(b"\r\n\r\n")[0].lower()
     assert b"server:" not in head
     assert b"date:" in head
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+async def test_answers_are_sent_at_once(host: str) -> None:
+    kept: list[object] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        (connection,) = listener._server.server_state.connections
+        kept.append(connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        await JSONResponse({})(scope, receive, send)
+
+    listener = HttpListener(app, Listening(host, 0, grace_seconds=0.2))
+    reader, writer = await asyncio.open_connection(host, await listener.start())
+    try:
+        await Client(reader, writer).ask(GET + b"\r\n")
+    finally:
+        writer.close()
+        await listener.stop()
+    assert kept == [1]

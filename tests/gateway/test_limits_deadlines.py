@@ -17,7 +17,7 @@ from rollout_gateway.deadline import honour_deadline
 from rollout_gateway.settings import GatewaySettings
 from starlette.requests import Request
 
-from tests.gateway.running import Gateway
+from tests.gateway.running import Gateway, http_client
 from tests.gateway.scripted_server import ScriptedServer
 from tests.rpc.caller import refusal
 
@@ -158,6 +158,6 @@ async def test_a_deadline_ends_the_call_and_leaves_the_rollout(gateway: Gateway)
 async def test_the_next_request_on_the_connection_has_no_deadline(gateway: Gateway) -> None:
     limits = httpx.Limits(max_connections=1)
     url = f"http://{gateway.host}:{gateway.port}"
-    async with httpx.AsyncClient(base_url=url, limits=limits, trust_env=False) as client:
+    async with http_client(url, limits=limits) as client:
         assert (await client.get("/tools", headers={"grpc-timeout": "0m"})).status_code == 504
         assert (await client.get("/tools")).status_code == 200

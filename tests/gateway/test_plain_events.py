@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 from fastapi import FastAPI
 from osmosis.rollout.v1 import event_pb2, message_pb2
@@ -22,6 +21,7 @@ from rollout_gateway.routes.events import Patience, events_router
 from rollout_gateway.settings import GatewaySettings
 
 from tests.gateway.plain import Plain, PlainServer, Sse, event, listening, plain_gateway, scripted
+from tests.gateway.running import http_client
 from tests.gateway.scripted_server import UID, Refusal, stopped
 
 Code = grpc.StatusCode
@@ -284,7 +284,7 @@ async def test_a_query_that_is_wrong_is_refused(plain: Plain, query: str) -> Non
 
 async def test_httpx_reads_the_stream_to_its_end(plain: Plain) -> None:
     async with (
-        httpx.AsyncClient(base_url=plain.http.base_url, trust_env=False) as client,
+        http_client(plain.http.base_url) as client,
         client.stream("GET", f"/v1/rollouts/{UID}/events", params={"detail": "full"}) as reply,
     ):
         lines = [line async for line in reply.aiter_lines()]

@@ -13,7 +13,8 @@ from rollout_gateway.app import create_app
 from rollout_gateway.channel import open_channel
 
 from tests.gateway.fleets import Place, fleets
-from tests.gateway.plain import Sse, listening
+from tests.gateway.plain import Sse
+from tests.gateway.running import http_client, listening
 from tests.rpc.asking import HELLO, NOWHERE
 
 TOKENIZER = {"name": "toy"}
@@ -55,7 +56,7 @@ async def fronted() -> AsyncIterator[Fronted]:
         world = await stack.enter_async_context(fleets(3))
         channels = [await stack.enter_async_context(open_channel(place.wire.address)) for place in world.places]
         host, port = await stack.enter_async_context(listening(create_app(channels)))
-        client = httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False)
+        client = http_client(f"http://{host}:{port}")
         yield Fronted(world.places, await stack.enter_async_context(client), host, port)
 
 

@@ -20,6 +20,7 @@ from rollout_gateway.settings import GatewaySettings
 from starlette.types import Receive, Scope, Send
 
 from tests.gateway.plain import BODY, KEY, Plain, listening, plain_gateway, until
+from tests.gateway.running import http_client
 from tests.gateway.scripted_server import UID, Refusal
 
 Code = grpc.StatusCode
@@ -238,7 +239,7 @@ async def test_without_a_server_all_is_503_with_a_time_to_come_back(tmp_path: An
         app = create_app(channel, GatewaySettings(), metrics=lambda: b"")
         async with (
             listening(app) as (host, port),
-            httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False) as client,
+            http_client(f"http://{host}:{port}") as client,
         ):
             replies = [
                 await client.post("/v1/rollouts", json=BODY),

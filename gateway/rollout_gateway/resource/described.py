@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_gateway.answers import ErrorAnswer, FunctionTool
+from rollout_gateway.answers import FunctionTool, error
 from rollout_gateway.resource import words
 
 Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
@@ -235,7 +235,7 @@ _BEFORE_ANY_ROUTE: dict[int, str] = {
 def errors(*more: int) -> dict[int | str, dict[str, Any]]:
     """The errors that any route may answer with, and those of one route."""
     found: dict[int | str, dict[str, Any]] = {
-        status: {"description": _ERRORS[status], "model": PlainError, "headers": _HEADERS.get(status, {})}
+        status: error(_ERRORS[status], PlainError) | {"headers": _HEADERS.get(status, {})}
         for status in sorted({*_ANYWHERE, *more})
     }
-    return found | {status: {"description": text, "model": ErrorAnswer} for status, text in _BEFORE_ANY_ROUTE.items()}
+    return found | {status: error(text) for status, text in _BEFORE_ANY_ROUTE.items()}

@@ -34,18 +34,7 @@ _HEALTH_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     404: answers.error("The server demands no key."),
     503: answers.error("The rollout server is not available.", answers.UnhealthyAnswer),
 }
-# The handler reads the raw body, so FastAPI has to be told of its model.
-_INIT_BODY: Final = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {"$ref": f"#/components/schemas/{InitBody.__name__}"},
-                "example": INIT_EXAMPLE,
-            }
-        },
-    }
-}
+_INIT_BODY: Final = answers.raw_body(InitBody, {"example": INIT_EXAMPLE})
 
 
 def asynchronous_router(rollouts: Rollouts) -> APIRouter:

@@ -63,6 +63,10 @@ _EVENT: Final[dict[str, Any]] = {
     },
     "required": ["sequence", "time", "event", "turn", "segment_id"],
 }
+_ACCEPTED: Final = (
+    '{"sequence":1,"time":"2026-01-02T03:04:05.678901Z","event":"accepted","turn":0,"segment_id":"",'
+    '"messages":1,"agent":"calculator","agent_version":"1"}'
+)
 _STREAM: Final[dict[str, Any]] = {
     "description": "The events, until the rollout has finished. `id` is the sequence, `event` the kind, `data` one JSON object.",
     "content": {
@@ -81,7 +85,7 @@ _STREAM: Final[dict[str, Any]] = {
                 },
                 "required": ["event", "data"],
             },
-            "example": 'retry: 1000\n\nid: 1\nevent: accepted\ndata: {"sequence":1,"event":"accepted","messages":1}\n\n',
+            "example": f"retry: 1000\n\nid: 1\nevent: accepted\ndata: {_ACCEPTED}\n\n",
         }
     },
 }

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rollout_gateway.answers import raw_body
 from rollout_gateway.body import demand_json
 from rollout_gateway.calls import Rollouts, call_metadata, unless_hung_up
 from rollout_gateway.resource import body, words
@@ -27,8 +28,8 @@ from rollout_gateway.resource.rollout import page_answer, rollout_answer, starte
 _JSON: Final = "application/json"
 # URLs have a limit of their own.
 _MAX_ASKED: Final = 100
-# One of a fleet has a part for each of its servers.
-_MAX_TOKEN: Final = 16_384
+# One of a fleet has a part for each of its servers; it leaves room in the line of the request, see `ConnectionLimits`.
+_MAX_TOKEN: Final = 12_288
 _M = TypeVar("_M", bound=BaseModel)
 _Word = Annotated[str, Field(max_length=256)]
 
@@ -83,12 +84,6 @@ async def _no_query(request: Request) -> None:
 NO_QUERY: Final = Depends(_no_query)
 
 
-def raw_body(model: type[BaseModel], examples: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
-    """The OpenAPI description of a body that the handler reads raw; the model is one of `body.BODIES`."""
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": required, "content": {_JSON: {"schema": schema, "examples": examples}}}}
-
-
 def rollouts_router(rollouts: Rollouts) -> APIRouter:
     """The routes for rollouts."""
     router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"], default_response_class=Response)
@@ -108,7 +103,7 @@ def _add_starting(router: APIRouter, rollouts: Rollouts) -> None:
         201: {"model": shown.Started, "headers": _LOCATION, "description": "The rollout was accepted."},
         **shown.errors(404, 409),
     }
-    extra = raw_body(body.StartRollout, START_EXAMPLES) | {"parameters": [_IDEMPOTENCY]}
+    extra = raw_body(body.StartRollout, {"examples": START_EXAMPLES}) | {"parameters": [_IDEMPOTENCY]}
 
     @router.post("", status_code=201, responses=responses, openapi_extra=extra, dependencies=[NO_QUERY])
     async def start_rollout(request: Request) -> Response:
@@ -160,14 +155,14 @@ def _add_ending(router: APIRouter, rollouts: Rollouts) -> None:
         )
         return Response(msgspec.json.encode({"uids": list(cancelled.uids)}), media_type=_JSON)
 
-    many = raw_body(body.CancelRollouts, CANCEL_EXAMPLES)
+    many = raw_body(body.CancelRollouts, {"examples": CANCEL_EXAMPLES})
 
     @router.post("/cancel", responses=responses, openapi_extra=many, dependencies=[NO_QUERY])
     async def cancel_rollouts(request: Request) -> Response:
         """Asks the selected rollouts to end. Those that have finished stay as they are."""
         return await cancel(request, cancel_request(await _read(request, body.CancelRollouts)))
 
-    one = raw_body(body.CancelOne, CANCEL_ONE_EXAMPLES, required=False)
+    one = raw_body(body.CancelOne, {"examples": CANCEL_ONE_EXAMPLES}, required=False)
 
     @router.post("/{uid}/cancel", responses=responses, openapi_extra=one, dependencies=[NO_QUERY])
     async def cancel_rollout(request: Request, uid: Uid) -> Response:

@@ -32,18 +32,7 @@ _ROLLOUT_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     429: answers.error("Too many rollouts wait; try again after Retry-After."),
     500: answers.error("A fault of ours; the server's log has it under the x-request-id."),
 }
-# The handler reads the raw body, so FastAPI has to be told of its model.
-_ROLLOUT_BODY: Final = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {"$ref": f"#/components/schemas/{RolloutBody.__name__}"},
-                "example": EXAMPLE,
-            }
-        },
-    }
-}
+_ROLLOUT_BODY: Final = answers.raw_body(RolloutBody, {"example": EXAMPLE})
 
 
 def synchronous_router(rollouts: Rollouts) -> APIRouter:

@@ -1,0 +1,23 @@
+"""The calculator's tools as a trainer is told of them that asks no gateway."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rollout_server.calculator import Calculator
+
+
+def calculator_tools() -> list[dict[str, Any]]:
+    """The tools, in the shape of `GET /tools`."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": json.loads(tool.parameters_json_schema),
+            },
+        }
+        for tool in Calculator().tools
+    ]

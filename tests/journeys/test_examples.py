@@ -1,0 +1,127 @@
+"""The examples of the OpenAPI description do what they say, as they are written save for where the trainer is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from rollout_server.testing.dialect import Dialect
+from rollout_server.testing.trainer import StrictTrainer
+
+from tests.gateway.plain import Sse
+from tests.system.conftest import World, open_world
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+DOCUMENTED_TRAINER = "http://localhost:9001"
+STARTS = ("/rollout", "/v1/rollout/init", "/v1/rollouts")
+CANCELS = ("/v1/rollouts/cancel", "/v1/rollouts/{uid}/cancel")
+
+
+@dataclass(frozen=True)
+class Documented:
+    """A server that knows the tokenizer of the examples, a trainer of both dialects, and the description."""
+
+    world: World
+    trainer: StrictTrainer
+    described: dict[str, Any]
+
+    def examples(self, method: str, path: str) -> dict[str, Any]:
+        """The bodies that are shown for an operation, by name."""
+        content = self.described["paths"][path][method]["requestBody"]["content"]["application/json"]
+        named = {name: example["value"] for name, example in content.get("examples", {}).items()}
+        return named | ({"example": content["example"]} if "example" in content else {})
+
+    async def send(self, method: str, path: str, example: Any) -> Any:
+        """Sends an example."""
+        text = json.dumps(example).replace(DOCUMENTED_TRAINER, self.trainer.url)
+        headers = {"content-type": "application/json"}
+        return await self.world.http.request(method, path, content=text, headers=headers)
+
+    async def finished(self, uid: str) -> dict[str, Any]:
+        """A rollout once it has ended."""
+        reply = await self.world.http.get(f"/v1/rollouts/{uid}", params={"wait": 60})
+        return dict(reply.json())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def documented() -> AsyncIterator[Documented]:
+    async with AsyncExitStack() as stack:
+        world = await open_world(stack, tokenizers={"Qwen/Qwen3-8B": "toy"})
+        url = f"http://127.0.0.1:{world.server.http_port}"
+        trainer = await stack.enter_async_context(
+            StrictTrainer(dialect=Dialect.EITHER, tools_from=url, reuses_ids=True)
+        )
+        described = (await world.http.get("/openapi.json")).json()
+        yield Documented(world, trainer, described)
+
+
+async def test_every_operation_with_a_body_shows_one(documented: Documented) -> None:
+    taking = {
+        (method, path)
+        for path, methods in documented.described["paths"].items()
+        for method, operation in methods.items()
+        if "requestBody" in operation
+    }
+    assert taking == {("post", path) for path in (*STARTS, *CANCELS)}
+    for method, path in taking:
+        assert documented.examples(method, path), path
+
+
+@pytest.mark.parametrize("path", STARTS)
+async def test_a_rollout_that_is_shown_comes_to_its_end(documented: Documented, path: str) -> None:
+    for name, example in documented.examples("post", path).items():
+        reply = await documented.send("post", path, example)
+        assert reply.is_success, (name, reply.text)
+        uid = reply.headers.get("x-rollout-uid") or reply.json()["rollout"]["uid"]
+        rollout = await documented.finished(uid)
+        assert (rollout["state"], rollout["outcome"]["end"]) == ("finished", "stop"), (name, rollout)
+        judged = documented.trainer.verdict(rollout["spec"]["rollout_id"])
+        assert judged is not None
+        assert judged.refusals == ()
+        if path == "/v1/rollout/init":
+            told = await documented.trainer.completed(example["rollout_id"])
+            assert (told["status"], told["finish_reason"]) == ("COMPLETED", "stop")
+
+
+@pytest.mark.parametrize("path", CANCELS)
+async def test_a_cancel_that_is_shown_is_taken(documented: Documented, path: str) -> None:
+    started = await documented.send("post", STARTS[2], documented.examples("post", STARTS[2])["least"])
+    for name, example in documented.examples("post", path).items():
+        uid = started.json()["rollout"]["uid"]
+        reply = await documented.send("post", path.replace("{uid}", uid), example)
+        assert reply.status_code == 200, (name, reply.text)
+        assert isinstance(reply.json()["uids"], list)
+
+
+async def test_the_stream_that_is_shown_looks_like_a_real_one(documented: Documented) -> None:
+    started = await documented.send("post", STARTS[2], documented.examples("post", STARTS[2])["least"])
+    path = "/v1/rollouts/{uid}/events"
+    shown = documented.described["paths"][path]["get"]["responses"]["200"]["content"]["text/event-stream"]
+    where = path.replace("{uid}", started.json()["rollout"]["uid"])
+    stream = await Sse.open("127.0.0.1", documented.world.server.http_port, where)
+    real = [each async for each in stream.frames()]
+    for number, block in enumerate(filter(None, shown["example"].split("\n\n"))):
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        assert fields.keys() == real[number].fields.keys()
+        if "data" in fields:
+            assert json.loads(fields["data"]).keys() == real[number].json.keys()
+    required = set(shown["itemSchema"]["properties"]["data"]["contentSchema"]["required"])
+    assert all(required <= frame.json.keys() for frame in real if frame.is_event)
+
+
+async def test_what_is_shown_with_the_shape_of_a_body_is_one(documented: Documented) -> None:
+    shown = 0
+    for path in STARTS:
+        content = documented.described["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        schema = documented.described["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
+        for example in schema.get("examples", ()):
+            reply = await documented.send("post", path, example)
+            assert reply.is_success, (path, reply.text)
+            shown += 1
+    assert shown >= 2
