@@ -103,3 +103,19 @@ async def serving(complete: Callable[[web.Request], Awaitable[web.Response]]) ->
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def test_where_the_tokens_part_is_told_with_both_texts(server: Server) -> None:
+    """A trainer with other tools: its first prompt is another one than ours, and the outcome says what stands there."""
+    other = {
+        "type": "function",
+        "function": {"name": "xylophone", "description": "y", "parameters": {"type": "object"}},
+    }
+    async with StrictTrainer(QWEN, tools=[other], parse_arguments=True) as trainer:
+        ended = await roll(server, trainer.url, "first")
+    assert ended["status"] == "COMPLETED"
+    (drift,) = (warning for warning in ended["extra_fields"]["warnings"] if warning["code"] == "token_drift")
+    assert "(prompt): expected " in drift["message"]
+    ours, _, theirs = drift["message"].partition("reported")
+    assert "xyl" in theirs
+    assert "xyl" not in ours

@@ -117,7 +117,9 @@ def _tool_returned(own: event_pb2.ToolReturned) -> dict[str, Any]:
 
 def _drift_found(own: event_pb2.DriftFound) -> dict[str, Any]:
     kind = words.DRIFT_KINDS.get(own.kind, words.OTHER)
-    return {"kind": kind} | _fields("index", "expected_tokens", "reported_tokens")(own)
+    return {"kind": kind} | _fields("index", "expected_tokens", "reported_tokens", "expected_text", "reported_text")(
+        own
+    )
 
 
 _OWN: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = MappingProxyType(

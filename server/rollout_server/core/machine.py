@@ -196,11 +196,9 @@ class Machine:
             )
         follows: list[Consequence] = []
         if drift is not None:
-            follows.append(DriftFound(record.turn, asked_in, drift))
-            text = (
-                f"turn {record.turn}: the trainer's prompt parts from ours at token {drift.index} ({drift.kind.value})"
-            )
-            self._warnings.append(Warned("token_drift", text, record.turn, drift.index))
+            found = DriftFound(record.turn, asked_in, drift, record.around)
+            follows.append(found)
+            self._warnings.append(Warned("token_drift", found.text, record.turn, drift.index))
         if len(self.ledger.segments) > segments:
             opened = self.ledger.segments[-1]
             prompt = len(reported) if reported is not None else opened.spans[0].stop

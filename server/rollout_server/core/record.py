@@ -56,6 +56,8 @@ class Answered:
         policy_version: the policy that answered, in the trainer's words.
         notes: what the edge noticed about the answer, as (code, text).
         tool_calls: how many calls the answer holds.
+        around: text around the place where the reported prompt parts from what was expected: ours, then the trainer's. Both
+            are empty where it does not, or where nobody can tell.
     """
 
     turn: int
@@ -73,6 +75,7 @@ class Answered:
     policy_version: str = ""
     notes: tuple[tuple[str, str], ...] = ()
     tool_calls: int = 0
+    around: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +118,19 @@ class SegmentOpened:
 
 @dataclass(frozen=True, slots=True)
 class DriftFound:
-    """The trainer's prompt is not what was expected. Follows from an `Answered`."""
+    """The trainer's prompt is not what was expected. Follows from an `Answered`, whose `around` it has."""
 
     turn: int
     segment_id: str
     drift: Drift
+    around: tuple[str, str] = ("", "")
+
+    @property
+    def text(self) -> str:
+        """What was found, for a person."""
+        drift, (ours, theirs) = self.drift, self.around
+        text = f"turn {self.turn}: the trainer's prompt parts from ours at token {drift.index} ({drift.kind.value})"
+        return f"{text}: expected {ours!r}, reported {theirs!r}" if ours or theirs else text
 
 
 @dataclass(frozen=True, slots=True)

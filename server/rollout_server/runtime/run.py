@@ -208,9 +208,8 @@ class Run:
             if isinstance(record, DriftFound):
                 drift = record.drift
                 text = (
-                    f"turn {record.turn}: the trainer's prompt has {drift.reported} tokens and parts from the {drift.expected} "
-                    f"expected ones at token {drift.index} ({drift.kind.value}). Its template, tools or tokenizer differ from "
-                    'ours; with on_drift "warn" the rollout goes on in a new segment'
+                    f"{record.text}. It has {drift.reported} tokens, {drift.expected} were expected: its template, tools or "
+                    'tokenizer differ from ours; with on_drift "warn" the rollout goes on in a new segment'
                 )
                 self._end(Failure(Category.TOKEN_DRIFT, text, record.turn))
 

@@ -459,6 +459,8 @@ class DriftFound(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     REPORTED_TOKENS_FIELD_NUMBER: _builtins.int
+    EXPECTED_TEXT_FIELD_NUMBER: _builtins.int
+    REPORTED_TEXT_FIELD_NUMBER: _builtins.int
     kind: Global___DriftKind.ValueType
     """What parted."""
     index: _builtins.int
@@ -467,6 +469,10 @@ class DriftFound(_message.Message):
     """Tokens that were expected."""
     reported_tokens: _builtins.int
     """Tokens that the trainer reported."""
+    expected_text: _builtins.str
+    """A few tokens of what was expected around the index, as text; empty where nobody could decode them."""
+    reported_text: _builtins.str
+    """The same of what was reported."""
     def __init__(
         self,
         *,
@@ -474,10 +480,12 @@ class DriftFound(_message.Message):
         index: _builtins.int = ...,
         expected_tokens: _builtins.int = ...,
         reported_tokens: _builtins.int = ...,
+        expected_text: _builtins.str = ...,
+        reported_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_tokens", b"expected_tokens", "index", b"index", "kind", b"kind", "reported_tokens", b"reported_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_text", b"expected_text", "expected_tokens", b"expected_tokens", "index", b"index", "kind", b"kind", "reported_text", b"reported_text", "reported_tokens", b"reported_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,12 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.message import JSON, parse_object
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.form import Form
+from rollout_server.edge.tokens.parting import Parting
 from rollout_server.edge.tokens.render import Rendered, Renderer
 from rollout_server.edge.trainer.chat import Answer, RequestWriter, read_answer_aside
 from rollout_server.edge.trainer.client import HttpClient, HttpRequest
@@ -46,14 +48,14 @@ class MaskedSampler:
         self._tools = tools
         self._url = f"{spec.completions.url}/v1/chat/completions"
         self._writer = RequestWriter(spec.rollout_id, masked_parameters(spec.sampling))
-        self._renderer: Renderer | None = None
+        self._opened: tuple[Renderer, Parting] | None = None
         self._form = trainers.forms.of(spec)
 
     async def sample(self, ask: Ask) -> Answered:
         """Renders, posts, checks. Raises `Failed`."""
         turn = ask.asked.turn
         messages = ask.messages[: ask.asked.messages]
-        renderer = await self._open_renderer()
+        renderer, parting = await self._open()
         rendered = await renderer.predict(messages, ask.last, ask.last_messages)
         if rendered.mask_length is not None and rendered.mask_length < 0:
             raise Failed(_negative(turn, rendered.mask_length))
@@ -67,6 +69,7 @@ class MaskedSampler:
         if renderer.form != self._form:
             self._form = renderer.form
             self._trainers.forms.remember(self._spec, self._form)
+        around = await parting.around(predicted, answer.reported, answer.token_ids or pack_tokens())
         return Answered(
             turn=turn,
             message=answer.message,
@@ -80,6 +83,7 @@ class MaskedSampler:
             elapsed_ms=elapsed,
             notes=self._notes(answer, rendered, turn),
             tool_calls=answer.tool_calls,
+            around=around,
         )
 
     async def _fetch(self, ask: Ask, renderer: Renderer, rendered: Rendered) -> tuple[Fetched, int | None]:
@@ -108,16 +112,16 @@ class MaskedSampler:
         request = HttpRequest(self._url, body, turn_headers(ask))
         return await fetch_once(self._trainers.client, Errand(request, ask.asked.turn, ask.deadline))
 
-    async def _open_renderer(self) -> Renderer:
-        if self._renderer is None:
+    async def _open(self) -> tuple[Renderer, Parting]:
+        if self._opened is None:
             name = self._spec.tokenizer
             if name is None:
                 raise Failed(Failure(Category.TOKENIZER, "the rollout names no tokenizer, so no mask can be counted"))
             loaded = await self._trainers.tokenizers.load(name)
             kwargs = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
-            self._renderer = Renderer(loaded, [_function(tool) for tool in self._tools], kwargs, form=self._form)
-            self._form = self._renderer.form
-        return self._renderer
+            renderer = Renderer(loaded, [_function(tool) for tool in self._tools], kwargs, form=self._form)
+            self._opened, self._form = (renderer, Parting(loaded)), renderer.form
+        return self._opened
 
     def _notes(self, answer: Answer, rendered: Rendered, turn: int) -> tuple[tuple[str, str], ...]:
         notes = list(notes_on(answer, self._spec.sampling, turn))

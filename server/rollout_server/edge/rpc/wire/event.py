@@ -146,4 +146,6 @@ def _drift(record: DriftFound) -> event_pb2.DriftFound:
         index=drift.index,
         expected_tokens=drift.expected,
         reported_tokens=drift.reported,
+        expected_text=utf8(record.around[0]),
+        reported_text=utf8(record.around[1]),
     )
