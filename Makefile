@@ -5,7 +5,7 @@ MANIFESTS := $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*.ya
 PROTOS := $(wildcard protos/osmosis/*/v1/*.proto)
 UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate
 
-.PHONY: help setup demo up down test bench mutants check format lint types oldest deploy-checks docs protos release-protos lock clean
+.PHONY: help setup demo up down test bench mutants check format lint types oldest transformers4 deploy-checks docs protos release-protos lock clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,6 +27,11 @@ $(VENV)/.ready: requirements/dev.lock pyproject.toml
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
 	@touch $@
 
+.venv-transformers4/.ready: requirements/transformers4.lock
+	$(PYTHON) -m venv .venv-transformers4
+	.venv-transformers4/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
+	@touch $@
+
 setup: $(VENV)/.ready ## Make the environment from the lock
 
 protos: .venv-protos/.ready ## Write generated/ from protos/
@@ -42,6 +47,7 @@ lock: ## Resolve the lock files anew
 	$(UV) pyproject.toml --extra dev -o requirements/dev.lock
 	$(UV) requirements/protos.in -o requirements/protos.lock
 	$(UV) requirements/oldest.in -o requirements/oldest.lock
+	$(UV) requirements/transformers4.in -o requirements/transformers4.lock
 	$(UV) pyproject.toml --extra server -c requirements/dev.lock -o deploy/server.lock
 	echo hatchling | $(UV) - -c requirements/dev.lock -o deploy/build.lock
 
@@ -84,12 +90,15 @@ oldest: .venv-oldest/.ready ## Run the contract tests on the oldest grpcio and p
 docs: setup ## Write the tables of settings in docs/
 	$(BIN)/python deploy/settings_tables.py
 
+transformers4: .venv-transformers4/.ready ## Run the tests of tokens on the last transformers before 5
+	PYTHONPATH=generated:server .venv-transformers4/bin/python -m pytest tests/tokens -p no:cacheprovider
+
 deploy-checks: setup ## Lint the Dockerfile and validate the compose file and the Kubernetes manifests
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
 	$(BIN)/kubernetes-validate --strict --quiet $(MANIFESTS)
 
-check: format lint types oldest deploy-checks test ## Everything that a landing needs
+check: format lint types oldest transformers4 deploy-checks test ## Everything that a landing needs
 
 .venv-mutants/.ready:
 	$(PYTHON) -m venv .venv-mutants
@@ -108,4 +117,4 @@ mutants: .venv-mutants/.ready ## Mutate the ledger and the machine and list what
 		&& cr-report --surviving-only --show-diff mutants.sqlite
 
 clean: ## Remove environments and caches
-	rm -rf .venv .venv-protos .venv-oldest .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv .venv-protos .venv-oldest .venv-transformers4 .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

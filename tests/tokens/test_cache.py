@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -181,13 +182,14 @@ def test_settings_that_keep_nothing() -> None:
 
 def run(code: str, **environment: str) -> Any:
     """The JSON that a fresh interpreter prints; nothing else may be printed."""
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stderr == ""
     return json.loads(done.stdout)
 
 
 def test_importing_loads_no_tokenizer_library() -> None:
-    modules = "cache, cut, loaded, probe, render, source"
+    modules = "cache, cut, encoding, form, loaded, mirror, parting, probe, render, source"
     code = f"import json, sys; from rollout_server.edge.tokens import {modules}; print(json.dumps(sorted(sys.modules)))"
     assert {"transformers", "tokenizers", "huggingface_hub", "torch", "jinja2"}.isdisjoint(run(code))
 

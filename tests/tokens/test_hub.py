@@ -6,6 +6,7 @@ The libraries read the Hub's address when they are imported, so each question is
 import asyncio
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from http import HTTPStatus
@@ -104,6 +105,7 @@ async def answers(names: list[tuple[str, str]]) -> list[str]:
 
 async def ask(address: str, home: Path, *names: tuple[str, str]) -> list[str]:
     environment = {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     code = (
         "import asyncio, json, sys; from tests.tokens.test_hub import answers;"
         "print(json.dumps(asyncio.run(answers(json.loads(sys.argv[1])))))"
