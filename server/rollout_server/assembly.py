@@ -20,6 +20,7 @@ from rollout_server.edge.rpc.tls import ClientTls, ServerTls, channel_credential
 from rollout_server.edge.targets.lookup import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.form import Arguments, Form
 from rollout_server.edge.tokens.source import TokenizerSettings
 from rollout_server.edge.trainer.client import HttpClient, HttpSettings
 from rollout_server.edge.trainer.masked import MaskedTrainers
@@ -65,7 +66,8 @@ def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
 def trainers(client: HttpClient, tokenizers: Tokenizers, settings: Settings) -> Trainers:
     """Samplers that share one client."""
     retries = Retries(settings.retries, settings.retry_base_seconds, settings.retry_max_seconds)
-    return Trainers(MaskedTrainers(client, tokenizers), PlainTrainers(client, retries))
+    form = None if settings.count_arguments == "auto" else Form(arguments=Arguments(settings.count_arguments))
+    return Trainers(MaskedTrainers(client, tokenizers, form), PlainTrainers(client, retries))
 
 
 def reporter(client: HttpClient, channels: Channels, settings: Settings) -> OutcomeReporter:

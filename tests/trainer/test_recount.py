@@ -56,6 +56,17 @@ async def test_parsed_arguments_are_found_out_by_one_refusal_and_remembered(serv
         assert (requests(trainer, "first"), requests(trainer, "second")) == (turns + 1, turns)
 
 
+async def test_a_way_of_counting_that_is_set_needs_no_refusal() -> None:
+    ports: Any = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "count_arguments": "parsed"}
+    settings = Settings(_env_file=None, tokenizers={"qwen": QWEN}, tokenizers_offline=True, **ports)
+    async with Server([Calculator()], settings) as server:
+        url = f"http://127.0.0.1:{server.http_port}"
+        async with StrictTrainer(QWEN, tools_from=url, parse_arguments=True) as trainer:
+            answer = await roll(server, trainer.url, "first")
+            assert answer["status"] == "COMPLETED"
+            assert requests(trainer, "first") == answer["metrics"]["num_llm_calls"]
+
+
 async def test_one_that_refuses_every_mask_is_asked_twice_and_told_every_length(server: Server) -> None:
     masks: list[Any] = []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
@@ -36,4 +38,10 @@ class TokenizerSettings(BaseSettings):
     )
     tokenizers_offline: bool = Field(
         False, validation_alias=named("ROLLOUT_TOKENIZERS_OFFLINE"), description="Never fetch a tokenizer."
+    )
+    count_arguments: Literal["auto", "received", "parsed"] = Field(
+        "auto",
+        validation_alias=named("ROLLOUT_COUNT_ARGUMENTS"),
+        description="How trainers that count masks render the arguments of tool calls, until they show otherwise; auto: as they "
+        "came, unless the template takes objects only.",
     )

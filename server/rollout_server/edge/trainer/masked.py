@@ -28,10 +28,11 @@ from rollout_server.runtime.port import Ask, Failed, Tool
 
 @dataclass(frozen=True, slots=True)
 class MaskedTrainers:
-    """What all samplers of the synchronous dialect share."""
+    """What all samplers of the synchronous dialect share. `form` is assumed of trainers of which nothing is known."""
 
     client: HttpClient
     tokenizers: Tokenizers
+    form: Form | None = None
     forms: Forms = field(default_factory=Forms)
 
     def open(self, spec: Spec, tools: Sequence[Tool]) -> MaskedSampler:
@@ -49,7 +50,7 @@ class MaskedSampler:
         self._url = f"{spec.completions.url}/v1/chat/completions"
         self._writer = RequestWriter(spec.rollout_id, masked_parameters(spec.sampling))
         self._opened: tuple[Renderer, Parting] | None = None
-        self._form = trainers.forms.of(spec)
+        self._form = trainers.forms.of(spec) or trainers.form
 
     async def sample(self, ask: Ask) -> Answered:
         """Renders, posts, checks. Raises `Failed`."""
