@@ -44,6 +44,16 @@ ROOMS: dict[str, set[str]] = {
     "rollout_server.logs": {THIRD},
     # The trainer that judges us counts for itself: nothing of the server's is in it.
     "rollout_server.testing": {"rollout_server.testing", "osmosis", THIRD},
+    # It looks at rollouts as any client does.
+    "rollout_server.inspection": {"rollout_server.inspection", "rollout_client", "osmosis", THIRD},
+    # Looks at templates as the renderer does; no server is needed for it.
+    "rollout_server.tokencheck": {
+        "rollout_server.core",
+        "rollout_server.runtime.port",
+        "rollout_server.edge.tokens",
+        "rollout_server.tokencheck",
+        THIRD,
+    },
     # The composition root and the commands.
     "rollout_server.app": {ANYTHING},
     "rollout_server.assembly": {ANYTHING},

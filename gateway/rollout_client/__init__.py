@@ -35,10 +35,11 @@ from rollout_client.errors import (
 )
 from rollout_client.events import EventStream, RunStream
 from rollout_client.following import Started
-from rollout_client.results import TrainingSample, messages, samples
+from rollout_client.results import messages
 from rollout_client.retry import Retry
 from rollout_client.selection import SelectionFields
 from rollout_client.spec import Credentials, Limits, Sampling, SpecFields, StartFields, Target, Tokenizer
+from rollout_client.training import SampleSpan, TrainingSample, samples
 
 __all__ = [
     "Agent",
@@ -68,6 +69,7 @@ __all__ = [
     "RolloutEvent",
     "RolloutSpec",
     "RunStream",
+    "SampleSpan",
     "Sampling",
     "SelectionFields",
     "ServerFault",

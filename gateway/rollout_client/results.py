@@ -1,4 +1,4 @@
-"""What rollouts bring back, as plain Python values.
+"""The messages that rollouts bring back, as plain Python values.
 
 The messages of the contract are typed and returned as they are; here is what they do not offer by themselves.
 """
@@ -8,63 +8,19 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from osmosis.rollout.v1.message_pb2 import Blob, ChatMessage, ContentPart, Message
 from osmosis.rollout.v1.outcome_pb2 import Outcome
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
-from osmosis.rollout.v1.token_pb2 import Sample
 
 JsonObject: TypeAlias = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSample:
-    """One training sample: a prompt that does not train, and the tokens after it.
-
-    Args:
-        segment_id: the segment of the ledger that it is.
-        prompt_ids: token ids, all masked.
-        response_ids: token ids.
-        response_mask: 1 for each response id that the model wrote and that trains, 0 for the others.
-        logprobs: one natural logarithm for each response id, 0.0 where masked; None: at least one answer came without them.
-    """
-
-    segment_id: str
-    prompt_ids: list[int]
-    response_ids: list[int]
-    response_mask: list[int]
-    logprobs: list[float] | None
-
-
-def samples(outcome: Outcome) -> list[TrainingSample]:
-    """The training samples of an outcome that was read in view "samples" or "full", nearly always one.
-
-    Raises ValueError where ids, mask and logprobs differ in length: such a sample would train on the wrong tokens.
-    """
-    return [_sample(sample) for sample in outcome.samples]
 
 
 def messages(source: Outcome | RolloutSpec | Iterable[Message]) -> list[JsonObject]:
     """Messages as dictionaries, in the shape that OpenAI-style endpoints know. Raises ValueError for one that is no JSON object."""
     listed = source.messages if isinstance(source, Outcome | RolloutSpec) else source
     return [_message(message) for message in listed]
-
-
-def _sample(sample: Sample) -> TrainingSample:
-    logprobs = list(sample.logprobs.values) if sample.HasField("logprobs") else None
-    made = TrainingSample(
-        sample.segment_id, list(sample.prompt_ids), list(sample.response_ids), list(sample.response_mask), logprobs
-    )
-    lengths = {
-        len(made.response_ids),
-        len(made.response_mask),
-        len(made.response_ids if logprobs is None else logprobs),
-    }
-    if len(lengths) > 1:
-        raise ValueError(f"segment {made.segment_id!r}: ids, mask and logprobs are not of the same length")
-    return made
 
 
 def _message(message: Message) -> JsonObject:

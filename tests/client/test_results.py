@@ -27,9 +27,12 @@ def test_a_sample_is_lists() -> None:
 def test_logprobs_that_did_not_come_are_none_and_not_empty() -> None:
     bare = token_pb2.Sample(response_ids=[1], response_mask=b"\x01")
     assert samples(outcome_pb2.Outcome(samples=[bare]))[0].logprobs is None
-    empty = token_pb2.Sample(logprobs=token_pb2.Logprobs())
-    assert samples(outcome_pb2.Outcome(samples=[empty]))[0].logprobs == []
     assert samples(outcome_pb2.Outcome()) == []
+
+
+def test_a_segment_in_which_the_model_wrote_nothing_is_no_sample() -> None:
+    silent = token_pb2.Sample(prompt_ids=[1, 2], logprobs=token_pb2.Logprobs())
+    assert samples(outcome_pb2.Outcome(samples=[silent])) == []
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_settings_that_are_not_read_are_not() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_every_path_that_is_named_is_served(name: str) -> None:
+async def test_every_path_that_is_named_is_served(name: str) -> None:
     app = create_app([open_channel("127.0.0.1:1", None)], GatewaySettings())
     served = {*app.openapi()["paths"], "/docs", "/openapi.json"}
     named = set(re.findall(r"(?:GET|POST) (/[a-z0-9/{}_]+)", page(name))) | set(

@@ -57,6 +57,12 @@ def finished() -> pb.Rollout:
         response_ids=[3, 2**31 - 1],
         response_mask=b"\x01\x00",
         logprobs=token_pb2.Logprobs(values=[-0.5, 0.0]),
+        spans=[
+            token_pb2.SampleSpan(author="AUTHOR_OTHER", mask_reason="MASK_REASON_PROMPT", turn=1, stop=2),
+            token_pb2.SampleSpan(author="AUTHOR_MODEL", turn=1, start=2, stop=3, policy_version="v1"),
+        ],
+        origin=token_pb2.SegmentOrigin(parent_id="9", parent_tokens=1, kind="SEGMENT_KIND_DRIFT"),
+        verified=True,
     )
     outcome = outcome_pb2.Outcome(
         stop=outcome_pb2.Stop(reason="max_turns", truncated=True),
@@ -122,7 +128,16 @@ async def test_a_rollout_that_has_finished_in_every_view(plain: Plain) -> None:
     message = json.loads(TEXT)
     sample = {"segment_id": "0", "prompt_ids": [1, 2], "response_ids": [3, 2**31 - 1], "response_mask": [1, 0]}
     empty: dict[str, Any] = {"segment_id": "1", "prompt_ids": [], "response_ids": [], "response_mask": []}
-    samples = [{**sample, "logprobs": [-0.5, 0.0]}, {**empty, "logprobs": None}]
+    whose: list[dict[str, Any]] = [
+        {"author": "other", "mask_reason": "prompt", "turn": 1, "start": 0, "stop": 2, "policy_version": ""},
+        {"author": "model", "mask_reason": None, "turn": 1, "start": 2, "stop": 3, "policy_version": "v1"},
+    ]
+    from_drift = {"parent_id": "9", "parent_tokens": 1, "kind": "drift"}
+    nowhere = {"parent_id": "", "parent_tokens": 0, "kind": "unspecified"}
+    samples = [
+        {**sample, "logprobs": [-0.5, 0.0], "spans": whose, "origin": from_drift, "verified": True},
+        {**empty, "logprobs": None, "spans": [], "origin": nowhere, "verified": False},
+    ]
     span: dict[str, Any] = {"turn": 1, "logprobs": None, "policy_version": ""}
     spans = [
         {**span, "author": "other", "mask_reason": "prompt", "token_ids": [1, 2]},

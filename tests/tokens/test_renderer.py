@@ -254,6 +254,32 @@ async def test_template_arguments_reach_the_template_and_only_that(ours, plain) 
             Renderer(ours("qwen3"), [], {name: True})
 
 
+async def test_a_switch_may_change_what_closes_an_answer(ours, plain) -> None:
+    template = CHATML.replace(
+        "BODY ~ '<|im_end|>", "message.content ~ ('<|endoftext|>' if plain else '<|im_end|>') ~ '"
+    )
+    loaded, toy = ours("toy", template), plain("toy")
+    more = f"\n<|im_start|>user\n{MORE['content']}STOP\n<|im_start|>assistant\n"
+    for switches, stop in (({}, "<|im_end|>"), ({"plain": True}, "<|endoftext|>"), ({"plain": False}, "<|im_end|>")):
+        rendered = await second_turn(Renderer(loaded, [], switches), SAID, toy.ids("Eight." + stop), MORE)
+        assert rendered.exact
+        assert rendered.predicted == Prediction(pack_tokens(), pack_tokens(toy.ids(more.replace("STOP", stop))))
+    cut = await second_turn(Renderer(loaded, [], {"plain": True}), SAID, toy.ids("Eig"), MORE, finish_reason="length")
+    assert cut.predicted.closing == pack_tokens(toy.ids("<|endoftext|>"))
+
+
+@pytest.mark.parametrize("family", ["mistral-small-3.2", "toy", "qwen3", "llama3"])
+async def test_what_is_said_twice_in_the_same_words(ours, plain, family) -> None:
+    """Mistral's template puts the tools in front of every message that equals the last one of the user."""
+    naive, stop = plain(family), ours(family).probed.final.id
+    messages = [ASKED, SAID, ASKED]
+    rendered = await second_turn(Renderer(ours(family), TOOLS, {}), SAID, [stop], ASKED)
+    whole = naive.prompt(messages, TOOLS)
+    environment = list(rendered.predicted.environment)
+    assert rendered.exact
+    assert whole[len(whole) - len(environment) - 1 :] == [stop, *environment]
+
+
 async def test_arguments_become_objects_only_for_a_template_that_takes_nothing_else(ours, plain) -> None:
     lists = (
         "(message.content ~ (message.tool_calls[0].function.arguments | items | list if message.tool_calls else ''))"

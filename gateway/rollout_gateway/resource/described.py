@@ -96,6 +96,25 @@ class WarningShown(BaseModel):
     index: int | None
 
 
+class OriginShown(BaseModel):
+    """Where a segment comes from."""
+
+    parent_id: str = Field(description="The segment it follows; empty for the first.")
+    parent_tokens: int = Field(description="How many tokens at its start it shares with that one.")
+    kind: str = Field(description="main, drift, gap, compaction, subagent or branch.")
+
+
+class SampleSpanShown(BaseModel):
+    """Whose tokens stand where in a sample, counted from the start of its prompt."""
+
+    author: str = Field(description="model or other.")
+    mask_reason: str | None = Field(description="Why they do not train: prompt, environment, closing or author.")
+    turn: int
+    start: int
+    stop: int
+    policy_version: str
+
+
 class Sample(BaseModel):
     """A segment as trainers use it. Mask and logprobs are as long as the response."""
 
@@ -104,6 +123,9 @@ class Sample(BaseModel):
     response_ids: list[int]
     response_mask: list[Literal[0, 1]] = Field(description="1 exactly where the model wrote a token that trains.")
     logprobs: list[float] | None = Field(description="0.0 where masked; null: at least one answer came without them.")
+    spans: list[SampleSpanShown] = Field(description="They cover prompt and response without gaps.")
+    origin: OriginShown
+    verified: bool = Field(description="The trainer reported every prompt of it.")
 
 
 class OutcomeShown(BaseModel):

@@ -67,7 +67,14 @@ def _sample(sample: token_pb2.Sample) -> dict[str, Any]:
         "response_ids": list(sample.response_ids),
         "response_mask": list(sample.response_mask),
         "logprobs": list(sample.logprobs.values) if sample.HasField("logprobs") else None,
+        "spans": [_sample_span(span) for span in sample.spans],
+        "origin": origin_json(sample.origin),
+        "verified": sample.verified,
     }
+
+
+def _sample_span(span: token_pb2.SampleSpan) -> dict[str, Any]:
+    return _written(span) | {"start": span.start, "stop": span.stop, "policy_version": span.policy_version}
 
 
 def _segment(segment: token_pb2.Segment) -> dict[str, Any]:
@@ -90,10 +97,7 @@ def origin_json(origin: token_pb2.SegmentOrigin) -> dict[str, Any]:
 
 def span_json(span: token_pb2.Span) -> dict[str, Any]:
     """A run of tokens with one author; `mask_reason` is null exactly where it trains, `logprobs` where they are unknown."""
-    found: dict[str, Any] = {
-        "author": words.AUTHORS.get(span.author, words.OTHER),
-        "mask_reason": words.MASK_REASONS.get(span.mask_reason, words.OTHER) if span.mask_reason else None,
-        "turn": span.turn,
+    found = _written(span) | {
         "token_ids": list(span.token_ids),
         "logprobs": list(span.logprobs.values) if span.HasField("logprobs") else None,
         "policy_version": span.policy_version,
@@ -101,6 +105,15 @@ def span_json(span: token_pb2.Span) -> dict[str, Any]:
     if span.planes:
         found["planes"] = [_plane(plane) for plane in span.planes]
     return found
+
+
+def _written(span: token_pb2.Span | token_pb2.SampleSpan) -> dict[str, Any]:
+    """By whom, why masked, in which turn."""
+    return {
+        "author": words.AUTHORS.get(span.author, words.OTHER),
+        "mask_reason": words.MASK_REASONS.get(span.mask_reason, words.OTHER) if span.mask_reason else None,
+        "turn": span.turn,
+    }
 
 
 def _plane(plane: token_pb2.TokenPlane) -> dict[str, Any]:

@@ -314,6 +314,48 @@ class Segment(_message.Message):
 Global___Segment: _TypeAlias = Segment  # noqa: Y015
 
 @_typing.final
+class SampleSpan(_message.Message):
+    """Whose tokens stand where in a sample."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    MASK_REASON_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    author: Global___Author.ValueType
+    """Who wrote them."""
+    mask_reason: Global___MaskReason.ValueType
+    """Why they are masked; unset exactly when they train."""
+    turn: _builtins.int
+    """The turn, from 1, whose prompt or answer they belong to."""
+    start: _builtins.int
+    """The first of them, counted from the start of the prompt."""
+    stop: _builtins.int
+    """Behind the last of them."""
+    policy_version: _builtins.str
+    """The policy that sampled them, in the trainer's own words; empty: unknown."""
+    def __init__(
+        self,
+        *,
+        author: Global___Author.ValueType = ...,
+        mask_reason: Global___MaskReason.ValueType = ...,
+        turn: _builtins.int = ...,
+        start: _builtins.int = ...,
+        stop: _builtins.int = ...,
+        policy_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "mask_reason", b"mask_reason", "policy_version", b"policy_version", "start", b"start", "stop", b"stop", "turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleSpan: _TypeAlias = SampleSpan  # noqa: Y015
+
+@_typing.final
 class Sample(_message.Message):
     """A segment as trainers use it: a view derived from the spans."""
 
@@ -324,10 +366,15 @@ class Sample(_message.Message):
     RESPONSE_IDS_FIELD_NUMBER: _builtins.int
     RESPONSE_MASK_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.str
     """The segment."""
     response_mask: _builtins.bytes
     """One byte, 0 or 1, for each response id: 1 exactly where the model wrote a token that trains."""
+    verified: _builtins.bool
+    """False where the trainer never reported its prompts, so that prompt and environment tokens are our rendering."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The first prompt. All masked."""
@@ -340,6 +387,14 @@ class Sample(_message.Message):
     def logprobs(self) -> Global___Logprobs:
         """One value for each response id, 0.0 where masked. Unset: at least one answer came without them."""
 
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleSpan]:
+        """They cover prompt and response without gaps. The last one is the model's."""
+
+    @_builtins.property
+    def origin(self) -> Global___SegmentOrigin:
+        """Where the segment comes from."""
+
     def __init__(
         self,
         *,
@@ -348,10 +403,13 @@ class Sample(_message.Message):
         response_ids: _abc.Iterable[_builtins.int] | None = ...,
         response_mask: _builtins.bytes = ...,
         logprobs: Global___Logprobs | None = ...,
+        spans: _abc.Iterable[Global___SampleSpan] | None = ...,
+        origin: Global___SegmentOrigin | None = ...,
+        verified: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "origin", b"origin"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "response_mask", b"response_mask", "segment_id", b"segment_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "origin", b"origin", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "response_mask", b"response_mask", "segment_id", b"segment_id", "spans", b"spans", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

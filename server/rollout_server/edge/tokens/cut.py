@@ -29,16 +29,28 @@ def environment_text(render: Render, messages: Sequence[Fields], first: int, sto
     mark = _absent_from(full)
     for marked in _marked(messages[first], mark, stop):
         text = _try(render, [*messages[:first], marked, *messages[first + 1 :]], True)
-        if text is not None and (at := text.find(mark)) >= 0:
-            found = _after_stop(text, at, stop, full)
-            if found is not None:
-                return found
+        found = _before_mark(text, mark, 0, stop, full)
+        if found is None:  # a template may look for the same message elsewhere in the conversation (Mistral)
+            same = [marked if message == messages[first] else message for message in messages]
+            found = _before_mark(_try(render, same, True), mark, same[:first].count(marked), stop, full)
+        if found is not None:
+            return found
     return None
+
+
+def _before_mark(text: str | None, mark: str, number: int, stop: str, full: str) -> str | None:
+    """What `full` holds after the last stop before one of the marks in `text`: the one that has `number` before it."""
+    if text is None:
+        return None
+    parts = text.split(mark)
+    if len(parts) < number + 2:
+        return None
+    return _after_stop("".join(parts[: number + 1]), stop, full)
 
 
 def _generation_prompt(render: Render, messages: Sequence[Fields], stop: str, full: str) -> str | None:
     """What follows an answer after which nothing was said."""
-    found = _after_stop(_try(render, messages, False), None, stop, full)
+    found = _after_stop(_try(render, messages, False), stop, full)
     if found is None:  # a template that closes the last answer of all in another way (gpt-oss)
         _, closed, found = (text_after_answer(render, messages, len(messages) - 1, full) or "").partition(stop)
         return found if closed else None
@@ -72,8 +84,9 @@ def _try(render: Render, messages: Sequence[Fields], generation_prompt: bool) ->
         return None
 
 
-def _after_stop(text: str | None, before: int | None, stop: str, full: str) -> str | None:
-    if text is None or (found := text.rfind(stop, 0, before)) < 0:
+def _after_stop(text: str | None, stop: str, full: str) -> str | None:
+    """What `full` holds after the last stop of `text`, if they are the same up to there."""
+    if text is None or (found := text.rfind(stop)) < 0:
         return None
     end = found + len(stop)
     return full[end:] if text[:end] == full[:end] else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object
+from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.runtime.port import Failed
 
@@ -97,6 +98,7 @@ def _with_object(call: JSON) -> JSON:
     if not isinstance(arguments, str):
         return call
     try:
-        return {**call, "function": {**function, "arguments": parse_object(arguments)}}
-    except MalformedMessage:
+        value = json.loads(arguments)  # as the fronts of trainers do: NaN and the like, which JSON does not know, are read too
+    except (ValueError, RecursionError):
         return call
+    return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else call

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock
 from typing import Protocol, TypeVar
 
@@ -22,6 +24,7 @@ from rollout_server.runtime.port import Failed
 
 _T = TypeVar("_T")
 _LONGEST_REASON = 300
+_SWITCHES = 64
 
 
 class ChatTokenizer(Protocol):
@@ -81,8 +84,22 @@ class LoadedTokenizer:
         self._special = {index: token.content for index, token in added.items() if token.special}
         # A truncation that was saved with a tokenizer is switched off by its first use: here, before it is shared.
         self.encode("")
-        self.probed: Probed = probe(self._text, self._special)
+        self.probed: Probed = probe(partial(self._text, Frame()), self._special)
+        self._switched: dict[str, LoadedTokenizer] = {}
         self._growing = self._make_growing(added)
+
+    def switched(self, template_kwargs: Mapping[str, JSON]) -> LoadedTokenizer:
+        """The same tokenizer, looked at anew with these switches of its template: they may change how answers are closed."""
+        if not template_kwargs:
+            return self
+        key = json.dumps(template_kwargs, sort_keys=True)
+        known = self._switched.get(key)
+        if known is None:
+            known = copy.copy(self)
+            known.probed = probe(partial(self._text, Frame(template_kwargs=template_kwargs)), self._special)
+            if len(self._switched) < _SWITCHES:
+                self._switched[key] = known
+        return known
 
     async def run(self, work: Callable[..., _T], *arguments: object) -> _T:
         """Calls `work` in a thread of the tokenizers. A caller who is cancelled leaves at once; the work is finished unseen."""
@@ -135,8 +152,8 @@ class LoadedTokenizer:
             return True
         return token_id in self._special and not cut
 
-    def _text(self, messages: Sequence[Fields], generation_prompt: bool) -> str:
-        return self.text(messages, Frame(), generation_prompt=generation_prompt)
+    def _text(self, frame: Frame, messages: Sequence[Fields], generation_prompt: bool) -> str:
+        return self.text(messages, frame, generation_prompt=generation_prompt)
 
     def _make_growing(self, added: Mapping[int, AddedToken]) -> GrowingEncoder | None:
         """None for tokenizers without the Rust library, and for those that turn out not to encode part by part."""

@@ -100,8 +100,8 @@ class Renderer:
         if reserved := sorted(_RESERVED & template_kwargs.keys()):
             reason = f"chat template arguments cannot be named {', '.join(reserved)}"
             raise Failed(Failure(Category.VALIDATION, reason))
-        self.form = form or Form(arguments=loaded.probed.preferred)
-        self._loaded = loaded
+        self._loaded = loaded.switched(template_kwargs)
+        self.form = form or Form(arguments=self._loaded.probed.preferred)
         self._tools = tools
         self._frame = Frame(None, template_kwargs, date or datetime.now())
         self._seen = _Prompt()

@@ -120,6 +120,7 @@ class MaskedSampler:
                 raise Failed(Failure(Category.TOKENIZER, "the rollout names no tokenizer, so no mask can be counted"))
             loaded = await self._trainers.tokenizers.load(name)
             kwargs = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
+            await loaded.run(loaded.switched, kwargs)
             renderer = Renderer(loaded, [_function(tool) for tool in self._tools], kwargs, form=self._form)
             self._opened, self._form = (renderer, Parting(loaded)), renderer.form
         return self._opened

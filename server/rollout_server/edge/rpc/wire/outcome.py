@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
 
-from rollout_server.core.ledger import Origin, Sample, Segment, Span
+from rollout_server.core.ledger import Origin, Segment, Span
 from rollout_server.core.outcome import Cancellation, Failure, Metrics, Outcome, Stop, Warned
 from rollout_server.edge.rpc.wire import enums
 from rollout_server.edge.rpc.wire.message import messages_to_proto
@@ -19,7 +19,7 @@ def outcome_to_proto(
     proto = outcome_pb2.Outcome(
         messages=messages_to_proto(outcome.messages, typed=typed) if messages else (),
         segments=[segment_to_proto(segment) for segment in outcome.segments] if segments else (),
-        samples=[_sample(segment.sample()) for segment in outcome.segments] if samples else (),
+        samples=[_sample(segment) for segment in outcome.segments] if samples else (),
         metrics=metrics_to_proto(outcome.metrics),
         reward=verdict.reward,
         scores={utf8(name): score for name, score in (verdict.scores or {}).items()},
@@ -87,13 +87,28 @@ def span_to_proto(segment: Segment, span: Span) -> token_pb2.Span:
     )
 
 
-def _sample(sample: Sample) -> token_pb2.Sample:
+def _sample(segment: Segment) -> token_pb2.Sample:
+    sample = segment.sample()
     return token_pb2.Sample(
         segment_id=sample.segment_id,
         prompt_ids=sample.prompt_ids,
         response_ids=sample.response_ids,
         response_mask=sample.response_mask,
         logprobs=token_pb2.Logprobs(values=sample.logprobs) if sample.logprobs is not None else None,
+        spans=[_sample_span(span) for span in segment.spans],
+        origin=origin_to_proto(segment.origin),
+        verified=segment.verified,
+    )
+
+
+def _sample_span(span: Span) -> token_pb2.SampleSpan:
+    return token_pb2.SampleSpan(
+        author=enums.AUTHORS[span.author],
+        mask_reason=enums.MASK_REASONS[span.reason],
+        turn=span.turn,
+        start=span.start,
+        stop=span.stop,
+        policy_version=span.policy_version,
     )
 
 

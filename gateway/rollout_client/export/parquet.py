@@ -1,0 +1,96 @@
+"""Samples as Parquet files: one row for each, columns of the names of `to_dict`. Needs `rollout-server[parquet]`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from os import PathLike, fspath
+from typing import Any
+
+from rollout_client.export.plain import from_dict, to_dict
+from rollout_client.training import TrainingSample
+
+
+def write_parquet(samples: Iterable[TrainingSample], path: str | PathLike[str]) -> int:
+    """Writes samples to a file, over what it held. Returns how many. Logprobs are kept as 32-bit floats, as they came.
+
+    Raises ImportError, which names the extra, where pyarrow is missing.
+    """
+    arrow = _arrow()
+    rows = [_row(sample) for sample in samples]
+    table = arrow.Table.from_pylist(rows, schema=_schema(arrow))
+    importlib.import_module("pyarrow.parquet").write_table(table, fspath(path))
+    return len(rows)
+
+
+def read_parquet(path: str | PathLike[str]) -> list[TrainingSample]:
+    """Reads the samples of a file that `write_parquet` wrote.
+
+    Raises ImportError, which names the extra, where pyarrow is missing, and ValueError for a file without such samples.
+    """
+    arrow = _arrow()
+    # Not read_table: it takes `name=value` in a path for a column.
+    with importlib.import_module("pyarrow.parquet").ParquetFile(fspath(path)) as file:
+        ours, found = _schema(arrow).names, file.schema_arrow.names
+        if missing := [name for name in ours if name not in found]:
+            raise ValueError(f"{path} holds no samples: it has no column {missing[0]!r}")
+        rows = file.read(columns=ours).to_pylist()
+    return [_sample(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
+
+
+def _arrow() -> Any:
+    try:
+        return importlib.import_module("pyarrow")
+    except ImportError:
+        raise ImportError('Parquet files need pyarrow: pip install "rollout-server[parquet]"') from None
+
+
+def _schema(arrow: Any) -> Any:
+    """The columns. Token ids are below 2^31."""
+    text, whole, number = arrow.string(), arrow.int64(), arrow.float64()
+    span = arrow.struct(
+        [
+            ("author", text),
+            ("reason", text),
+            ("turn", whole),
+            ("start", whole),
+            ("stop", whole),
+            ("policy_version", text),
+        ]
+    )
+    columns = {
+        "segment_id": text,
+        "prompt_ids": arrow.list_(arrow.int32()),
+        "response_ids": arrow.list_(arrow.int32()),
+        "response_mask": arrow.list_(arrow.int8()),
+        "logprobs": arrow.list_(arrow.float32()),
+        "spans": arrow.list_(span),
+        "kind": text,
+        "parent_id": text,
+        "parent_tokens": whole,
+        "verified": arrow.bool_(),
+        "uid": text,
+        "rollout_id": text,
+        "group_id": text,
+        "end": text,
+        "reason": text,
+        "truncated": arrow.bool_(),
+        "reward": number,
+        "scores": arrow.list_(arrow.struct([("name", text), ("value", number)])),
+        "completion_ms": number,
+        "tool_ms": number,
+    }
+    return arrow.schema(list(columns.items()))
+
+
+def _row(sample: TrainingSample) -> dict[str, Any]:
+    row = to_dict(sample)
+    return row | {"scores": [{"name": name, "value": value} for name, value in row["scores"].items()]}
+
+
+def _sample(row: Mapping[str, Any], where: str) -> TrainingSample:
+    scores = {score["name"]: score["value"] for score in row["scores"] or ()}
+    try:
+        return from_dict({**row, "scores": scores})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

@@ -1,0 +1,129 @@
+"""Samples as plain dictionaries: the sample's own names, values that JSON knows, nothing left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+from rollout_client.training import SampleSpan, TrainingSample
+
+_MOST: Final = 2**31 - 1
+_Reader: TypeAlias = Callable[[object, str], Any]
+
+
+def to_dict(sample: TrainingSample) -> dict[str, Any]:
+    """A sample with all its fields; its spans are a list of dictionaries, or None."""
+    found = {each.name: getattr(sample, each.name) for each in fields(TrainingSample)}
+    for name in ("prompt_ids", "response_ids", "response_mask", "logprobs"):
+        found[name] = None if found[name] is None else list(found[name])
+    found["scores"] = dict(sample.scores)
+    if sample.spans is not None:
+        found["spans"] = [{each.name: getattr(span, each.name) for each in fields(SampleSpan)} for span in sample.spans]
+    return found
+
+
+def from_dict(values: Mapping[str, Any]) -> TrainingSample:
+    """The sample that `to_dict` made the dictionary of.
+
+    Raises ValueError with the name of what is missing, unknown, of another kind, or does not fit the rest.
+    """
+    return TrainingSample(**_read(values, TrainingSample, _SAMPLE))
+
+
+def _read(values: object, kind: type, readers: Mapping[str, _Reader], where: str = "") -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where or 'a sample'} is not an object")
+    known = {each.name: each for each in fields(kind)}
+    if unknown := [key for key in values if key not in known]:
+        raise ValueError(f"{where}{unknown[0]!r} is not known here")
+    needed = [n for n, each in known.items() if each.default is MISSING and each.default_factory is MISSING]
+    if missing := [name for name in needed if name not in values]:
+        raise ValueError(f"{where}{missing[0]} is missing")
+    return {name: readers[name](value, where + name) for name, value in values.items()}
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where} is not a text")
+    return value
+
+
+def _flag(value: object, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{where} is neither true nor false")
+    return value
+
+
+def _count(value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{where} is not an integer of 0 or more")
+    return value
+
+
+def _number(value: object, where: str) -> float:
+    try:
+        found = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+    except OverflowError:  # an integer beyond all floats
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"{where} is not a finite number")
+    return found
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{where} is not a list")
+    return list(value)
+
+
+def _ids(value: object, where: str) -> list[int]:
+    found = _list(value, where)
+    wrong = next((i for i, each in enumerate(found) if type(each) is not int or not 0 <= each <= _MOST), None)
+    if wrong is not None:
+        raise ValueError(f"{where}[{wrong}] is not an integer from 0 to {_MOST}")
+    return found
+
+
+def _numbers(value: object, where: str) -> list[float]:
+    return [_number(each, f"{where}[{index}]") for index, each in enumerate(_list(value, where))]
+
+
+def _spans(value: object, where: str) -> tuple[SampleSpan, ...]:
+    listed = enumerate(_list(value, where))
+    return tuple(SampleSpan(**_read(each, SampleSpan, _SPAN, f"{where}[{index}].")) for index, each in listed)
+
+
+def _scores(value: object, where: str) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} is not an object")
+    return {_text(name, f"a name in {where}"): _number(each, f"{where}[{name!r}]") for name, each in value.items()}
+
+
+def _or_none(reader: _Reader) -> _Reader:
+    return lambda value, where: None if value is None else reader(value, where)
+
+
+_SPAN: Final[Mapping[str, _Reader]] = MappingProxyType(
+    {
+        **dict.fromkeys(("author", "policy_version"), _text),
+        **dict.fromkeys(("turn", "start", "stop"), _count),
+        "reason": _or_none(_text),
+    }
+)
+_SAMPLE: Final[Mapping[str, _Reader]] = MappingProxyType(
+    {
+        **dict.fromkeys(("segment_id", "kind", "parent_id", "uid", "rollout_id", "group_id", "end", "reason"), _text),
+        **dict.fromkeys(("prompt_ids", "response_ids", "response_mask"), _ids),
+        **dict.fromkeys(("completion_ms", "tool_ms"), _number),
+        "logprobs": _or_none(_numbers),
+        "spans": _or_none(_spans),
+        "parent_tokens": _count,
+        "verified": _or_none(_flag),
+        "truncated": _flag,
+        "reward": _or_none(_number),
+        "scores": _scores,
+    }
+)

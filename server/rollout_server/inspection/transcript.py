@@ -1,0 +1,169 @@
+"""A rollout as it is looked at: segments of runs, each of one author, and where the trainer's prompts part from ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from osmosis.rollout.v1 import outcome_pb2, rollout_service_pb2, token_pb2
+from rollout_client.training import AUTHORS, MASK_REASONS, SEGMENT_KINDS, samples
+
+_UNKNOWN = "unspecified"
+_DRIFT = "token_drift"
+_WINDOW = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens of one author and one turn.
+
+    `letter`: M the model, P the prompt, E the environment, C a closing token, A the model's but masked out by the agent's
+    author, ? not told. `start` counts from the start of the segment.
+    """
+
+    letter: str
+    author: str
+    reason: str | None
+    turn: int
+    start: int
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    policy_version: str
+
+    @property
+    def stop(self) -> int:
+        """Behind the last token."""
+        return self.start + len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """At token `index` the prompt of `turn` is not what was expected. `was` and `here`: the tokens from there on, where known."""
+
+    index: int
+    turn: int
+    message: str
+    was: tuple[int, ...] | None
+    here: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A segment: all its tokens, how many of them train, and the runs and drifts that are looked at."""
+
+    id: str
+    kind: str
+    parent_id: str
+    parent_tokens: int
+    verified: bool
+    ids: tuple[int, ...]
+    trained: int
+    runs: tuple[Run, ...]
+    drifts: tuple[Drift, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """A finished rollout. `stretches` are those that are looked at."""
+
+    rollout: rollout_service_pb2.Rollout
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def outcome(self) -> outcome_pb2.Outcome:
+        """How it ended."""
+        return self.rollout.outcome
+
+    def only(self, segment: str | None, turn: int | None) -> Transcript:
+        """The part of one segment, of one turn, or both. Raises ValueError where there is none."""
+        known = [each.id for each in self.stretches]
+        if segment is not None and segment not in known:
+            raise ValueError(f"there is no segment {segment!r}; there are {', '.join(known) or 'none'}")
+        left = [each for each in self.stretches if segment in (None, each.id)]
+        turns = sorted({run.turn for each in left for run in each.runs})
+        if turn is not None and turn not in turns:
+            raise ValueError(f"no tokens of turn {turn} are here; there are turns {_ranges(turns) or 'none'}")
+        kept = [each if turn is None else _of_turn(each, turn) for each in left]
+        return replace(self, stretches=tuple(each for each in kept if each.runs))
+
+
+def transcript_of(rollout: rollout_service_pb2.Rollout) -> Transcript:
+    """What there is to see of a rollout in view "full".
+
+    Raises ValueError for one that has not finished, that was read in a lesser view, or that contradicts itself.
+    """
+    if not rollout.HasField("outcome"):
+        raise ValueError("the rollout has not finished: its tokens are told once it has")
+    outcome = rollout.outcome
+    samples(rollout)
+    if outcome.samples and not outcome.segments:
+        raise ValueError('the rollout tells no segments, only samples: read it again in view "full"')
+    found = [_stretch(segment) for segment in outcome.segments]
+    return Transcript(rollout, tuple(_with_drifts(each, found, outcome.warnings) for each in found))
+
+
+def _stretch(segment: token_pb2.Segment) -> Stretch:
+    starts = accumulate((len(span.token_ids) for span in segment.spans), initial=0)
+    runs = tuple(_run(span, start, segment.id) for span, start in zip(segment.spans, starts, strict=False))
+    origin = segment.origin
+    kind = SEGMENT_KINDS.get(origin.kind, _UNKNOWN)
+    ids = tuple(token for run in runs for token in run.ids)
+    trained = sum(len(run.ids) for run in runs if run.letter == "M")
+    return Stretch(segment.id, kind, origin.parent_id, origin.parent_tokens, segment.verified, ids, trained, runs)
+
+
+def _run(span: token_pb2.Span, start: int, segment_id: str) -> Run:
+    author = AUTHORS.get(span.author, _UNKNOWN)
+    reason = MASK_REASONS.get(span.mask_reason, _UNKNOWN) if span.mask_reason else None
+    logprobs = tuple(span.logprobs.values) if span.HasField("logprobs") else None
+    if logprobs is not None and len(logprobs) != len(span.token_ids):
+        raise ValueError(f"segment {segment_id!r}, token {start}: there are not as many logprobs as tokens")
+    return Run(
+        _letter(author, reason), author, reason, span.turn, start, tuple(span.token_ids), logprobs, span.policy_version
+    )
+
+
+def _letter(author: str, reason: str | None) -> str:
+    if author == "model":
+        return {None: "M", "author": "A"}.get(reason, "?")
+    return {"prompt": "P", "environment": "E", "closing": "C"}.get(reason or "", "?")
+
+
+def _with_drifts(stretch: Stretch, others: Sequence[Stretch], warnings: Sequence[outcome_pb2.Warning]) -> Stretch:
+    """A warning belongs to the segment that its turn is in; the one that opened a segment tells both sides."""
+    turns = {run.turn for run in stretch.runs}
+    opened = stretch.runs[0].turn if stretch.kind == "drift" and stretch.runs else None
+    parent = next((each.ids for each in others if each.id == stretch.parent_id), None)
+    found = [
+        _drift(stretch, each, parent if each.turn == opened else None)
+        for each in warnings
+        if each.code == _DRIFT and each.turn in turns and each.HasField("index")
+    ]
+    if opened is not None and all(each.turn != opened for each in found):
+        silent = outcome_pb2.Warning(turn=opened, index=stretch.parent_tokens)
+        found.append(_drift(stretch, silent, parent))
+    return replace(stretch, drifts=tuple(sorted(found, key=lambda drift: drift.index)))
+
+
+def _drift(stretch: Stretch, warning: outcome_pb2.Warning, parent: Sequence[int] | None) -> Drift:
+    index = min(warning.index, len(stretch.ids))
+    window = slice(index, index + _WINDOW)
+    was = None if parent is None else tuple(parent[window])
+    return Drift(index, warning.turn, warning.message, was, stretch.ids[window])
+
+
+def _of_turn(stretch: Stretch, turn: int) -> Stretch:
+    runs = tuple(run for run in stretch.runs if run.turn == turn)
+    return replace(stretch, runs=runs, drifts=tuple(drift for drift in stretch.drifts if drift.turn == turn))
+
+
+def _ranges(turns: Sequence[int]) -> str:
+    """1, 2, 3, 7 as "1-3, 7"."""
+    found: list[list[int]] = []
+    for turn in turns:
+        if found and turn == found[-1][1] + 1:
+            found[-1][1] = turn
+        else:
+            found.append([turn, turn])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

@@ -1,0 +1,4 @@
+"""Whether a tokenizer and its chat template are safe for training on token masks: hard conversations, played and judged.
+
+It needs no server and no trainer. Nothing in it knows a model by name: what a template does is found by rendering.
+"""

@@ -1,0 +1,90 @@
+"""What was found where an answer ends and the next prompt begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from rollout_server.edge.tokens.form import Arguments
+from rollout_server.tokencheck.written import Writing
+
+
+class Cause(Enum):
+    """Why a conversation that is rendered anew does not begin with the tokens that were there."""
+
+    RETOKENISED = "retokenised"
+    THINKING = "thinking dropped"
+    SPACE = "white space changed"
+    ARGUMENTS = "arguments spelled anew"
+    TWICE = "arguments encoded twice"
+    SEPARATOR = "stop or separator replaced"
+    PROMPT = "generation prompt not kept"
+    TOOLS = "tools moved"
+    HISTORY = "history rewritten"
+
+
+class Mask(Enum):
+    """What a trainer that counts by the growth of its rendering makes of a boundary."""
+
+    RIGHT = "right"
+    TOKENS = "right length, wrong tokens"
+    LENGTH = "wrong length"
+    NEGATIVE = "negative length"
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where truth and rendering part: the first token and character that differ, and the text around that token on both sides."""
+
+    cause: Cause
+    index: int
+    truth: str
+    rendered: str
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """One boundary. `answer` is the index of the message that ends there.
+
+    Args:
+        added: how many tokens stand there in truth, a stop that the answer lacked included.
+        counted: how many a trainer counts that renders everything anew.
+        parting: None where the rendering begins with, and is, what was there.
+    """
+
+    kind: str
+    answer: int
+    added: int
+    counted: int
+    parting: Parting | None
+
+    @property
+    def mask(self) -> Mask:
+        """What counting by lengths comes to."""
+        if self.counted < 0:
+            return Mask.NEGATIVE
+        if self.counted != self.added:
+            return Mask.LENGTH
+        return Mask.RIGHT if self.parting is None else Mask.TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A conversation that was played.
+
+    Args:
+        kind: of the conversation.
+        refused: the template's words, where it refuses the conversation or the rest of it.
+        uncut: answers behind which no place was found at which the environment begins.
+        left_out: what the template does not render, in words.
+        unprompted: an answer that is not rendered with the generation prompt before it: the prompt's end, and what stands there.
+    """
+
+    kind: str
+    form: Arguments
+    writing: Writing
+    boundaries: tuple[Boundary, ...] = ()
+    refused: str = ""
+    uncut: tuple[int, ...] = ()
+    left_out: frozenset[str] = field(default_factory=frozenset)
+    unprompted: tuple[str, str] | None = None

@@ -1,0 +1,134 @@
+"""The check: all conversations, in both forms of arguments, with answers written in three ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from rollout_server.core.ledger import pack_tokens
+from rollout_server.core.message import JSON
+from rollout_server.edge.tokens.form import Arguments
+from rollout_server.edge.tokens.loaded import ChatTokenizer, Frame, LoadedTokenizer
+from rollout_server.edge.tokens.probe import Stop
+from rollout_server.edge.tokens.render import Renderer
+from rollout_server.tokencheck.advice import advice
+from rollout_server.tokencheck.boundary import Played
+from rollout_server.tokencheck.conversation import Conversation
+from rollout_server.tokencheck.findings import cautions, conditions, faults
+from rollout_server.tokencheck.hard import hard
+from rollout_server.tokencheck.play import Player
+from rollout_server.tokencheck.tallies import among, partings, rows, tallies
+from rollout_server.tokencheck.template import Template
+from rollout_server.tokencheck.traits import Shown, Traits, traits
+from rollout_server.tokencheck.verdict import Example, Stops, Verdict
+from rollout_server.tokencheck.written import Writing
+
+_SWITCHES = 6
+_CONTROLS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is looked at: a tokenizer, what it and its template are called, and what the template is given besides."""
+
+    tokenizer: ChatTokenizer
+    name: str
+    template: str
+    template_kwargs: Mapping[str, JSON]
+
+
+def check(subject: Subject, more: Sequence[Conversation] = ()) -> Verdict:
+    """Plays the hard conversations, and more. Takes seconds.
+
+    Raises `Failed` (VALIDATION) for template arguments that are not the template's.
+    """
+    with ThreadPoolExecutor(1) as executor:
+        loaded = LoadedTokenizer(subject.name, subject.tokenizer, executor)
+        Renderer(loaded, (), subject.template_kwargs)  # refuses arguments with which a rollout would be refused
+        frame = Frame(None, subject.template_kwargs)
+        template = Template(loaded, subject.tokenizer.added_tokens_decoder, frame)
+        return _verdict(subject, template, [*hard(_controls(template)), *more])
+
+
+def _controls(template: Template) -> list[str]:
+    """Control tokens that somebody may type: the stops and some others."""
+    texts = [stop.text for stop in template.loaded.probed.stops]
+    return list(dict.fromkeys((*texts, *sorted(template.special)[:_CONTROLS], *texts)))
+
+
+def _verdict(subject: Subject, template: Template, conversations: Sequence[Conversation]) -> Verdict:
+    probed, found = template.loaded.probed, traits(template, subject.tokenizer)
+    played = list(_play(template, found, conversations, Writing))
+    form = min(_forms(found), key=lambda form: partings(among(played, form, Writing.TEMPLATE)))
+    best = among(played, form, Writing.TEMPLATE)
+    wrong = tuple(faults(best, probed, found))
+    tried = _tried(template, found, conversations, best) if partings(best) else {}
+    stops, counts = Stops(probed.final, probed.calls, _eos(subject.tokenizer)), tallies(played)
+    usable = not probed.refusal and any(each.boundaries for each in best)
+    unprompted = next((each for each in best if each.unprompted is not None), None)
+    return Verdict(
+        tokenizer=subject.name,
+        template=subject.template,
+        refusal=probed.refusal,
+        usable=usable,
+        stable=usable and not wrong,
+        form=form,
+        stops=stops,
+        traits=found,
+        generation_prompt=None if unprompted is None else _unprompted(unprompted),
+        mirrors=probed.mirrors,
+        faults=wrong,
+        conditions=tuple(conditions(found, form)),
+        cautions=tuple(cautions(best, stops, found, probed.mirrors)),
+        advice=tuple(advice(wrong, form, found, counts, tried)),
+        tallies=counts,
+        rows=rows(played, form),
+        switches_tried=tried,
+    )
+
+
+def _forms(found: Traits) -> list[Arguments]:
+    """The forms of arguments that the template takes; that of the wire comes first."""
+    taken = [form for form in (Arguments.RECEIVED, Arguments.PARSED) if found.arguments[form] is not Shown.REFUSED]
+    return taken or [Arguments.RECEIVED]
+
+
+def _play(
+    template: Template, found: Traits, conversations: Iterable[Conversation], writings: Iterable[Writing]
+) -> Iterator[Played]:
+    player, forms, writings = Player(template, found.natural), _forms(found), list(writings)
+    for conversation in conversations:
+        if conversation.has_calls:
+            yield from player.play(conversation, forms, writings)
+            continue
+        for played in player.play(conversation, forms[:1], writings):  # without calls the forms are the same
+            yield from (replace(played, form=form) for form in forms)
+
+
+def _tried(
+    template: Template, found: Traits, conversations: Sequence[Conversation], best: Sequence[Played]
+) -> dict[str, int]:
+    """How many boundaries part when a variable that the template reads is set to true or false.
+
+    Settings with which it refuses more than before do not count.
+    """
+    compared = sum(len(each.boundaries) for each in best)
+    parted: dict[str, int] = {}
+    for name in [name for name in found.switches if name not in template.frame.template_kwargs][:_SWITCHES]:
+        for value in (True, False):
+            played = list(_play(template.given({name: value}), found, conversations, [Writing.TEMPLATE]))
+            same = among(played, best[0].form, Writing.TEMPLATE)
+            if sum(len(each.boundaries) for each in same) >= compared:
+                parted[f"{name}={str(value).lower()}"] = partings(same)
+    return parted
+
+
+def _eos(tokenizer: ChatTokenizer) -> Stop | None:
+    index = tokenizer.eos_token_id
+    return None if index is None else Stop(tokenizer.decode(list(pack_tokens([index]))), index)
+
+
+def _unprompted(played: Played) -> Example:
+    prompt, rendered = played.unprompted or ("", "")
+    return Example(played.kind, prompt, rendered)

@@ -1,0 +1,111 @@
+"""A conversation to be played through a template, as it stands on the wire."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rollout_server.core.message import JSON, MalformedMessage, parse_object
+from rollout_server.edge.tokens.form import Fields, has_calls
+
+_NUMBER: JSON = {"type": "number"}
+_TEXT: JSON = {"type": "string"}
+
+
+def _tool(name: str, description: str, properties: dict[str, JSON]) -> Fields:
+    schema: JSON = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+TOOLS: tuple[Fields, ...] = (
+    _tool("add", "Adds two numbers.", {"a": _NUMBER, "b": _NUMBER}),
+    _tool("find", "Finds places.", {"query": _TEXT}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages, and what is known of how they came about.
+
+    Args:
+        kind: the row that it counts in.
+        messages: `arguments` are text, spelled as the model did.
+        tools: as OpenAI writes function tools; None and an empty list are not the same to every template.
+        cut: indices of answers that were cut by length, so that the model wrote no stop.
+    """
+
+    kind: str
+    messages: tuple[Fields, ...]
+    tools: Sequence[Fields] | None = TOOLS
+    cut: frozenset[int] = frozenset()
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        """Indices of the model's messages."""
+        return tuple(i for i, message in enumerate(self.messages) if message.get("role") == "assistant")
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the model calls a tool anywhere in it."""
+        return any(map(has_calls, self.messages))
+
+    def normal(self) -> Conversation | None:
+        """The same with arguments spelled as most templates spell an object. None where one cannot be spelled so."""
+        try:
+            return replace(self, messages=tuple(map(_normal, self.messages)))
+        except ValueError:
+            return None
+
+    def end(self, answered: int) -> int:
+        """How many messages there are when the model is asked again after `messages[answered]`."""
+        return next((index for index in self.answers if index > answered), len(self.messages))
+
+
+def spelled(arguments: str) -> str:
+    """A JSON object as most templates spell it. Raises ValueError for other texts, and for numbers that JSON cannot spell."""
+    return json.dumps(parse_object(arguments), ensure_ascii=False, allow_nan=False)
+
+
+def arguments_of(message: Fields) -> list[str]:
+    """The arguments of its calls, where they are text."""
+    calls = message.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    given = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    return [arguments for arguments in given if isinstance(arguments, str)]
+
+
+def names_of(message: Fields) -> list[str]:
+    """The tools that it calls."""
+    calls = message.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [str(function.get("name")) for function in functions if isinstance(function, dict)]
+
+
+def thought_of(message: Fields) -> str:
+    """What the model thought before it answered, wherever it stands; empty: nothing."""
+    thought = message.get("reasoning_content")
+    if isinstance(thought, str) and thought.strip():
+        return thought.strip()
+    content = message.get("content")
+    if isinstance(content, str) and "</think>" in content:
+        return content.partition("</think>")[0].rpartition("<think>")[2].strip()
+    return ""
+
+
+def _normal(message: Fields) -> Fields:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_normal_call(call) for call in calls]}
+
+
+def _normal_call(call: JSON) -> JSON:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = spelled(function["arguments"])
+    except MalformedMessage:  # not an object, so that no parser would touch it
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

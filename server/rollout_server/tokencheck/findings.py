@@ -1,0 +1,113 @@
+"""What is wrong with a template, and under which conditions it is right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rollout_server.edge.tokens.form import Arguments
+from rollout_server.edge.tokens.probe import Probed
+from rollout_server.tokencheck.boundary import Boundary, Cause, Played
+from rollout_server.tokencheck.traits import Dated, Shown, Traits
+from rollout_server.tokencheck.verdict import Example, Fault, Finding, Stops
+
+_CAUSES = {
+    Cause.THINKING: "the template drops the thinking of earlier answers",
+    Cause.SPACE: "the template changes white space in what the model said",
+    Cause.ARGUMENTS: "the template spells arguments of calls in another way than the model did",
+    Cause.TWICE: "the template encodes arguments twice: they are text, and it makes a JSON string of it",
+    Cause.SEPARATOR: "the template puts another stop, or another text after it, behind an answer that is no longer the last",
+    Cause.PROMPT: "the generation prompt does not stay in front of the answer that was generated behind it",
+    Cause.TOOLS: "the template puts the tools in another place when the conversation goes on",
+    Cause.HISTORY: "the template writes what was there before in another way when the conversation goes on",
+    Cause.RETOKENISED: "the same text is encoded in other tokens",
+}
+_NEEDED = ("answers", "content beside tool calls", "tool calls", "tool results", "user messages")
+
+
+def faults(played: Sequence[Played], probed: Probed, traits: Traits) -> Iterator[Finding]:
+    """What is wrong with the template itself, the most frequent first. `played` are those written as the template writes."""
+    parted = [boundary for each in played for boundary in each.boundaries if boundary.parting is not None]
+    counted = Counter(boundary.parting.cause for boundary in parted if boundary.parting is not None)
+    for cause, number in counted.most_common():
+        if cause is Cause.RETOKENISED:
+            continue
+        yield Finding(cause, _CAUSES[cause], number, _example(parted, cause))
+    if probed.final is None or (not traits.closed and probed.final.text in traits.opening):
+        borrowed = (
+            ""
+            if probed.final is None
+            else f"; the first that follows is {probed.final.text}, which begins all messages"
+        )
+        text = f"the template closes answers with no special token, so that a model cannot learn to end one{borrowed}"
+        yield Finding(Fault.NO_STOP, text, 0)
+    uncut = [each for each in played if each.uncut]
+    if uncut:
+        text = f"no place shows where the environment begins behind an answer, so the server guesses and warns ({_kinds(uncut)})"
+        yield Finding(Fault.NO_PLACE, text, len(uncut))
+    for word in _NEEDED:
+        without = [each for each in played if word in each.left_out]
+        if without:
+            yield Finding(Fault.LEFT_OUT, f"the template leaves out {word} ({_kinds(without)})", len(without))
+    if traits.dated is Dated.TIME:
+        yield Finding(Fault.TIME, "the template prints the time of day, which is another in every turn", 0)
+
+
+def conditions(traits: Traits, form: Arguments) -> Iterator[str]:
+    """What has to be so for the template to be stable."""
+    other = next(each for each in Arguments if each is not form)
+    if (
+        traits.arguments[form] not in (Shown.REFUSED, Shown.LEFT_OUT)
+        and traits.arguments[other] is not traits.arguments[form]
+    ):
+        given = (
+            "objects, not as the text that came" if form is Arguments.PARSED else "the text that came, not as objects"
+        )
+        yield f"arguments of calls are given to the template as {given} ({traits.arguments[other].value} otherwise)"
+    if traits.dated is Dated.DAY:
+        yield "a rollout keeps one date: the template prints it, and its tokens change at midnight"
+    if traits.empty_tools_differ:
+        yield "no tools is said in one way on both sides: an empty list is not rendered as none is"
+    if all(shown is Shown.REFUSED for shown in traits.arguments.values()):
+        yield "no tools are called: the template refuses conversations with calls"
+
+
+def cautions(played: Sequence[Played], stops: Stops, traits: Traits, mirrors: bool) -> Iterator[str]:
+    """What is no fault, but good to know."""
+    thoughtless = [each for each in played if "reasoning_content" in each.left_out]
+    if thoughtless:
+        yield "reasoning_content is not rendered: thinking that a parser takes out of an answer is lost to later turns"
+    if any("system messages" in each.left_out for each in played):
+        yield "system messages are not rendered"
+    if not traits.tools_shown and any(shown is not Shown.REFUSED for shown in traits.arguments.values()):
+        yield "the template does not show the tools it is given: describe them in a message"
+    again = [each for each in played for b in each.boundaries if b.parting and b.parting.cause is Cause.RETOKENISED]
+    if again:
+        yield f"rendered text is encoded in other tokens than were generated even where it is the same ({_kinds(again)})"
+    refused = [each for each in played if each.refused]
+    if refused:
+        yield f"the template refuses some conversations ({_kinds(refused)}); such rollouts end with its words"
+    ends = {stop.id for stop in (stops.final, stops.calls) if stop is not None}
+    if ends and (stops.eos is None or ends != {stops.eos.id}):
+        eos = "there is no eos_token" if stops.eos is None else f"eos_token is {stops.eos.text}"
+        shown = " and ".join(dict.fromkeys(stop.text for stop in (stops.final, stops.calls) if stop is not None))
+        yield f"answers end with {shown}, but {eos}: an engine that stops at that alone goes on behind an answer"
+    if not traits.closed and stops.final is not None:
+        yield f"no token of its own closes an answer: the next message does ({stops.final.text}), and an engine has to stop there"
+    if not mirrors:
+        yield "what follows an answer depends on more of the history than is cheap to render: turns cost more as a rollout grows"
+
+
+def _example(parted: Sequence[Boundary], cause: Cause) -> Example | None:
+    """The first of those where lengths differ most."""
+    found = [(boundary, each) for boundary in parted if (each := boundary.parting) is not None and each.cause is cause]
+    worst = max(found, key=lambda pair: abs(pair[0].counted - pair[0].added), default=None)
+    if worst is None:
+        return None
+    boundary, parting = worst
+    return Example(boundary.kind, parting.truth, parting.rendered, parting.index)
+
+
+def _kinds(played: Sequence[Played]) -> str:
+    kinds = list(dict.fromkeys(each.kind for each in played))
+    return ", ".join(kinds[:4]) + (f" and {len(kinds) - 4} more" if len(kinds) > 4 else "")

@@ -1,0 +1,103 @@
+"""A tokenizer with its template, as the check uses it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from rollout_server.core.ledger import Tokens
+from rollout_server.core.message import JSON, Message
+from rollout_server.edge.tokens.encoding import AddedToken, Encoded, common_prefix
+from rollout_server.edge.tokens.form import Arguments, Fields, parsed
+from rollout_server.edge.tokens.loaded import Frame, LoadedTokenizer
+from rollout_server.tokencheck.conversation import Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What renders and encodes, with the arguments that the template is given in every rendering."""
+
+    loaded: LoadedTokenizer
+    added: Mapping[int, AddedToken]
+    frame: Frame = field(default_factory=Frame)
+
+    def given(self, more: Mapping[str, JSON]) -> Template:
+        """The same with further template arguments."""
+        kwargs = {**self.frame.template_kwargs, **more}
+        return replace(self, frame=replace(self.frame, template_kwargs=kwargs))
+
+    @property
+    def special(self) -> frozenset[str]:
+        """The texts of special tokens."""
+        return frozenset(token.content for token in self.added.values() if token.special and token.content)
+
+    def joint(self, one: str, other: str) -> int:
+        """Up to where two texts are the same, at a place where no added token is cut in two."""
+        shared = common_prefix(one, other)
+        if shared in (len(one), len(other)):
+            return shared
+        texts = [token.content for token in self.added.values() if token.content]
+        across = (
+            whole.find(text, max(0, shared - len(text) + 1), shared - 1 + len(text))
+            for text in texts
+            for whole in (one, other)
+        )
+        return min((start for start in across if start >= 0), default=shared)
+
+
+class Page:
+    """A conversation as it is rendered in one form; each rendering is made once."""
+
+    def __init__(self, template: Template, conversation: Conversation, form: Arguments) -> None:
+        """Raises `Failed` (VALIDATION) for content that is not text, `MalformedMessage` for numbers that JSON does not have."""
+        wire = (Message.parsed(json.dumps(fields, ensure_ascii=False), fields) for fields in conversation.messages)
+        self.messages = tuple(parsed(message, index, form) for index, message in enumerate(wire))
+        self._template = template
+        self._frame = replace(template.frame, tools=conversation.tools)
+        self._texts: dict[tuple[int, bool], str] = {}
+        self._encoded: dict[int, Encoded] = {}
+        self._last = Encoded()
+
+    def asked(self, count: int) -> str:
+        """The prompt of so many messages. Raises `Failed` where the template refuses them, as all of these do."""
+        return self._text(count, True)
+
+    def ended(self, count: int) -> str:
+        """The conversation of so many messages without a generation prompt."""
+        return self._text(count, False)
+
+    def encoded(self, count: int) -> Encoded:
+        """The prompt of so many messages in tokens."""
+        if count not in self._encoded:
+            self._encoded[count] = self._last = self._template.loaded.grow(self._last, self.asked(count))
+        return self._encoded[count]
+
+    def render(self, messages: Sequence[Fields], generation_prompt: bool) -> str:
+        """Any messages, in the surroundings of this conversation."""
+        return self._template.loaded.text(messages, self._frame, generation_prompt=generation_prompt)
+
+    def without_tools(self, count: int) -> str:
+        """So many messages as they would be if no tools were given."""
+        frame = replace(self._frame, tools=None)
+        return self._template.loaded.text(self.messages[:count], frame, generation_prompt=False)
+
+    def _text(self, count: int, generation_prompt: bool) -> str:
+        key = count, generation_prompt
+        if key not in self._texts:
+            self._texts[key] = self.render(self.messages[:count], generation_prompt)
+        return self._texts[key]
+
+
+def in_other_tokens(template: Template, text: str, ids: Tokens) -> Tokens | None:
+    """The same text in tokens that an encoder would not choose: cut in two in a word. None where no such cut is found."""
+    added = template.added.keys()
+    places = sorted(range(1, len(text)), key=lambda place: abs(place - len(text) // 3))
+    for place in places[:40]:
+        if not (text[place - 1].isalpha() and text[place].isalpha()):
+            continue
+        other = template.loaded.encode(text[:place]) + template.loaded.encode(text[place:])
+        same_text = [i for i in other if i in added] == [i for i in ids if i in added]
+        if other != ids and same_text and template.loaded.decode(other) == template.loaded.decode(ids):
+            return other
+    return None

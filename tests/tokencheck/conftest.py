@@ -1,0 +1,52 @@
+"""The toy tokenizer with templates that somebody has spoilt, and the check of it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+from rollout_server.tokencheck.check import Subject, check
+from rollout_server.tokencheck.conversation import Conversation
+from rollout_server.tokencheck.verdict import Verdict
+from transformers import AutoTokenizer
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"
+TOY_TEMPLATE = (TOY_TOKENIZER / "chat_template.jinja").read_text(encoding="utf-8")
+
+
+def family(name: str) -> Path:
+    """A tokenizer of the shared test data; skips the test where there is none."""
+    if not (path := SHARED / name).exists():
+        pytest.skip(f"needs ../shared/tokenizers/{name} beside the repository")
+    return path
+
+
+def spoilt(*changes: tuple[str, str]) -> str:
+    """The toy template with texts replaced, each of which must be there."""
+    text = TOY_TEMPLATE
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    return text
+
+
+def checked(
+    directory: Path, template: str | None = None, more: Sequence[Conversation] = (), **template_kwargs: Any
+) -> Verdict:
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return check(Subject(tokenizer, directory.name, "planted" if template else "its own", template_kwargs), more)
+
+
+@pytest.fixture(scope="session")
+def verdicts() -> Callable[[str], Verdict]:
+    """The verdict on a family; each is found once."""
+    found: dict[str, Verdict] = {}
+
+    def of(name: str) -> Verdict:
+        if name not in found:
+            found[name] = checked(TOY_TOKENIZER if name == "toy" else family(name))
+        return found[name]
+
+    return of

@@ -1,0 +1,54 @@
+"""The truth that the check compares with, at the golden boundaries of ../shared/tokenizers/vectors."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_server.core.ledger import pack_tokens
+from rollout_server.edge.tokens.form import Arguments
+from rollout_server.edge.tokens.loaded import Frame, LoadedTokenizer
+from rollout_server.tokencheck.conversation import Conversation
+from rollout_server.tokencheck.template import Page, Template
+from rollout_server.tokencheck.truth import Teller
+from rollout_server.tokencheck.written import Writing
+from transformers import AutoTokenizer
+
+from tests.tokencheck.conftest import SHARED, family
+
+VECTORS = sorted((SHARED / "vectors").glob("*.jsonl")) or [SHARED / "vectors" / "qwen2.5-instruct.jsonl"]
+# What the messages do not tell: how arguments were spelled, with which stop it ended, what the template left out.
+UNTOLD = {"compact JSON", "unicode escapes", "number formats", "other stop token", "content+call", "edge whitespace"}
+
+
+@pytest.mark.parametrize("path", VECTORS, ids=lambda path: path.stem)
+def test_what_was_written_and_what_came_after(path: Path) -> None:
+    header, *rows = map(json.loads, family(f"vectors/{path.name}").read_text(encoding="utf-8").splitlines())
+    tools = json.loads(family("vectors/tools.json").read_text(encoding="utf-8"))
+    at = family(header["tokenizer"])
+    tokenizer = AutoTokenizer.from_pretrained(at, local_files_only=True)
+    tokenizer.chat_template = (at / header["template"]).read_text(encoding="utf-8")
+    frame = Frame(None, header["template_kwargs"], datetime.fromisoformat(header["rendered_on"]))
+    with ThreadPoolExecutor(1) as executor:
+        loaded = LoadedTokenizer(path.stem, tokenizer, executor)
+    template = Template(loaded, tokenizer.added_tokens_decoder, frame)
+    for row in rows:
+        check(template, row, tools)
+
+
+def check(template: Template, row: dict[str, Any], tools: list[dict[str, Any]]) -> None:
+    where, last = (row["case"], row["turn"]), row["first_env"] - 1
+    cut = frozenset({last} if row["missing_stop"] else ())
+    conversation = Conversation("golden", tuple(row["messages"]), tools, cut)
+    teller = Teller(template, conversation, Page(template, conversation, Arguments.PARSED), Writing.TEMPLATE)
+    for answered in (index for index in conversation.answers if index <= last):
+        said, ids = teller.answer(answered)
+        added = teller.environment(answered, ids)
+    environment = pack_tokens(row["env_ids"])
+    assert added == len(environment) + row["missing_stop"], where
+    assert teller.truth.ids[-len(environment) :] == environment, where
+    if row["case"] not in UNTOLD:
+        text = said.text.removesuffix(said.stop) if row["missing_stop"] else said.text
+        assert text == template.loaded.decode(pack_tokens(row["generated_ids"])), where

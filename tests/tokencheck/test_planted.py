@@ -1,0 +1,170 @@
+"""Templates with one fault each: the verdict names it, and shows where."""
+
+from typing import Any
+
+import pytest
+from rollout_server.edge.tokens.form import Arguments
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+from rollout_server.tokencheck.boundary import Cause, Mask
+from rollout_server.tokencheck.traits import Dated, Shown
+from rollout_server.tokencheck.verdict import Fault, Verdict
+
+from tests.tokencheck.conftest import TOY_TEMPLATE, checked, spoilt
+
+ANSWER = "{{- '<|im_start|>assistant\\n' -}}\n        {%- if thought -%}"
+AFTER_ANSWER = "{%- endfor -%}\n        {{- '<|im_end|>\\n' -}}"
+LOOP = "{%- for message in messages -%}"
+PROMPT = "{%- if add_generation_prompt -%}\n    {{- '<|im_start|>assistant\\n' -}}"
+
+
+def planted(*changes: tuple[str, str], **template_kwargs: Any) -> Verdict:
+    return checked(TOY_TOKENIZER, spoilt(*changes), **template_kwargs)
+
+
+def found(verdict: Verdict) -> set[Cause | Fault]:
+    return {finding.fault for finding in verdict.faults}
+
+
+def test_history_that_is_dropped_is_refused_with_an_example() -> None:
+    verdict = planted((LOOP, "{%- for message in messages[-1:] -%}"))
+    assert (verdict.usable, verdict.stable) == (False, False)
+    assert "leaves out what was said before" in verdict.refusal
+
+
+def test_history_that_is_dropped_after_a_while() -> None:
+    verdict = planted((LOOP, "{%- for message in messages[-3:] -%}"))
+    assert verdict.usable
+    assert not verdict.stable
+    assert Cause.HISTORY in found(verdict)
+
+
+def test_a_count_of_messages() -> None:
+    verdict = planted((LOOP, "{{- 'Messages: ' ~ messages | length ~ '\\n' -}}" + LOOP))
+    assert found(verdict) == {Cause.HISTORY}
+    (finding,) = verdict.faults
+    assert finding.boundaries == sum(row.boundaries for row in verdict.rows if "huge" not in row.kind)
+    assert finding.example is not None
+    assert "Messages: " in finding.example.truth
+    assert finding.example.truth != finding.example.rendered
+    assert any("ROLLOUT_TEMPLATES" in text for text in verdict.advice)
+    assert any("ROLLOUT_ON_DRIFT=fail" in text for text in verdict.advice)
+
+
+def test_no_stop_token() -> None:
+    verdict = planted((AFTER_ANSWER, "{%- endfor -%}{{- '\\n' -}}"))
+    assert not verdict.stable
+    assert verdict.stops.eos is not None
+    assert found(verdict) == {Fault.NO_STOP}
+
+
+def test_no_special_token_at_all() -> None:
+    verdict = checked(TOY_TOKENIZER, "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
+                      "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")  # fmt: skip
+    assert verdict.stops.final is None
+    assert Fault.NO_STOP in found(verdict)
+    assert not verdict.stable
+
+
+@pytest.mark.parametrize(
+    ("format", "dated", "stable"), [("%d %B %Y", Dated.DAY, True), ("%H:%M:%S", Dated.TIME, False)]
+)
+def test_the_date(format: str, dated: Dated, stable: bool) -> None:
+    verdict = planted((LOOP, "{{- 'Now: ' ~ strftime_now('" + format + "') -}}" + LOOP))
+    assert (verdict.traits.dated, verdict.stable) == (dated, stable)
+    assert (Fault.TIME in found(verdict)) is not stable
+    assert any("one date" in text for text in verdict.conditions) is stable
+
+
+def test_content_that_is_trimmed() -> None:
+    verdict = planted(("{{- content -}}", "{{- content | trim -}}"))
+    assert found(verdict) == {Cause.SPACE}
+    (finding,) = verdict.faults
+    assert finding.example is not None
+    assert finding.example.kind == "white space"
+
+
+def test_tools_that_are_refused() -> None:
+    verdict = planted((LOOP, "{%- if tools or messages | selectattr('role', 'equalto', 'tool') | list -%}"
+                       "{{- raise_exception('No tools here, please.') -}}{%- endif -%}" + LOOP))  # fmt: skip
+    assert verdict.stable
+    assert any("no tools are called" in text for text in verdict.conditions)
+    refused = {row.kind: row.refused for row in verdict.rows if row.refused}
+    assert refused["one call"] == ("No tools here, please.",)
+    assert "no tools given" not in {kind for kind, row in refused.items() if len(row) > 1}
+    assert set(verdict.traits.arguments.values()) == {Shown.REFUSED}
+
+
+def test_arguments_that_are_encoded_twice() -> None:
+    verdict = planted(("{{- function.arguments -}}", "{{- function.arguments | tojson -}}"))
+    assert verdict.traits.arguments == {Arguments.RECEIVED: Shown.TWICE, Arguments.PARSED: Shown.VERBATIM}
+    assert (verdict.stable, verdict.form) == (True, Arguments.PARSED)
+    assert any("objects" in text for text in verdict.conditions)
+    assert any("parse arguments" in text for text in verdict.advice)
+
+
+def test_arguments_that_must_be_objects() -> None:
+    verdict = planted(("{{- function.arguments -}}", "{{- raise_exception('An object, please.') -}}"))
+    assert verdict.traits.arguments[Arguments.RECEIVED] is Shown.REFUSED
+    assert (verdict.stable, verdict.form) == (True, Arguments.PARSED)
+    assert {tally.form for tally in verdict.tallies} == {Arguments.PARSED}
+
+
+def test_thinking_that_is_dropped_unless_asked_for() -> None:
+    dropped = ("{%- if thought -%}", "{%- if thought and (keep or loop.last) -%}")
+    verdict = planted(dropped)
+    assert found(verdict) == {Cause.THINKING}
+    assert "keep=true" in verdict.advice[0]
+    assert verdict.switches_tried["keep=true"] == 0 < verdict.switches_tried["keep=false"]
+    assert any(tally.masks[Mask.LENGTH] + tally.masks[Mask.NEGATIVE] for tally in verdict.tallies)
+    assert planted(dropped, keep=True).stable
+
+
+def test_a_generation_prompt_that_is_not_kept() -> None:
+    verdict = planted((PROMPT, PROMPT + "{{- '<think>\\n\\n</think>\\n\\n' -}}"))
+    assert found(verdict) == {Cause.PROMPT}
+    assert verdict.generation_prompt is not None
+    assert "<think>" in verdict.generation_prompt.truth
+
+
+def test_a_stop_that_is_replaced() -> None:
+    verdict = planted((AFTER_ANSWER, "{%- endfor -%}{{- '<|endoftext|>' if loop.last else '<|im_end|>\\n' -}}"))
+    assert found(verdict) == {Cause.SEPARATOR}
+
+
+def test_tools_that_move() -> None:
+    moved = "{%- if tools and loop.last -%}{{- '<tools>' ~ tools | tojson ~ '</tools>' -}}{%- endif -%}"
+    verdict = planted(("{%- if tools or has_system -%}", "{%- if has_system -%}"), (LOOP, LOOP + moved))
+    assert Cause.TOOLS in found(verdict)
+    assert Cause.HISTORY not in found(verdict)
+
+
+def test_tools_that_are_an_empty_list() -> None:
+    verdict = planted((LOOP, "{%- if tools is not none and not tools -%}{{- 'No tools.' -}}{%- endif -%}" + LOOP))
+    assert verdict.stable
+    assert verdict.traits.empty_tools_differ
+    assert any("empty list" in text for text in verdict.conditions)
+
+
+def test_an_answer_that_the_next_message_ends() -> None:
+    """As in GLM: no token closes an answer, the first of the next message does."""
+    others = [
+        ("'<|im_start|>' ~ message.role", "'<|endoftext|>' ~ message.role"),
+        ("<|im_start|>user", "<|endoftext|>user"),
+    ]
+    verdict = planted((AFTER_ANSWER, "{%- endfor -%}"), *others)
+    assert verdict.stops.final is not None
+    assert verdict.stops.final.text == "<|endoftext|>"
+    assert found(verdict) == set()
+    assert any("eos_token" in text for text in verdict.cautions)
+    assert any("the next message does" in text for text in verdict.cautions)
+
+
+def test_tool_results_that_are_left_out() -> None:
+    verdict = planted(("'\\n<tool_response>\\n' ~ text(message.content) ~ '\\n</tool_response>'", "''"))
+    assert [f.text for f in verdict.faults if f.fault is Fault.LEFT_OUT and "tool results" in f.text]
+
+
+def test_a_template_that_is_none() -> None:
+    verdict = checked(TOY_TOKENIZER, TOY_TEMPLATE + "{% if %}")
+    assert not verdict.usable
+    assert "refuses" in verdict.refusal
