@@ -109,6 +109,28 @@ async def test_a_mapped_template_stands_in(tokenizers, copy, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        (
+            "{{ messages[-1].content }}!",
+            "leaves out what was said before: 'Qf7xSaidByTheModel', said by the model, is not in 'Hello!'",
+        ),
+        ("{{ raise_exception('Not today.') }}", "refuses the conversation: Not today. (tried with 'Hello' from a user"),
+        ("{{ messages[1].content.nothing.at_all }}", "(tried with 'Hello' from a user"),
+    ],
+)
+async def test_a_template_that_cannot_be_followed_is_refused_with_an_example(
+    tokenizers, copy, tmp_path, template: str, named: str
+) -> None:
+    (tmp_path / "bad.jinja").write_text(template)
+    made = tokenizers({"toy": copy}, templates={"toy": tmp_path / "bad.jinja"})
+    told = await refusal(made, "toy")
+    assert told.startswith("tokenizer 'toy' cannot be used: the chat template")
+    assert named in told
+    assert str(tmp_path) not in told
+
+
+@pytest.mark.parametrize(
     "name",
     [
         str(TOY_TOKENIZER),
