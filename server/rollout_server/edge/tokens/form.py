@@ -97,8 +97,8 @@ def _with_object(call: JSON) -> JSON:
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return call
-    try:
-        value = json.loads(arguments)  # as the fronts of trainers do: NaN and the like, which JSON does not know, are read too
+    try:  # as the fronts of trainers do: NaN and the like, which JSON does not know, are read too
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else call
