@@ -124,7 +124,7 @@ class Server:
         metrics = self._metrics
         roster = _roster(
             self._agents,
-            trainers(client, tokenizers, settings),
+            trainers(client, channels, tokenizers, settings),
             settings,
             Surroundings(observer=metrics, reporter=reporter(client, channels, settings), patience=patience(settings)),
         )

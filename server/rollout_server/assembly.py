@@ -23,6 +23,7 @@ from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.form import Arguments, Form
 from rollout_server.edge.tokens.source import TokenizerSettings
 from rollout_server.edge.trainer.client import HttpClient, HttpSettings
+from rollout_server.edge.trainer.completion import CompletionTrainers
 from rollout_server.edge.trainer.masked import MaskedTrainers
 from rollout_server.edge.trainer.plain import PlainTrainers
 from rollout_server.edge.trainer.retry import Retries
@@ -31,7 +32,7 @@ from rollout_server.runtime.surroundings import Patience
 from rollout_server.runtime.wish import Wish
 from rollout_server.settings import TOY, Settings, WrongSettings
 
-FEATURES = ("http_masked", "http_plain", "outcome_delivery", "api_keys")
+FEATURES = ("http_masked", "http_plain", "grpc_trainers", "token_mode", "outcome_delivery", "api_keys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,17 @@ class Trainers:
 
     masked: MaskedTrainers
     plain: PlainTrainers
+    grpc: CompletionTrainers
 
     def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> Sampler:
         """The sampler of one rollout."""
-        if spec.completions.dialect is Dialect.HTTP_PLAIN:
-            return self.plain.open(spec)
-        return self.masked.open(spec, tools)
+        match spec.completions.dialect:
+            case Dialect.HTTP_MASKED:
+                return self.masked.open(spec, tools)
+            case Dialect.HTTP_PLAIN:
+                return self.plain.open(spec)
+            case Dialect.GRPC:
+                return self.grpc.open(uid, spec, tools)
 
 
 def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
@@ -63,11 +69,15 @@ def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
     )
 
 
-def trainers(client: HttpClient, tokenizers: Tokenizers, settings: Settings) -> Trainers:
-    """Samplers that share one client."""
+def trainers(client: HttpClient, channels: Channels, tokenizers: Tokenizers, settings: Settings) -> Trainers:
+    """Samplers that share one client for each protocol."""
     retries = Retries(settings.retries, settings.retry_base_seconds, settings.retry_max_seconds)
     form = None if settings.count_arguments == "auto" else Form(arguments=Arguments(settings.count_arguments))
-    return Trainers(MaskedTrainers(client, tokenizers, form), PlainTrainers(client, retries))
+    return Trainers(
+        MaskedTrainers(client, tokenizers, form),
+        PlainTrainers(client, retries),
+        CompletionTrainers(channels, tokenizers, retries, settings.trainer_timeout_seconds),
+    )
 
 
 def reporter(client: HttpClient, channels: Channels, settings: Settings) -> OutcomeReporter:
@@ -145,18 +155,17 @@ def tokenizer_settings(settings: Settings) -> TokenizerSettings:
 def violations(wish: Wish, rules: TargetRules) -> Sequence[Violation]:
     """What a wish names that this server may not use. Raises `NotPossible` for what it cannot run at all."""
     spec = wish.spec
-    if spec.completions.dialect is Dialect.GRPC:
-        text = "trainers of dialect grpc are not served by this version; use http:// or https://"
-        raise NotPossible(text, reason="DIALECT_UNSUPPORTED")
     if spec.tools is not None:
         raise NotPossible("spec.tools is not served by this version; leave it unset", reason="TARGET_UNSUPPORTED")
     if spec.on_interrupt == spec_pb2.INTERRUPT_POLICY_RESUME:
         raise NotPossible(
             "rollouts are not resumed by this version; leave on_interrupt unset", reason="RESUME_UNSUPPORTED"
         )
-    if spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS:
+    if spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS and spec.completions.dialect is not Dialect.GRPC:
         raise NotPossible("token mode needs a gRPC trainer", reason="TOKEN_MODE_UNSUPPORTED")
     wrong = [*rules.violations(spec.completions.url, "spec.completions.url")]
+    if spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS and spec.tokenizer is None:
+        wrong.append(Violation("spec.tokenizer", "is needed: in token mode the server renders"))
     if spec.outcome is not None:
         wrong += rules.violations(spec.outcome.url, "spec.outcome.url")
     return [*wrong, *_unsendable(wish.credentials)]

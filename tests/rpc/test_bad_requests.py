@@ -109,9 +109,6 @@ async def test_a_request_id_has_a_length(caller: Caller) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"completions": target("grpc://trainer:1")}, "DIALECT_UNSUPPORTED"),
-        ({"completions": target("grpcs://trainer:1")}, "DIALECT_UNSUPPORTED"),
-        ({"completions": target(dialect=spec_pb2.DIALECT_GRPC)}, "DIALECT_UNSUPPORTED"),
         ({"tools": target()}, "TARGET_UNSUPPORTED"),
         ({"token_mode": spec_pb2.TOKEN_MODE_TOKENS}, "TOKEN_MODE_UNSUPPORTED"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -45,8 +46,9 @@ class Channels:
         held = await self._take(url)
         try:
             yield held.channel
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE and self._held.get(url) is held:
+        except (grpc.aio.AioRpcError, ConnectionError) as error:
+            away = isinstance(error, ConnectionError) or error.code() is grpc.StatusCode.UNAVAILABLE
+            if away and self._held.get(url) is held:
                 del self._held[url]
             raise
         finally:
@@ -59,6 +61,19 @@ class Channels:
         for held in self._held.values():
             await held.channel.close()
         self._held.clear()
+
+    @staticmethod
+    async def connect(channel: grpc.aio.Channel, seconds: float) -> None:
+        """Waits until a channel is connected. Raises ConnectionError where it cannot be: then nothing was sent."""
+        connectivity = grpc.ChannelConnectivity
+        try:
+            async with asyncio.timeout(seconds):
+                while (state := channel.get_state(try_to_connect=True)) is not connectivity.READY:
+                    if state in (connectivity.TRANSIENT_FAILURE, connectivity.SHUTDOWN):
+                        raise ConnectionError("no connection came about")
+                    await channel.wait_for_state_change(state)
+        except TimeoutError:
+            raise ConnectionError(f"no connection came about within {seconds:g} s") from None
 
     async def _take(self, url: str) -> _Held:
         held = self._held.get(url)

@@ -181,7 +181,7 @@ class Warning(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     code: _builtins.str
     """A stable word: "token_drift", "resampled", "logprobs_missing", "unverified", "tokens_unknown", "length_exceeded",
-    "rendering_inexact".
+    "rendering_inexact", "policy_stale".
     """
     message: _builtins.str
     """For a person."""

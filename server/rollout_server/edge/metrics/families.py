@@ -43,6 +43,7 @@ WARNINGS = frozenset(
         "tokens_unknown",
         "length_exceeded",
         "rendering_inexact",
+        "policy_stale",
     }
 )
 

@@ -50,11 +50,14 @@ def _before_mark(text: str | None, mark: str, number: int, stop: str, full: str)
 
 def _generation_prompt(render: Render, messages: Sequence[Fields], stop: str, full: str) -> str | None:
     """What follows an answer after which nothing was said."""
-    found = _after_stop(_try(render, messages, False), stop, full)
-    if found is None:  # a template that closes the last answer of all in another way (gpt-oss)
-        _, closed, found = (text_after_answer(render, messages, len(messages) - 1, full) or "").partition(stop)
+    behind = text_after_answer(render, messages, len(messages) - 1, full)
+    if behind is not None:
+        _, closed, found = behind.partition(stop)
         return found if closed else None
-    return found
+    text = _after_stop(_try(render, messages, False), stop, full)
+    if text is None or (_try(render, messages[:-1], False) or "").startswith(full[: len(full) - len(text)]):
+        return None  # the stop is that of an earlier message: there are templates that close the last of all in another way
+    return text
 
 
 def text_after_answer(render: Render, messages: Sequence[Fields], answered: int, full: str) -> str | None:

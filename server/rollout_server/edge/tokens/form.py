@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
 
@@ -55,6 +55,11 @@ class Form:
                 return None
             case Tools.EMPTY:
                 return ()
+
+    def with_other_arguments(self) -> Form:
+        """The form that differs in the arguments of calls only."""
+        received = self.arguments is Arguments.RECEIVED
+        return replace(self, arguments=Arguments.PARSED if received else Arguments.RECEIVED)
 
     def others(self) -> Iterator[Form]:
         """All other forms, those that differ in one thing first."""

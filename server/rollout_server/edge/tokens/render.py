@@ -100,8 +100,8 @@ class Renderer:
         if reserved := sorted(_RESERVED & template_kwargs.keys()):
             reason = f"chat template arguments cannot be named {', '.join(reserved)}"
             raise Failed(Failure(Category.VALIDATION, reason))
-        self._loaded = loaded.switched(template_kwargs)
-        self.form = form or Form(arguments=self._loaded.probed.preferred)
+        self.loaded = loaded.switched(template_kwargs)
+        self.form = form or Form(arguments=self.loaded.probed.preferred)
         self._tools = tools
         self._frame = Frame(None, template_kwargs, date or datetime.now())
         self._seen = _Prompt()
@@ -113,7 +113,14 @@ class Renderer:
         Raises:
             Failed: VALIDATION for content that is not text, TOKENIZER where the template refuses the conversation.
         """
-        return await self._loaded.run(self._predict, Turn(tuple(messages), last, last_messages))
+        return await self.loaded.run(self._predict, Turn(tuple(messages), last, last_messages))
+
+    async def append(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Prediction | None:
+        """The truth of a turn without its count: where the template allows, at a cost that does not grow with the history.
+
+        None where the template gives no place to cut. Raises `Failed` as `predict` does.
+        """
+        return await self.loaded.run(self._append, Turn(tuple(messages), last, last_messages))
 
     async def learn(self, predicted: Prediction, reported: Tokens) -> Prediction:
         """Compares the prompt that was predicted last with the one that the trainer reports for it.
@@ -123,18 +130,18 @@ class Renderer:
         """
         if self._taught or reported == self._seen.encoded.ids:
             return predicted
-        return await self._loaded.run(self._learn, predicted, reported)
+        return await self.loaded.run(self._learn, predicted, reported)
 
     async def counts(self, messages: Sequence[Message], last: Answered, last_messages: int) -> Mapping[Form, int]:
         """How many tokens trainers that render or count in another way find new, by form, each number once.
 
         Forms that differ least come first. Raises `Failed` as `predict` does.
         """
-        return await self._loaded.run(self._counts, Turn(tuple(messages), last, last_messages))
+        return await self.loaded.run(self._counts, Turn(tuple(messages), last, last_messages))
 
     def adopt(self, form: Form) -> None:
         """The trainer was found to render and count in this form."""
-        self.form, self._taught = form, True
+        self.form, self._taught, self._seen = form, True, _Prompt()
 
     def _predict(self, turn: Turn) -> Rendered:
         before = self._seen
@@ -151,6 +158,28 @@ class Renderer:
             longer = len(truth.closing) + len(truth.environment)
         return Rendered(truth, longer)
 
+    def _append(self, turn: Turn) -> Prediction | None:
+        if turn.last is not None and self.loaded.probed.mirrors:
+            short = self._append_short(turn, turn.last)
+            if short is not None:
+                return short
+        rendered = self._predict(turn)
+        return rendered.predicted if rendered.exact else None
+
+    def _append_short(self, turn: Turn, last: Answered) -> Prediction | None:
+        """What follows the answer, behind a mirrored history. That this is the same was seen when the tokenizer was loaded."""
+        before, form = turn.messages[: turn.answered], self.form.arguments
+        system = [parsed(message, 0, form) for message in before[:1] if message.role in ("system", "developer")]
+        behind = turn.messages[turn.answered :]
+        new = [parsed(message, turn.answered + place, form) for place, message in enumerate(behind)]
+        fields = [*system, *new]
+        stop = self.loaded.probed.stop(calls=has_calls(new[0]))
+        text = None if stop is None else self._mirrored(fields, stop, len(system))
+        if stop is None or text is None:
+            return None
+        ids = self.loaded.encode(stop.text + text)
+        return Prediction(self._closing(stop, last), ids[1:]) if ids[:1] == pack_tokens([stop.id]) else None
+
     def _prompt(self, messages: tuple[Message, ...], form: Form, before: _Prompt) -> _Prompt:
         """The conversation in a form. `before` is an earlier prompt, in any form."""
         known = len(before.messages) if messages[: len(before.messages)] == before.messages else 0
@@ -158,8 +187,8 @@ class Renderer:
             known = 0
         fresh = (parsed(messages[i], i, form.arguments) for i in range(known, len(messages)))
         fields = (*before.parsed[:known], *fresh)
-        text = self._loaded.text(fields, self._framed(form))
-        return _Prompt(messages, fields, self._loaded.grow(before.encoded, text))
+        text = self.loaded.text(fields, self._framed(form))
+        return _Prompt(messages, fields, self.loaded.grow(before.encoded, text))
 
     def _framed(self, form: Form) -> Frame:
         return replace(self._frame, tools=form.given(self._tools))
@@ -169,15 +198,15 @@ class Renderer:
         if turn.last is None or turn.last.token_ids is None:
             return None
         if before.messages != turn.messages[: turn.answered]:
-            text = self._loaded.text(prompt.parsed[: turn.answered], self._framed(self.form))
-            before = _Prompt(encoded=self._loaded.grow(prompt.encoded, text))
+            text = self.loaded.text(prompt.parsed[: turn.answered], self._framed(self.form))
+            before = _Prompt(encoded=self.loaded.grow(prompt.encoded, text))
         return prompt.length - before.length - len(turn.last.token_ids)
 
     def _truth(self, prompt: _Prompt, last: Answered, answered: int) -> Prediction | None:
-        stop = self._loaded.probed.stop(calls=has_calls(prompt.parsed[answered]))
+        stop = self.loaded.probed.stop(calls=has_calls(prompt.parsed[answered]))
         if stop is None:
             text = text_after_answer(self._render, prompt.parsed, answered, prompt.encoded.text)
-            return None if text is None else Prediction(pack_tokens(), self._loaded.encode(text))
+            return None if text is None else Prediction(pack_tokens(), self.loaded.encode(text))
         text = self._short_cut(prompt, stop, answered)
         if text is None:
             text = environment_text(self._render, prompt.parsed, answered + 1, stop.text, prompt.encoded.text)
@@ -192,28 +221,29 @@ class Renderer:
         known = prompt.encoded.behind(stop.id, len(prompt.encoded.text) - len(text) - len(stop.text))
         if known is not None:
             return known
-        ids = self._loaded.encode(stop.text + text)
+        ids = self.loaded.encode(stop.text + text)
         return ids[1:] if ids[:1] == pack_tokens([stop.id]) else None
 
     def _short_cut(self, prompt: _Prompt, stop: Stop, answered: int) -> str | None:
         """The environment as it stands behind a mirrored history, if the real prompt ends so too."""
-        if not self._loaded.probed.mirrors:
-            return None
-        short = mirrored(prompt.parsed, answered)
+        text = self._mirrored(prompt.parsed, stop, answered) if self.loaded.probed.mirrors else None
+        return text if text is not None and prompt.encoded.text.endswith(stop.text + text) else None
+
+    def _mirrored(self, messages: Sequence[Fields], stop: Stop, answered: int) -> str | None:
+        short = mirrored(messages, answered)
         try:
             full = self._render(short, True)
         except Failed:
             return None
-        text = environment_text(self._render, short, mirror_length(prompt.parsed, answered), stop.text, full)
-        return text if text is not None and prompt.encoded.text.endswith(stop.text + text) else None
+        return environment_text(self._render, short, mirror_length(messages, answered), stop.text, full)
 
     def _render(self, messages: Sequence[Fields], generation_prompt: bool) -> str:
-        return self._loaded.text(messages, self._framed(self.form), generation_prompt=generation_prompt)
+        return self.loaded.text(messages, self._framed(self.form), generation_prompt=generation_prompt)
 
     def _closing(self, stop: Stop, last: Answered) -> Tokens:
         if last.token_ids is None:
             return pack_tokens()
-        ended = last.token_ids and self._loaded.ends_answer(last.token_ids[-1], cut=last.finish_reason == "length")
+        ended = last.token_ids and self.loaded.ends_answer(last.token_ids[-1], cut=last.finish_reason == "length")
         return pack_tokens() if ended else pack_tokens([stop.id])
 
     def _learn(self, predicted: Prediction, reported: Tokens) -> Prediction:

@@ -55,11 +55,8 @@ class MaskedSampler:
     async def sample(self, ask: Ask) -> Answered:
         """Renders, posts, checks. Raises `Failed`."""
         turn = ask.asked.turn
-        messages = ask.messages[: ask.asked.messages]
         renderer, parting = await self._open()
-        rendered = await renderer.predict(messages, ask.last, ask.last_messages)
-        if rendered.mask_length is not None and rendered.mask_length < 0:
-            raise Failed(_negative(turn, rendered.mask_length))
+        rendered = await _rendered(ask, renderer)
         started = time.monotonic()
         fetched, mask_length = await self._fetch(ask, renderer, rendered)
         elapsed = 1000 * (time.monotonic() - started)
@@ -121,12 +118,12 @@ class MaskedSampler:
             loaded = await self._trainers.tokenizers.load(name)
             kwargs = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
             await loaded.run(loaded.switched, kwargs)
-            renderer = Renderer(loaded, [_function(tool) for tool in self._tools], kwargs, form=self._form)
+            renderer = Renderer(loaded, [function_of(tool) for tool in self._tools], kwargs, form=self._form)
             self._opened, self._form = (renderer, Parting(loaded)), renderer.form
         return self._opened
 
     def _notes(self, answer: Answer, rendered: Rendered, turn: int) -> tuple[tuple[str, str], ...]:
-        notes = list(notes_on(answer, self._spec.sampling, turn))
+        notes = list(notes_on(answer.token_ids, answer.logprobs, self._spec.sampling, turn))
         if not rendered.exact:
             text = f"turn {turn}: the chat template shows no place at which the last answer ends; environment tokens are a guess"
             notes.append(("rendering_inexact", text))
@@ -136,7 +133,26 @@ class MaskedSampler:
         return tuple(notes)
 
 
-def _function(tool: Tool) -> dict[str, JSON]:
+async def _rendered(ask: Ask, renderer: Renderer) -> Rendered:
+    """The turn, counted as the trainer is taken to count.
+
+    Calls can be so much longer with their arguments as objects, or as they came, that only one of the two leaves room for a
+    mask. Then it is that one.
+    """
+    messages = ask.messages[: ask.asked.messages]
+    rendered = await renderer.predict(messages, ask.last, ask.last_messages)
+    if ask.last is None or rendered.mask_length is None or rendered.mask_length >= 0:
+        return rendered
+    form = renderer.form.with_other_arguments()
+    length = (await renderer.counts(messages, ask.last, ask.last_messages)).get(form)
+    if length is None:
+        raise Failed(_negative(ask.asked.turn, rendered.mask_length))
+    renderer.adopt(form)
+    return replace(rendered, mask_length=length)
+
+
+def function_of(tool: Tool) -> dict[str, JSON]:
+    """A tool as OpenAI writes function tools."""
     parameters = parse_object(tool.parameters_json_schema)
     return {
         "type": "function",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rollout_server.core.ledger import Logprobs, Tokens
 from rollout_server.core.spec import Sampling
-from rollout_server.edge.trainer.chat import Answer
 
 
-def notes_on(answer: Answer, sampling: Sampling, turn: int) -> Iterator[tuple[str, str]]:
+def notes_on(
+    token_ids: Tokens | None, logprobs: Logprobs | None, sampling: Sampling, turn: int
+) -> Iterator[tuple[str, str]]:
     """Logprobs that are missing, and answers longer than asked."""
-    if answer.token_ids is None:
+    if token_ids is None:
         return
-    length, asked = len(answer.token_ids), sampling.max_tokens
-    if answer.logprobs is None and sampling.logprobs is not False:
+    length, asked = len(token_ids), sampling.max_tokens
+    if logprobs is None and sampling.logprobs is not False:
         text = f"turn {turn}: the trainer sent no logprobs, or not one for each of its {length} tokens"
         yield "logprobs_missing", text
     if asked is not None and length > asked:

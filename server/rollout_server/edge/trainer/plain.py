@@ -80,7 +80,7 @@ class PlainSampler:
 
     def _notes(self, answer: Answer, fetched: Fetched, ask: Ask) -> tuple[tuple[str, str], ...]:
         turn, key = ask.asked.turn, ask.asked.turn_key
-        notes = list(notes_on(answer, self._spec.sampling, turn))
+        notes = list(notes_on(answer.token_ids, answer.logprobs, self._spec.sampling, turn))
         # A trainer that answers with the key replays it, so there is no second generation (http-wire.md, B).
         replays = self._spec.completions.replays_turn_keys or fetched.answer.replayed_key == key
         if fetched.siblings and not replays:

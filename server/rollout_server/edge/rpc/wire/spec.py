@@ -19,7 +19,7 @@ def spec_to_proto(spec: Spec, *, with_messages: bool) -> spec_pb2.RolloutSpec:
         agent=spec.agent,
         messages=messages_to_proto(spec.messages, typed=spec.typed) if with_messages else (),
         completions=_target(spec.completions),
-        sampling=_sampling(spec.sampling),
+        sampling=sampling_to_proto(spec.sampling),
         limits=limits_to_proto(spec.limits),
         priority=spec.priority,
         metadata_json=spec.metadata_json,
@@ -66,7 +66,8 @@ def _target(target: Target) -> spec_pb2.Target:
     )
 
 
-def _sampling(sampling: Sampling) -> spec_pb2.Sampling:
+def sampling_to_proto(sampling: Sampling) -> spec_pb2.Sampling:
+    """How the model samples."""
     return spec_pb2.Sampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

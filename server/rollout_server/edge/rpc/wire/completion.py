@@ -1,0 +1,225 @@
+"""Completions over gRPC: what a trainer is asked, and what it answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import TypeAlias
+
+from osmosis.rollout.v1 import completion_service_pb2 as pb
+from osmosis.rollout.v1 import message_pb2, spec_pb2, token_pb2
+
+from rollout_server.core.checkpoint import Checkpoint
+from rollout_server.core.ledger import (
+    MAX_TOKEN_ID,
+    Author,
+    Logprobs,
+    MaskReason,
+    Origin,
+    Tokens,
+    pack_logprobs,
+    pack_tokens,
+)
+from rollout_server.core.message import MalformedMessage, Message, tool_calls
+from rollout_server.core.record import Asked
+from rollout_server.core.spec import Sampling, Spec
+from rollout_server.edge.rpc.wire import enums
+from rollout_server.edge.rpc.wire.message import message_from_proto, messages_to_proto, tool_to_proto
+from rollout_server.edge.rpc.wire.outcome import origin_to_proto
+from rollout_server.edge.rpc.wire.spec import sampling_to_proto
+from rollout_server.edge.rpc.wire.text import utf8
+from rollout_server.runtime.port import Tool
+
+Request: TypeAlias = pb.CompleteRequest
+Response: TypeAlias = pb.CompleteResponse
+
+
+@dataclass(frozen=True, slots=True)
+class NewSpan:
+    """Tokens that a trainer does not hold yet."""
+
+    author: Author
+    reason: MaskReason | None
+    turn: int
+    ids: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer, read and checked.
+
+    Args:
+        token_ids, logprobs: None where the trainer sent none, or not one logprob for each token.
+        reported: the prompt as the trainer saw it; None in token mode, and where it does not say.
+        prompt, after: the trainer's checkpoints of the prompt, and of prompt and answer.
+        tool_calls: how many calls the answer holds.
+    """
+
+    message: Message
+    finish_reason: str
+    token_ids: Tokens | None
+    logprobs: Logprobs | None
+    reported: Tokens | None
+    prompt: Checkpoint | None
+    after: Checkpoint | None
+    usage: tuple[int, int] | None
+    policy_version: str
+    tool_calls: int
+
+
+class MalformedCompletion(ValueError):
+    """The answer breaks the contract. The text names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a trainer is told in one turn.
+
+    Args:
+        base: what it holds already; None: nothing, and the rest is the whole history.
+        messages, spans: what comes after the base.
+        prompt: base and spans together, in token mode; else None.
+        origin: where the segment comes from, on its first turn; else None.
+    """
+
+    base: Checkpoint | None
+    messages: Sequence[Message]
+    spans: Sequence[NewSpan] = ()
+    prompt: Checkpoint | None = None
+    origin: Origin | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What stays the same in all turns of a rollout."""
+
+    uid: str
+    rollout_id: str
+    typed: bool
+    sampling: Sampling
+    tools: Sequence[Tool]
+
+    def request(self, asked: Asked, news: News) -> Request:
+        """The request of one turn."""
+        base = news.base
+        request = pb.CompleteRequest(
+            uid=self.uid,
+            rollout_id=utf8(self.rollout_id),
+            segment_id=asked.segment_id,
+            turn=asked.turn,
+            turn_key=asked.turn_key,
+            sampling=sampling_to_proto(self.sampling),
+            base=_checkpoint(base) if base is not None else None,
+            new_messages=messages_to_proto(news.messages, typed=self.typed),
+            tools=self._tool_set(whole=base is None),
+            origin=origin_to_proto(news.origin) if news.origin is not None else None,
+        )
+        if news.prompt is not None:
+            request.new_tokens.CopyFrom(_new_tokens(news.spans, news.prompt))
+        return request
+
+    def _tool_set(self, *, whole: bool) -> message_pb2.ToolSet:
+        """The tools, or their digest alone."""
+        tools = [tool_to_proto(tool) for tool in self.tools]
+        return message_pb2.ToolSet(digest=_digest(tools), tools=tools if whole else ())
+
+
+def checkpoint_from_proto(proto: token_pb2.Checkpoint) -> Checkpoint:
+    """A checkpoint."""
+    return Checkpoint(proto.messages, proto.tokens, proto.digest)
+
+
+def in_token_mode(spec: Spec) -> bool:
+    """Whether a gRPC trainer is sent ids: if the spec says so, or names a tokenizer and says nothing."""
+    if spec.token_mode == spec_pb2.TOKEN_MODE_UNSPECIFIED:
+        return spec.tokenizer is not None
+    return spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS
+
+
+def ledger_request(uid: str, segment_id: str) -> pb.ReadLedgerRequest:
+    """Asks for a segment as the trainer holds it, from its first token."""
+    return pb.ReadLedgerRequest(uid=uid, segment_id=segment_id)
+
+
+def _checkpoint(checkpoint: Checkpoint) -> token_pb2.Checkpoint:
+    return token_pb2.Checkpoint(messages=checkpoint.messages, tokens=checkpoint.tokens, digest=checkpoint.digest)
+
+
+def _new_tokens(spans: Sequence[NewSpan], after: Checkpoint) -> pb.NewTokens:
+    return pb.NewTokens(
+        spans=[
+            token_pb2.Span(
+                author=enums.AUTHORS[span.author],
+                mask_reason=enums.MASK_REASONS[span.reason],
+                turn=span.turn,
+                token_ids=span.ids,
+            )
+            for span in spans
+            if span.ids
+        ],
+        after=_checkpoint(after),
+    )
+
+
+def completion_from_proto(proto: pb.CompleteResponse) -> Completion:
+    """Reads an answer. Raises `MalformedCompletion`."""
+    try:
+        message = message_from_proto(proto.message)
+        calls = len(tool_calls(message.fields()))
+    except MalformedMessage as error:
+        raise MalformedCompletion(f"message: {error}") from None
+    if message.role != "assistant":
+        # Not repeated: what a trainer writes there may be the key that it was sent.
+        raise MalformedCompletion('message: its role is another than "assistant"')
+    ids = _ids(proto.token_ids, "token_ids") if proto.token_ids or proto.HasField("after") else None
+    seen = proto.WhichOneof("prompt")
+    return Completion(
+        message=message,
+        finish_reason=proto.finish_reason,
+        token_ids=ids,
+        logprobs=_logprobs(proto, len(ids)) if ids is not None else None,
+        reported=_ids(proto.prompt_ids.values, "prompt_ids") if seen == "prompt_ids" else None,
+        prompt=checkpoint_from_proto(proto.prompt_checkpoint) if seen == "prompt_checkpoint" else None,
+        after=checkpoint_from_proto(proto.after) if proto.HasField("after") else None,
+        usage=(proto.usage.prompt_tokens, proto.usage.completion_tokens) if proto.HasField("usage") else None,
+        policy_version=proto.policy_version,
+        tool_calls=calls,
+    )
+
+
+def held_tokens(ledger: pb.ReadLedgerResponse) -> tuple[Tokens, Sequence[Author]]:
+    """What a trainer holds, and who it says wrote each token."""
+    ids, authors = pack_tokens(), list[Author]()
+    for span in ledger.spans:
+        ids.extend(span.token_ids)
+        author = Author.MODEL if span.author == token_pb2.AUTHOR_MODEL else Author.OTHER
+        authors += [author] * len(span.token_ids)
+    return ids, authors
+
+
+def _ids(values: Sequence[int], field: str) -> Tokens:
+    ids = pack_tokens(values)
+    if ids and max(ids) > MAX_TOKEN_ID:
+        raise MalformedCompletion(f"{field}: {max(ids)} is no token id; they are below 2^31")
+    return ids
+
+
+def _logprobs(proto: pb.CompleteResponse, length: int) -> Logprobs | None:
+    values = proto.logprobs.values
+    if not proto.HasField("logprobs") or len(values) != length:
+        return None
+    packed = pack_logprobs(values)
+    return packed if all(map(isfinite, packed)) else None
+
+
+def _digest(tools: Sequence[message_pb2.Tool]) -> bytes:
+    """As message.proto (ToolSet) says."""
+    digest = hashlib.sha256()
+    for tool in tools:
+        for text in (tool.name, tool.description, tool.parameters_json_schema):
+            encoded = text.encode()
+            digest.update(len(encoded).to_bytes(4, "little") + encoded)
+        digest.update(bytes([tool.strict]))
+    return digest.digest()

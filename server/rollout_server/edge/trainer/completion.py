@@ -1,0 +1,235 @@
+"""The sampler for gRPC trainers: `grpc(s)://` targets, which serve CompletionService.
+
+Only what is new travels, on a base that both sides hold. In token mode this side renders: it sends the ids that follow the last
+answer, the trainer generates from them, and each turn both sides compare digests over all tokens and their authors, so a
+difference shows in the turn in which it happens. In message mode the trainer renders, and the prompt that it sends back is
+the truth.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rollout_server.core.checkpoint import Checkpoint
+from rollout_server.core.ledger import Tokens
+from rollout_server.core.message import Message, parse_object
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.record import Answered
+from rollout_server.core.spec import Spec
+from rollout_server.edge.channels import Channels
+from rollout_server.edge.rpc.wire.completion import (
+    Asking,
+    Completion,
+    MalformedCompletion,
+    News,
+    Request,
+    Response,
+    completion_from_proto,
+    in_token_mode,
+)
+from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.render import Renderer
+from rollout_server.edge.trainer.book import Book, Page, parted
+from rollout_server.edge.trainer.calling import BaseUnknown, Call, Caller, Mismatch, complete, read_ledger
+from rollout_server.edge.trainer.masked import function_of
+from rollout_server.edge.trainer.notes import notes_on
+from rollout_server.edge.trainer.retry import Retries
+from rollout_server.runtime.port import Ask, Failed, Tool
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionTrainers:
+    """What all samplers of gRPC trainers share. `timeout` in seconds, for one attempt."""
+
+    channels: Channels
+    tokenizers: Tokenizers
+    retries: Retries
+    timeout: float
+
+    def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> CompletionSampler:
+        """The sampler of one rollout."""
+        return CompletionSampler(self, uid, spec, tools)
+
+
+class CompletionSampler:
+    """Asks one trainer for the completions of one rollout."""
+
+    def __init__(self, trainers: CompletionTrainers, uid: str, spec: Spec, tools: Sequence[Tool]) -> None:
+        self._trainers = trainers
+        self._spec = spec
+        self._asking = Asking(uid, spec.rollout_id, spec.typed, spec.sampling, tools)
+        self._caller = Caller(
+            trainers.channels,
+            spec.completions.url,
+            trainers.retries,
+            trainers.timeout,
+            spec.completions.replays_turn_keys,
+        )
+        self._book = Book()
+        self._begun = ""
+        self._renderer: Renderer | None = None
+        self._policies: list[str] = []
+
+    async def sample(self, ask: Ask) -> Answered:
+        """Asks and checks. Raises `Failed`."""
+        messages = tuple(ask.messages[: ask.asked.messages])
+        if self._book.segment_id != ask.asked.segment_id:
+            self._book.segment_id = ask.asked.segment_id  # the one that the last prompt opened, or the first
+        page = await self._page(ask, messages) if in_token_mode(self._spec) else None
+        call = Call(ask.asked.turn, ask.deadline, ask.credentials.completions)
+        started = time.monotonic()
+        completion = await self._complete(ask, messages, page, call)
+        answered = Answered(
+            turn=ask.asked.turn,
+            message=completion.message,
+            finish_reason=completion.finish_reason,
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            attempts=call.attempts,
+            elapsed_ms=1000 * (time.monotonic() - started),
+            usage=completion.usage,
+            policy_version=completion.policy_version,
+            notes=tuple(self._notes(completion, ask.asked.turn, page)),
+            tool_calls=completion.tool_calls,
+        )
+        if page is not None:
+            return await self._sent(ask, page, completion, answered)
+        return await self._reported(ask, messages, completion, answered)
+
+    async def _page(self, ask: Ask, messages: tuple[Message, ...]) -> Page:
+        """What the trainer is to generate from, rendered here."""
+        turn = ask.asked.turn
+        renderer = await self._open_renderer()
+        predicted = await renderer.append(messages, ask.last, ask.last_messages)
+        if predicted is None:
+            text = (
+                f"turn {turn}: the chat template shows no place at which the last answer ends, so nobody can say which tokens "
+                "follow it; use message mode, or a template that closes answers with a special token"
+            )
+            raise Failed(Failure(Category.TOKENIZER, text, turn))
+        return self._book.page(predicted, turn, len(messages))
+
+    async def _open_renderer(self) -> Renderer:
+        if self._renderer is None:
+            name = self._spec.tokenizer
+            if name is None:
+                raise Failed(Failure(Category.TOKENIZER, "the rollout names no tokenizer, so no ids can be sent"))
+            loaded = await self._trainers.tokenizers.load(name)
+            kwargs = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
+            await loaded.run(loaded.switched, kwargs)
+            self._renderer = Renderer(loaded, [function_of(tool) for tool in self._asking.tools], kwargs)
+        return self._renderer
+
+    async def _complete(self, ask: Ask, messages: Sequence[Message], page: Page | None, call: Call) -> Completion:
+        turn = ask.asked.turn
+        try:
+            response = await self._ask(ask, messages, page, call)
+        except BaseUnknown:
+            text = f"turn {turn}: the trainer asks for the whole history, which it was sent (BASE_UNKNOWN twice)"
+            raise Failed(Failure(Category.TRAINER_CLIENT, text, turn)) from None
+        except Mismatch as mismatch:
+            raise Failed(await self._parted(ask, mismatch.checkpoints)) from None
+        try:
+            return completion_from_proto(response)
+        except MalformedCompletion as error:
+            text = f"turn {turn}: the trainer's answer is malformed: {error}"
+            raise Failed(Failure(Category.VALIDATION, text, turn)) from None
+
+    async def _ask(self, ask: Ask, messages: Sequence[Message], page: Page | None, call: Call) -> Response:
+        """Asks on the base, and once with everything where the trainer does not hold that."""
+        try:
+            return await complete(self._caller, self._request(ask, messages, page, self._book.base), call)
+        except BaseUnknown:
+            return await complete(self._caller, self._request(ask, messages, page, None), call)
+
+    def _request(self, ask: Ask, messages: Sequence[Message], page: Page | None, base: Checkpoint | None) -> Request:
+        book = self._book
+        history = () if base is not None or page is None else book.spans
+        news = News(
+            base=base,
+            messages=messages[base.messages if base is not None else 0 :],
+            spans=(*history, *page.spans) if page is not None else (),
+            prompt=page.prompt if page is not None else None,
+            origin=book.origin if ask.asked.segment_id != self._begun else None,
+        )
+        return self._asking.request(ask.asked, news)
+
+    async def _sent(self, ask: Ask, page: Page, completion: Completion, answered: Answered) -> Answered:
+        """Token mode: the prompt is what was sent, if the trainer's digests say so."""
+        turn, ids = ask.asked.turn, completion.token_ids
+        if ids is None:
+            text = f"turn {turn}: `token_ids` is missing; a trainer in token mode returns the ids it sampled"
+            raise Failed(Failure(Category.VALIDATION, text, turn))
+        held = self._book.tokens
+        after = self._book.answered(page, turn, ids)
+        self._begun = ask.asked.segment_id
+        if not (_agree(page.prompt, completion.prompt) and _agree(after, completion.after)):
+            raise Failed(await self._parted(ask, None))
+        predicted = page.predicted
+        if completion.prompt is None:
+            return replace(answered, predicted=predicted)
+        return replace(answered, predicted=predicted, reported=predicted.closing + predicted.environment, shared=held)
+
+    async def _reported(
+        self, ask: Ask, messages: Sequence[Message], completion: Completion, answered: Answered
+    ) -> Answered:
+        """Message mode: the prompt is what the trainer says it was."""
+        turn, ids, prompt = ask.asked.turn, completion.token_ids, completion.reported
+        self._begun = ask.asked.segment_id
+        if ids is None or prompt is None:
+            self._book = Book(self._book.segment_id)  # nothing is known of what the trainer holds
+            return replace(answered, reported=prompt)
+        self._book, page = self._book.reported(prompt, turn, len(messages))
+        if not _agree(self._book.answered(page, turn, ids), completion.after):
+            raise Failed(await self._parted(ask, None))
+        return replace(answered, reported=prompt)
+
+    async def _parted(self, ask: Ask, theirs: Sequence[Checkpoint] | None) -> Failure:
+        """Names the turn and the token at which both sides part."""
+        turn, book = ask.asked.turn, self._book
+        said = f"turn {turn}: the trainer holds other tokens than this side"
+        ledger = await read_ledger(self._caller, self._asking.uid, ask.asked.segment_id, ask.credentials.completions)
+        if ledger is None:
+            since = book.first_parted(theirs) if theirs is not None else None
+            where = f", since turn {since}" if since is not None else ""
+            return Failure(Category.TOKEN_DRIFT, f"{said}{where}; it does not show its ledger (ReadLedger)", turn)
+        ids, authors = ledger
+        place = parted(book.spans, ids, authors)
+        if place is None:
+            text = f"{said}, says its digest, but its ledger holds the same: it reckons digests in another way"
+            return Failure(Category.TOKEN_DRIFT, text, turn)
+        index, since = place
+        ours, other = await self._texts(book.ids(), ids, index)
+        text = f"{said}, since turn {since}, from token {index} on: here {ours}, there {other}"
+        return Failure(Category.TOKEN_DRIFT, text, turn)
+
+    async def _texts(self, ours: Tokens, theirs: Tokens, index: int) -> tuple[str, str]:
+        windows = [ids[max(0, index - 4) : index + 8] for ids in (ours, theirs)]
+        if self._renderer is None:
+            return tuple(str(list(window)) for window in windows)  # type: ignore[return-value]
+        loaded = self._renderer.loaded
+        return repr(await loaded.run(loaded.decode, windows[0])), repr(await loaded.run(loaded.decode, windows[1]))
+
+    def _notes(self, completion: Completion, turn: int, page: Page | None) -> Iterator[tuple[str, str]]:
+        yield from notes_on(completion.token_ids, completion.logprobs, self._spec.sampling, turn)
+        if page is not None and (completion.prompt is None or completion.after is None):
+            missing = "prompt_checkpoint" if completion.prompt is None else "after"
+            yield (
+                "unverified",
+                f"turn {turn}: the trainer sent no {missing}, so nobody knows whether it holds the same tokens",
+            )
+        version = completion.policy_version
+        if version in self._policies[:-1]:
+            latest = self._policies[-1]
+            yield (
+                "policy_stale",
+                f"turn {turn}: policy {version!r} answered, although {latest!r} had answered before it",
+            )
+        elif version not in self._policies:
+            self._policies.append(version)
+
+
+def _agree(ours: Checkpoint, theirs: Checkpoint | None) -> bool:
+    return theirs is None or (theirs.tokens, theirs.digest) == (ours.tokens, ours.digest)
