@@ -99,7 +99,7 @@ def assert_same(samples: Sequence[Sample], judged: verdict.Verdict | None) -> No
     assert judged is not None
     assert judged.accepted
     assert (len(judged.turns), judged.faults, judged.earlier) == (3, (), ())
-    assert not any(turn.drift for turn in judged.turns)
+    assert all(turn.drift is None for turn in judged.turns)
     (ours,), theirs = samples, judged.sample
     assert tuple(ours.prompt_ids) == theirs.prompt_ids
     assert tuple(ours.response_ids) == theirs.response_ids

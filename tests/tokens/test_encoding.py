@@ -109,3 +109,8 @@ def test_common_prefix(shared: str, a: str, b: str) -> None:
     length = common_prefix(shared + a, shared + b)
     assert (shared + a)[:length] == (shared + b)[:length]
     assert (shared + a)[length : length + 1] != (shared + b)[length : length + 1] or (shared + a) == (shared + b)
+
+
+def test_a_token_that_is_looked_for_in_the_normalised_text_is_no_place_to_cut_as_it_stands_either() -> None:
+    tokenizer = words(AddedToken("<y>", normalized=True), AddedToken("<x>", normalized=False))
+    assert list(growing(tokenizer).whole("a <y> b <x> a").starts) == [8]

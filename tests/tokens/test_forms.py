@@ -108,3 +108,13 @@ async def test_an_adopted_form_is_kept(ours, plain) -> None:
     assert predicted.environment == pack_tokens(plain("toy").prompt([ASKED]))
     await renderer.learn(predicted, pack_tokens(plain("toy").prompt([ASKED], TOOLS)))
     assert renderer.form == Form(tools=Tools.NONE)
+
+
+@pytest.mark.parametrize("form", [Form(tools=Tools.NONE), Form(arguments=Arguments.PARSED)])
+async def test_what_was_rendered_in_another_form_is_forgotten(ours, form) -> None:
+    """A form may be found out at any turn; the next one counts as if it had always been known."""
+    turn = (packed(ASKED, CALLED, HEARD, AGAIN, HEARD_AGAIN), answered(AGAIN, [5]), 3)
+    renderer = Renderer(ours("qwen2.5"), TOOLS, {})
+    await renderer.predict(packed(ASKED, CALLED, HEARD), answered(CALLED, [5]), 1)
+    renderer.adopt(form)
+    assert await renderer.predict(*turn) == await Renderer(ours("qwen2.5"), TOOLS, {}, form=form).predict(*turn)

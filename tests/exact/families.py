@@ -1,0 +1,53 @@
+"""Every tokenizer and chat template that there is to test with: found, not listed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"
+EVERYTHING = os.environ.get("ROLLOUT_EXACT") == "all"
+"""Every conversation with every way to render, which takes some minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A tokenizer with one of its templates; `template` None is the tokenizer's own."""
+
+    directory: Path
+    template: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        own = "toy" if self.directory == TOY_TOKENIZER else self.directory.name
+        return own if self.template is None else f"{own}/{self.template.stem}"
+
+    def laid_out(self, at: Path) -> Path:
+        """A directory that `AutoTokenizer` reads with this template: the tokenizer's own, or one made in `at`."""
+        if self.template is None:
+            return self.directory
+        for path in self.directory.iterdir():
+            if path.is_file() and path.name != "chat_template.jinja":
+                (at / path.name).symlink_to(path)
+        shutil.copy(self.template, at / "chat_template.jinja")
+        return at
+
+
+def families() -> list[Any]:
+    """One parameter for each; one that is skipped where the shared test data is missing."""
+    found = [Family(TOY_TOKENIZER)]
+    for own in sorted(SHARED.glob("*/chat_template.jinja")):
+        found.append(Family(own.parent))
+        found += [Family(own.parent, path) for path in sorted(own.parent.glob("templates/*.jinja"))]
+    given = [pytest.param(family, id=family.name) for family in found]
+    if len(found) == 1:
+        reason = "needs ../shared/tokenizers beside the repository"
+        given.append(pytest.param(None, id="shared", marks=pytest.mark.skip(reason=reason)))
+    return given

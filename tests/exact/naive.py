@@ -1,0 +1,70 @@
+"""What a trainer's record of a rollout comes to, by plain lists: prompts and answers in, training samples out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from osmosis.rollout.v1 import token_pb2
+
+
+@dataclass(slots=True)
+class Record:
+    """One stretch in which every prompt begins with the one before and its answer."""
+
+    prompt: list[int]
+    response: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def holds(self) -> list[int]:
+        """All of its tokens."""
+        return self.prompt + self.response
+
+    def settled(self) -> Record:
+        """Up to the last token of the model, with which a trajectory ends."""
+        end = max((index + 1 for index, bit in enumerate(self.mask) if bit), default=0)
+        return Record(self.prompt, self.response[:end], self.mask[:end], self.logprobs[:end])
+
+    def add(self, tokens: Sequence[int], mask: int, logprobs: Sequence[float]) -> None:
+        """Appends tokens of one author."""
+        self.response += tokens
+        self.mask += [mask] * len(tokens)
+        self.logprobs += logprobs
+
+
+def records(turns: Sequence[tuple[list[int], list[int], list[float]]]) -> list[Record]:
+    """Samples of turns, each a prompt, an answer and its logprobs."""
+    found: list[Record] = []
+    for prompt, answer, logprobs in turns:
+        held = found[-1].holds() if found else []
+        if not found or prompt[: len(held)] != held:
+            found.append(Record(prompt))
+        else:
+            new = prompt[len(held) :]
+            found[-1].add(new, 0, [0.0] * len(new))
+        found[-1].add(answer, 1, logprobs)
+    return [record.settled() for record in found]
+
+
+def assert_samples(samples: Sequence[token_pb2.Sample], expected: Sequence[Record]) -> None:
+    """Element by element, segment by segment."""
+    assert len(samples) == len(expected)
+    for sample, record in zip(samples, expected, strict=True):
+        assert list(sample.prompt_ids) == record.prompt
+        assert list(sample.response_ids) == record.response
+        assert list(sample.response_mask) == record.mask
+        assert list(sample.logprobs.values) == record.logprobs
+
+
+def assert_segments(segments: Sequence[token_pb2.Segment], expected: Sequence[Record]) -> None:
+    """Spans put end to end are the sample; each names its author."""
+    assert len(segments) == len(expected)
+    for segment, record in zip(segments, expected, strict=True):
+        assert segment.verified
+        ids = [token for span in segment.spans for token in span.token_ids]
+        models = [span.author == token_pb2.AUTHOR_MODEL for span in segment.spans for _ in span.token_ids]
+        assert ids == record.holds()
+        assert models == [False] * len(record.prompt) + [bool(bit) for bit in record.mask]
+        turns = [span.turn for span in segment.spans]
+        assert turns == sorted(turns)

@@ -1,0 +1,67 @@
+"""A copy of the renderer with a fault in it, imported under a name of its own."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rollout_server.edge.tokens
+
+_SOURCES = Path(rollout_server.edge.tokens.__file__).parent
+_NAME = "rollout_server.edge.tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One change to one module: a text that stands in it exactly once, and what stands there instead."""
+
+    name: str
+    module: str
+    right: str
+    wrong: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The modules of a copy by name, and threads to render in."""
+
+    modules: Mapping[str, Any]
+    executor: ThreadPoolExecutor
+
+    def loaded(self, tokenizer: Any) -> Any:
+        """`LoadedTokenizer`, as the copy has it."""
+        return self.modules["loaded"].LoadedTokenizer("copy", tokenizer, self.executor)
+
+    def renderer(self, tokenizer: Any, tools: Any = (), **options: Any) -> Any:
+        """`Renderer`, as the copy has it."""
+        return self.modules["render"].Renderer(self.loaded(tokenizer), list(tools), {}, **options)
+
+
+@contextmanager
+def copied(at: Path, fault: Fault | None) -> Iterator[Copy]:
+    """The renderer's modules with the fault planted; without one they are as they are."""
+    name = f"tokens_copy_{at.name}"
+    package = at / name
+    shutil.copytree(_SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in package.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if fault is not None and path.stem == fault.module:
+            assert text.count(fault.right) == 1, f"{fault.module} has changed: plant {fault.name!r} anew"
+            text = text.replace(fault.right, fault.wrong)
+        path.write_text(text.replace(_NAME, name), encoding="utf-8")
+    sys.path.insert(0, str(at))
+    try:
+        stems = [path.stem for path in package.glob("*.py") if path.stem != "__init__"]
+        with ThreadPoolExecutor(1) as executor:
+            yield Copy({stem: importlib.import_module(f"{name}.{stem}") for stem in stems}, executor)
+    finally:
+        sys.path.remove(str(at))
+        for module in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+            del sys.modules[module]

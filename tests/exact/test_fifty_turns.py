@@ -1,0 +1,196 @@
+"""Fifty turns over HTTP with every tokenizer and template: a trainer that counts for itself accepts every mask, or is told why not.
+
+The strict trainer imports nothing of the renderer. What it comes to, put together here from its prompts and answers by plain
+lists, is what the server has recorded. `ROLLOUT_EXACT=all` plays every kind of conversation with every way to render.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
+from rollout_server.app import Server
+from rollout_server.settings import Settings
+from rollout_server.testing.renderer import PlainRenderer
+from rollout_server.testing.trainer import StrictTrainer
+from rollout_server.testing.verdict import RefusalReason, Verdict
+from transformers import AutoTokenizer
+
+from tests.exact.conversations import KINDS, TURNS, Conversation, Guided, written
+from tests.exact.families import EVERYTHING, Family, families
+from tests.exact.naive import Record, assert_samples, assert_segments, records
+
+PLAYED = [(kind, parse) for kind in KINDS for parse in (False, True)]
+USUALLY = (("mixed", False), ("calls", True), ("calls", False))
+SPARE = ("calls", False)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A server and two trainers of one tokenizer, which differ in how they render arguments."""
+
+    http: httpx.AsyncClient
+    rollouts: Any
+    trainers: Mapping[bool, StrictTrainer]
+    renderers: Mapping[bool, PlainRenderer]
+    tools: list[Mapping[str, Any]]
+
+
+@asynccontextmanager
+async def world(directory: Path) -> AsyncIterator[World]:
+    settings = Settings(
+        _env_file=None,
+        host="127.0.0.1",
+        http_port=0,
+        grpc_port=0,
+        tokenizers={"model": directory},
+        tokenizers_offline=True,
+        drain_seconds=0,
+    )
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(Server([Guided()], settings))
+        url = f"http://127.0.0.1:{server.http_port}"
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=300, trust_env=False))
+        tools = (await http.get("/tools")).json()["tools"]
+        channel = await stack.enter_async_context(
+            grpc.aio.insecure_channel(
+                f"127.0.0.1:{server.grpc_port}", options=[("grpc.max_receive_message_length", 2**28)]
+            )
+        )
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        trainers = {
+            parse: await stack.enter_async_context(
+                StrictTrainer(directory, tools=tools, parse_arguments=parse, grpc_port=None)
+            )
+            for parse in (False, True)
+        }
+        renderers = {parse: PlainRenderer(tokenizer, parse_arguments=parse) for parse in (False, True)}
+        yield World(http, RolloutServiceStub(channel), trainers, renderers, tools)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", families())
+async def test_fifty_turns(family: Family, tmp_path: Path) -> None:
+    lengths = dict[tuple[str, bool], int]()
+    async with world(family.laid_out(tmp_path)) as at:
+        for kind, parse in PLAYED if EVERYTHING else USUALLY:
+            if EVERYTHING or (kind, parse) != SPARE or TURNS not in lengths.values():
+                conversation = written(kind, at.renderers[parse], at.tools)
+                if conversation.exchanges:
+                    lengths[kind, parse] = await play(at, f"{kind} {parse}", conversation, parse=parse)
+    assert TURNS in lengths.values(), f"no conversation came to its end: {lengths}"
+
+
+async def play(at: World, rollout_id: str, conversation: Conversation, *, parse: bool) -> int:
+    """Plays one conversation and holds everything against everything; returns the turns that were answered."""
+    trainer, renderer = at.trainers[parse], at.renderers[parse]
+    await trainer.put_script(rollout_id, conversation.script)
+    said = await ask(at, rollout_id, trainer.url, conversation)
+    verdict = trainer.verdict(rollout_id)
+    assert verdict is not None
+    bodies = [request.body for request in trainer.requests if request.body["rollout_id"] == rollout_id]
+    answered = accepted(bodies, verdict, parse=parse)
+    prompts = [renderer.prompt(body["messages"], at.tools) for body in answered]
+    expected = records(list(zip(prompts, *answers(verdict), strict=True)))
+    assert masks(answered) == [turn.new_tokens for turn in verdict.turns]
+    outcome = await recorded(at, rollout_id)
+    assert_samples(outcome.samples, expected)
+    assert_segments(outcome.segments, expected)
+    if all(turn.drift is None for turn in verdict.turns):
+        (record,) = expected
+        assert_sample(record, verdict)
+    if said["status"] == "COMPLETED":
+        assert len(verdict.turns) == len(conversation.exchanges)
+        return len(verdict.turns)
+    held = len(prompts[-1]) + verdict.turns[-1].answer_tokens
+    assert_told_why(said, renderer, at.tools, [json.loads(message.json) for message in outcome.messages], held)
+    return len(verdict.turns)
+
+
+async def ask(at: World, rollout_id: str, url: str, conversation: Conversation) -> Any:
+    body = {
+        "rollout_id": rollout_id,
+        "server_url": url,
+        "messages": conversation.asked,
+        "sampling_params": {"logprobs": True},
+        "tokenizer_name": "model",
+        "max_turns": 100,
+        "max_tokens_total": 1_000_000,
+        "metadata": conversation.metadata,
+    }
+    answer = await at.http.post("/rollout", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def recorded(at: World, rollout_id: str) -> Any:
+    asked = pb.ListRolloutsRequest(selection=pb.Selection(rollout_ids=[rollout_id]), view=pb.ROLLOUT_VIEW_FULL)
+    (rollout,) = (await at.rollouts.ListRollouts(asked)).rollouts
+    got = await at.rollouts.GetRollout(pb.GetRolloutRequest(uid=rollout.uid, view=pb.ROLLOUT_VIEW_FULL))
+    return got.rollout.outcome
+
+
+def accepted(bodies: list[Any], verdict: Verdict, *, parse: bool) -> list[Any]:
+    """The requests that were answered. One refusal is what it may take to learn how a trainer renders arguments."""
+    allowed = 1 if parse else 0
+    assert len(verdict.refusals) <= allowed, verdict.refusals
+    assert {refusal.reason for refusal in verdict.refusals} <= {RefusalReason.MASK}
+    refused = {refusal.turn for refusal in verdict.refusals}
+    found, number = [], 1
+    for body in bodies:
+        if number in refused:
+            refused.remove(number)
+            continue
+        found.append(body)
+        number += 1
+    assert len(found) == len(verdict.turns)
+    assert verdict.faults == ()
+    return found
+
+
+def masks(bodies: list[Any]) -> list[int]:
+    lengths = []
+    for body in bodies:
+        mask = body["response_mask"] or []
+        assert set(mask) <= {0}
+        lengths.append(len(mask))
+    return lengths
+
+
+def answers(verdict: Verdict) -> tuple[list[list[int]], list[list[float]]]:
+    """What the model wrote, turn by turn, out of the sample that the trainer accumulated."""
+    sample = verdict.sample
+    rows = zip(sample.response_ids, sample.response_mask, sample.logprobs, strict=True)
+    generated = [(token, logprob) for token, mask, logprob in rows if mask]
+    ids, logprobs = list[list[int]](), list[list[float]]()
+    for turn in verdict.turns:
+        head, generated = generated[: turn.answer_tokens], generated[turn.answer_tokens :]
+        ids.append([token for token, _ in head])
+        logprobs.append([logprob for _, logprob in head])
+    assert not generated
+    return ids, logprobs
+
+
+def assert_sample(record: Record, verdict: Verdict) -> None:
+    """Without drift the trainer's own accumulation is the same, its masks too."""
+    sample = verdict.sample
+    theirs = Record(*map(list, (sample.prompt_ids, sample.response_ids, sample.response_mask, sample.logprobs)))
+    assert record == theirs.settled()
+
+
+def assert_told_why(said: Any, renderer: PlainRenderer, tools: Any, messages: list[Any], held: int) -> None:
+    """The one reason for an early end: the conversation renders to fewer tokens than the trainer holds, by as many as is said."""
+    assert said["extra_fields"]["error_category"] == "token_drift", said["error_message"]
+    fewer = re.search(r"renders to (\d+) tokens fewer", said["error_message"])
+    assert fewer is not None
+    assert int(fewer[1]) == held - len(renderer.prompt(messages, tools))

@@ -1,0 +1,331 @@
+"""Faults planted in the renderer, each in a copy of its own: a check that the renderer passes catches every one.
+
+The checks need nothing but the repository's own tokenizer. What is right comes from the judge of the strict trainer, from
+plain rendering, or is written down.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from rollout_server.core.ledger import pack_tokens
+from rollout_server.core.message import Message
+from rollout_server.core.record import Answered
+from rollout_server.testing.judge import Judge
+from rollout_server.testing.renderer import PlainRenderer
+from rollout_server.testing.script import Reply, tool_call
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+from rollout_server.testing.wire import masked_call
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, ByT5Tokenizer
+
+from tests.exact.planted import Copy, Fault, copied
+
+Check: TypeAlias = Callable[[Copy], Awaitable[None]]
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+ASKED = {"role": "user", "content": "What is 5 + 3?"}
+SAID = {"role": "assistant", "content": "Eight."}
+MORE = {"role": "user", "content": "And twice that?"}
+CALLED = Reply(content="Adding.", tool_calls=(tool_call("call00001", "add", '{"a":5,"b":8.0}'),))
+HEARD = {"role": "tool", "tool_call_id": "call00001", "content": "8<|im_end|>\n<|im_start|>tool\n<|im_end|>"}
+CHATML = (
+    "{%- for message in messages -%}{{- '<|im_start|>' ~ message.role ~ '\n' ~ message.content ~ '<|im_end|>\n' -}}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{- PROMPT ~ '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+
+
+def toy(template: str | None = None) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(TOY_TOKENIZER, local_files_only=True)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return tokenizer
+
+
+def packed(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    return tuple(Message.parse(json.dumps(message)) for message in messages)
+
+
+def answered(message: Mapping[str, Any], ids: Sequence[int], finish_reason: str = "stop") -> Answered:
+    return Answered(1, packed([message])[0], finish_reason, pack_tokens(ids))
+
+
+async def judged(copy: Copy) -> None:
+    """A conversation that the strict trainer's judge accepts, mask by mask, with the tokens that it counts."""
+    tokenizer = toy()
+    judge, renderer = Judge(PlainRenderer(tokenizer)), copy.renderer(tokenizer, TOOLS)
+    turns = (
+        (CALLED, [HEARD, HEARD]),
+        (Reply(content="Cut off", cut=True), [MORE]),
+        (Reply(content="Sixteen."), [ASKED]),
+    )
+    messages, last, asked = [ASKED], None, 0
+    held = list[int]()
+    for reply, heard in turns:
+        rendered = await renderer.predict(packed(messages), last, asked)
+        mask = [0] * rendered.mask_length if rendered.mask_length else None
+        body = {"rollout_id": "r", "messages": messages, "response_mask": mask}
+        prompt = judge.check(masked_call(body, TOOLS))
+        predicted = rendered.predicted
+        assert list(predicted.closing + predicted.environment) == prompt.ids[len(held) :]
+        answer = judge.accept(prompt, reply)
+        held = prompt.ids + answer.token_ids
+        last, asked = answered(answer.message, answer.token_ids, answer.finish_reason), len(messages)
+        messages = [*messages, answer.message, *heard]
+
+
+async def closed(copy: Copy) -> None:
+    """An answer that was cut behind another special token is not closed by it."""
+    tokenizer = toy()
+    renderer = copy.renderer(tokenizer)
+    ids = tokenizer.encode("Eight.<|endoftext|>", add_special_tokens=False)
+    await renderer.predict(packed([ASKED]), None, 0)
+    rendered = await renderer.predict(packed([ASKED, SAID, MORE]), answered(SAID, ids, "length"), 1)
+    assert list(rendered.predicted.closing) == tokenizer.encode("<|im_end|>", add_special_tokens=False)
+
+
+async def environment(copy: Copy, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of what stands behind the last answer, one message before the end."""
+    asked = len(messages) - 2
+    stop = copy.loaded(tokenizer).probed.final
+    assert stop is not None
+    ids = [*tokenizer.encode("Eight.", add_special_tokens=False), stop.id]
+    last = answered(messages[asked], ids)
+    rendered = await copy.renderer(tokenizer).predict(packed(messages), last, asked)
+    assert rendered.exact
+    return str(tokenizer.decode(list(rendered.predicted.environment)))
+
+
+async def looked_at(copy: Copy) -> None:
+    """A template that writes something else in front, and not as long, for a message that begins in a certain way."""
+    marked = "'<|im_end|>tool\n' if messages[-1].content.startswith('<tool>') else '<|im_end|>somebody\n'"
+    tokenizer = toy("{{- " + marked + " -}}" + CHATML.replace("PROMPT", "''"))
+    heard = {"role": "user", "content": "<tool>8</tool>"}
+    text = await environment(copy, tokenizer, [ASKED, SAID, heard])
+    assert text == "\n<|im_start|>user\n<tool>8</tool><|im_end|>\n<|im_start|>assistant\n"
+
+
+async def grown_long(copy: Copy) -> None:
+    """A template that reminds the model of something once a conversation is long."""
+    tokenizer = toy(CHATML.replace("PROMPT", "('Be brief.' if messages | length > 16 else '')"))
+    text = await environment(copy, tokenizer, [*[ASKED, SAID] * 9, MORE])
+    assert text == f"\n<|im_start|>user\n{MORE['content']}<|im_end|>\nBe brief.<|im_start|>assistant\n"
+
+
+async def dated(copy: Copy) -> None:
+    """A date that changes while a rollout runs, here each microsecond, stays what it was."""
+    renderer = copy.renderer(toy("{{- strftime_now('%H:%M:%S.%f') -}}" + CHATML.replace("PROMPT", "''")))
+    first, second = [(await renderer.predict(packed([text]), None, 0)).predicted for text in (ASKED, MORE)]
+    date = toy().decode(list(first.environment)).partition("<")[0]
+    assert toy().decode(list(second.environment)).startswith(date)
+    known = copy.renderer(toy("{{- strftime_now('%Y') -}}" + CHATML.replace("PROMPT", "''")), date=datetime(1999, 1, 1))
+    assert toy().decode(list((await known.predict(packed([ASKED]), None, 0)).predicted.environment)).startswith("1999")
+
+
+async def without_tools(copy: Copy) -> None:
+    """A trainer that renders no tools is followed from its first prompt on."""
+    plain = PlainRenderer(toy())
+    renderer = copy.renderer(toy(), TOOLS)
+    predicted = (await renderer.predict(packed([ASKED]), None, 0)).predicted
+    reported = pack_tokens(plain.prompt([ASKED], None))
+    assert (await renderer.learn(predicted, reported)).environment == reported
+    assert (await renderer.predict(packed([MORE]), None, 0)).predicted.environment == pack_tokens(
+        plain.prompt([MORE], None)
+    )
+
+
+async def forgotten(copy: Copy) -> None:
+    """A turn that is rendered again, or by a renderer that knows nothing of the turns before, counts the same."""
+    plain, renderer = PlainRenderer(toy()), copy.renderer(toy())
+    messages = [ASKED, SAID, MORE]
+    expected = len(plain.prompt(messages, None)) - len(plain.prompt([ASKED], None)) - 2
+    for each in (renderer, renderer, copy.renderer(toy())):
+        assert (await each.predict(packed(messages), answered(SAID, [5, 6]), 1)).mask_length == expected
+
+
+async def in_python(copy: Copy) -> None:
+    """A tokenizer without the Rust library, which tells nothing about places in the text."""
+    stop = "<extra_id_0>"
+    tokenizer = ByT5Tokenizer(chat_template=CHATML.replace("PROMPT", "''").replace("<|im_end|>", stop))
+    text = await environment(copy, tokenizer, [ASKED, SAID, MORE])
+    assert text == f"\n<|im_start|>user\n{MORE['content']}{stop}\n<|im_start|>assistant\n"
+
+
+async def encoded(copy: Copy) -> None:
+    """A longer added token that begins before a shorter one, which it holds."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken("<x>", normalized=False), AddedToken("a<x>b", normalized=False)])
+    encoder = copy.modules["encoding"].GrowingEncoder(tokenizer, tokenizer.get_added_tokens_decoder())
+    for before, after in (("b a<x>", "b a<x>b a"), ("a<x> a b", "a<x> a b a<x>b"), ("a<x>b a", "a<x> a")):
+        assert list(encoder.grown(encoder.whole(before), after).ids) == tokenizer.encode(after).ids
+
+
+async def parted(copy: Copy) -> None:
+    """The texts around the first token that differs, also in the turns after it."""
+    parting = copy.modules["parting"].Parting(copy.loaded(toy()))
+    prediction = copy.modules["parting"].Prediction
+    ids = [
+        pack_tokens(toy().encode(text, add_special_tokens=False)) for text in ("Hello there.", " Tuesday", " Friday")
+    ]
+    nothing = pack_tokens()
+    assert await parting.around(prediction(nothing, ids[0]), ids[0], ids[1]) == ("", "")
+    texts = await parting.around(prediction(nothing, ids[1]), ids[0] + ids[1] + ids[2], ids[1])
+    assert [("Tuesday Tuesday" in text, "Friday" in text) for text in texts] == [(True, False), (False, True)]
+
+
+PLANTED: Sequence[tuple[Check, Fault]] = (
+    (
+        judged,
+        Fault(
+            "the newline after the stop is forgotten", "cut", "end = found + len(stop)", "end = found + len(stop) + 1"
+        ),
+    ),
+    (
+        judged,
+        Fault(
+            "the stop is looked for from the end",
+            "cut",
+            '_after_stop("".join(parts[: number + 1]), stop, full)',
+            "_after_stop(full, stop, full)",
+        ),
+    ),
+    (
+        looked_at,
+        Fault(
+            "what the mark changes is not looked at",
+            "cut",
+            "return full[end:] if text[:end] == full[:end] else None",
+            "return full[end:]",
+        ),
+    ),
+    (in_python, Fault("one id too many is dropped behind the stop", "render", "return ids[1:]", "return ids[2:]")),
+    (in_python, Fault("the stop itself is kept", "render", "return ids[1:]", "return ids[:]")),
+    (
+        judged,
+        Fault(
+            "one id too many is dropped, by place", "encoding", "self.places[index] + 1 :", "self.places[index] + 2 :"
+        ),
+    ),
+    (judged, Fault("the tools are left out", "render", "tools=form.given(self._tools)", "tools=None")),
+    (
+        without_tools,
+        Fault(
+            "the tools stay what they were",
+            "render",
+            "tools=form.given(self._tools)",
+            "tools=Form().given(self._tools)",
+        ),
+    ),
+    (
+        dated,
+        Fault(
+            "another date each turn",
+            "render",
+            "tools=form.given(self._tools)",
+            "tools=form.given(self._tools), date=datetime.now()",
+        ),
+    ),
+    (
+        judged,
+        Fault(
+            "arguments in the other form",
+            "form",
+            "if arguments is Arguments.PARSED and",
+            "if arguments is Arguments.RECEIVED and",
+        ),
+    ),
+    (
+        grown_long,
+        Fault(
+            "the mirror's end is not compared",
+            "render",
+            "text if text is not None and prompt.encoded.text.endswith(stop.text + text) else None",
+            "text",
+        ),
+    ),
+    (
+        encoded,
+        Fault(
+            "no margin for the longest token",
+            "encoding",
+            "common_prefix(before.text, text) - self._longest",
+            "common_prefix(before.text, text)",
+        ),
+    ),
+    (
+        forgotten,
+        Fault(
+            "the length of some earlier prompt is taken for the last one's",
+            "render",
+            "if before.messages != turn.messages[: turn.answered]:",
+            "if not before.messages:",
+        ),
+    ),
+    (
+        judged,
+        Fault(
+            "a cut answer is not closed",
+            "render",
+            "pack_tokens() if ended else pack_tokens([stop.id])",
+            "pack_tokens()",
+        ),
+    ),
+    (
+        judged,
+        Fault(
+            "an answer is closed twice",
+            "render",
+            "pack_tokens() if ended else pack_tokens([stop.id])",
+            "pack_tokens([stop.id])",
+        ),
+    ),
+    (
+        closed,
+        Fault("any special token closes a cut answer", "loaded", "in self._special and not cut", "in self._special"),
+    ),
+    (
+        judged,
+        Fault(
+            "the count includes what the model wrote",
+            "render",
+            "prompt.length - before.length - len(turn.last.token_ids)",
+            "prompt.length - before.length",
+        ),
+    ),
+    (
+        judged,
+        Fault(
+            "a mask of the truth's length",
+            "render",
+            "return Rendered(truth, longer)",
+            "return Rendered(truth, len(truth.environment))",
+        ),
+    ),
+    (
+        parted,
+        Fault(
+            "the answer is not held",
+            "parting",
+            "(expected if reported is None else reported) + answer",
+            "expected if reported is None else reported",
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize(("check", "fault"), [pytest.param(*each, id=each[1].name) for each in PLANTED])
+async def test_planted_faults_are_caught(check: Check, fault: Fault, tmp_path: Path) -> None:
+    with copied(tmp_path, fault) as copy, pytest.raises(Exception) as caught:  # noqa: PT011 - in whatever way
+        await check(copy)
+    assert not isinstance(caught.value, ImportError | NameError | SyntaxError | TypeError | AttributeError)
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(check for check, _ in PLANTED), ids=lambda check: check.__name__)
+async def test_the_renderer_passes(check: Check, tmp_path: Path) -> None:
+    with copied(tmp_path, None) as copy:
+        await check(copy)

@@ -1,0 +1,44 @@
+"""Trainers whose way of rendering is not known when their first mask is due."""
+
+from __future__ import annotations
+
+import json
+
+from rollout_server.testing.script import Reply, tool_call
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+from rollout_server.testing.verdict import RefusalReason
+
+from tests.exact.conversations import Conversation, Exchange
+from tests.exact.test_fifty_turns import play, world
+
+COMPACT = json.dumps({"r": 0, "values": list(range(100))}, separators=(",", ":"))
+
+
+def conversation(arguments: str) -> Conversation:
+    calls = [tool_call(f"call0000{number}", "look", arguments) for number in range(3)]
+    exchanges = [Exchange(Reply(content=None, tool_calls=(call,))) for call in calls]
+    return Conversation([{"role": "user", "content": "Look."}], [*exchanges, Exchange(Reply(content="Seen."))])
+
+
+async def test_only_the_other_form_of_arguments_gives_a_mask() -> None:
+    """Rendered as objects, which puts spaces into them, calls are so much longer that, as they came, nothing is left for a mask."""
+    async with world(TOY_TOKENIZER) as at:
+        for number in range(2):
+            rollout_id = f"compact {number}"
+            assert await play(at, rollout_id, conversation(COMPACT), parse=True) == 4
+            verdict = at.trainers[True].verdict(rollout_id)
+            assert verdict is not None
+            assert verdict.accepted
+
+
+async def test_another_form_is_tried_once() -> None:
+    """What one refused mask teaches is known to the rollouts that follow."""
+    spaced = '{"r":0,"text":"abc","more":[1,2]}'
+    async with world(TOY_TOKENIZER) as at:
+        refused = []
+        for number in range(2):
+            assert await play(at, f"some {number}", conversation(spaced), parse=True) == 4
+            verdict = at.trainers[True].verdict(f"some {number}")
+            assert verdict is not None
+            refused.append([refusal.reason for refusal in verdict.refusals])
+    assert refused == [[RefusalReason.MASK], []]

@@ -1,0 +1,172 @@
+"""Where an answer ends, in templates that are plain functions: each does one thing that a real one does among others."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isnan
+from typing import Any
+
+import pytest
+from rollout_server.core.ledger import Prediction, pack_tokens
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.edge.tokens.cut import environment_text, text_after_answer
+from rollout_server.edge.tokens.form import Arguments, Form, parsed
+from rollout_server.edge.tokens.parting import Parting
+from rollout_server.edge.tokens.probe import Stop, probe
+from rollout_server.runtime.port import Failed
+
+from tests.tokens.conftest import call, packed
+
+Fields = Mapping[str, Any]
+STOP = "<stop>"
+ASKED = {"role": "user", "content": "Five and three?"}
+SAID = {"role": "assistant", "content": "Eight."}
+MORE = {"role": "user", "content": "And twice that?"}
+
+
+def template(
+    each: Callable[[Fields], str] = lambda message: f"{message['role']}:{message['content']}{STOP}\n",
+    prompt: str = "assistant:",
+    head: Callable[[Sequence[Fields]], str] = lambda _: "",
+) -> Callable[[Sequence[Fields], bool], str]:
+    """Renders a head that may look at everything, each message, and the generation prompt."""
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        return head(messages) + "".join(map(each, messages)) + (prompt if generation_prompt else "")
+
+    return render
+
+
+def environment(render: Callable[..., str], *messages: Fields, first: int = 2) -> str | None:
+    return environment_text(render, messages, first, STOP, render(messages, True))
+
+
+def test_nothing_new_behind_a_generation_prompt_that_holds_the_stop() -> None:
+    assert environment(template(prompt=f"{STOP}assistant:"), ASKED, SAID) == f"\n{STOP}assistant:"
+
+
+def test_nothing_new_behind_an_answer_that_is_closed_in_another_way_at_the_very_end() -> None:
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        text = template(prompt="assistant:")(messages, generation_prompt)
+        return text if generation_prompt else text.removesuffix(f"{STOP}\n") + "<end>"
+
+    said = [ASKED, SAID, {**MORE, "content": f"No {STOP}"}, SAID]
+    assert environment(render, *said, first=4) == "\nassistant:"
+    assert environment(render, ASKED, SAID) == "\nassistant:"
+
+
+def test_a_template_that_looks_at_both_ends_of_the_content() -> None:
+    def head(messages: Sequence[Fields]) -> str:
+        content = messages[-1]["content"]
+        return f"tool{STOP}" if content.startswith("<r>") and content.endswith("</r>") else f"people{STOP}"
+
+    heard = {"role": "user", "content": "<r>8 or nine</r>"}
+    assert environment(template(head=head), ASKED, SAID, heard) == f"\nuser:<r>8 or nine</r>{STOP}\nassistant:"
+
+
+def test_an_answer_without_a_stop_ends_with_its_text() -> None:
+    render = template(lambda message: f"{message['role']}:{message['content']}\n")
+    messages = [ASKED, SAID, MORE, SAID, MORE]
+    full = render(messages, True)
+    assert text_after_answer(render, messages, 3, full) == f"\nuser:{MORE['content']}\nassistant:"
+    assert text_after_answer(render, messages, 1, full) == full.partition("Eight.")[2]
+    assert text_after_answer(render, [SAID], 0, render([SAID], True)) == "\nassistant:"
+
+
+def test_an_answer_that_begins_the_text() -> None:
+    render = template(lambda message: str(message["content"]) + "\n")
+    assert text_after_answer(render, [SAID, MORE], 0, render([SAID, MORE], True)) == "\nAnd twice that?\nassistant:"
+
+
+@pytest.mark.parametrize(
+    "render",
+    [
+        template(head=lambda messages: f"{len(messages[1]['content'])}:"),
+        template(head=lambda messages: "long" if len(messages[1]["content"]) > 10 else "short"),
+        template(lambda message: f"{message['content']}|{message['content']}\n"),
+        template(lambda message: f"{message['content'][:3]}\n"),
+    ],
+    ids=["counted in front", "judged in front", "said twice", "cut short"],
+)
+def test_an_answer_whose_text_is_elsewhere_too(render: Callable[..., str]) -> None:
+    messages = [ASKED, SAID, MORE]
+    assert text_after_answer(render, messages, 1, render(messages, True)) is None
+
+
+def test_answers_that_end_with_something_else_than_text() -> None:
+    render = template()
+    for said in ({**SAID, "tool_calls": [call("{}")]}, {**SAID, "content": None}, {**SAID, "content": [SAID]}):
+        messages = [ASKED, said, MORE]
+        assert text_after_answer(render, messages, 1, render(messages, True)) is None
+
+
+def test_a_template_that_refuses_the_mark() -> None:
+    def each(message: Fields) -> str:
+        if len(message["content"]) > 16:
+            raise Failed(Failure(Category.TOKENIZER, "too long"))
+        return f"{message['content']}{STOP}\n"
+
+    render = template(each)
+    assert text_after_answer(render, [ASKED, SAID], 1, render([ASKED, SAID], True)) is None
+    assert environment(render, ASKED, SAID, MORE) is None
+
+
+def test_the_longest_of_the_tokens_that_begin_behind_an_answer_is_its_stop() -> None:
+    special = {7: "<stop", 8: STOP, 9: "<st"}
+    probed = probe(template(lambda message: f"{message['content']}{STOP}\n"), special)
+    assert probed.final == probed.calls == Stop(STOP, 8)
+
+
+def test_a_refusal_shows_the_end_of_what_was_rendered() -> None:
+    render = template(lambda message: f"{message['content']}\n", head=lambda _: "x" * 500)
+    last_only = probe(lambda messages, prompt: render(messages[-1:], prompt), {})
+    assert "leaves out what was said before" in last_only.refusal
+    assert last_only.refusal.endswith("xHello\\nassistant:'")
+    assert "x" * 200 not in last_only.refusal
+
+
+def test_a_template_that_only_works_without_a_generation_prompt_is_refused() -> None:
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        if len(messages) == 1 and generation_prompt:
+            raise Failed(Failure(Category.TOKENIZER, "no prompt"))
+        return template()(messages, generation_prompt)
+
+    assert "no prompt" in probe(render, {}).refusal
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('{"a":8.0,"b":1e400}', {"a": 8.0, "b": float("inf")}),
+        ('{"a": -Infinity, "a": Infinity}', {"a": float("inf")}),
+        ('{"b": "\\u00e9"}', {"b": "é"}),
+        ("[1]", "[1]"),
+        ("{not json", "{not json"),
+        ('{"a":' * 100_000, '{"a":' * 100_000),
+        ("", ""),
+    ],
+)
+def test_arguments_are_parsed_as_the_fronts_of_trainers_do(written: str, read: Any) -> None:
+    (message,) = packed({"role": "assistant", "content": "", "tool_calls": [call(written)]})
+    fields: Any = parsed(message, 0, Arguments.PARSED)
+    assert fields["tool_calls"][0]["function"]["arguments"] == read
+    fields = parsed(message, 0, Arguments.RECEIVED)
+    assert fields["tool_calls"][0]["function"]["arguments"] == written
+
+
+def test_not_a_number_is_an_argument_too() -> None:
+    (message,) = packed({"role": "assistant", "content": "", "tool_calls": [call('{"a": NaN}')]})
+    fields: Any = parsed(message, 0, Arguments.PARSED)
+    assert isnan(fields["tool_calls"][0]["function"]["arguments"]["a"])
+
+
+def test_forms_are_values() -> None:
+    assert Form() == Form()
+    assert len({Form(), Form(), *Form().others()}) == 12
+
+
+async def test_as_much_is_told_around_a_parting_as_is_said(ours: Any) -> None:
+    loaded = ours("toy")
+    parting = Parting(loaded)
+    ids = loaded.encode("".join(chr(97 + number % 26) + "\n" for number in range(60)))
+    reported = ids[:20] + pack_tokens([0]) + ids[21:]
+    expected = await parting.around(Prediction(pack_tokens(), ids), reported, pack_tokens())
+    assert expected == (loaded.decode(ids[12:36]), loaded.decode(reported[12:36]))
