@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -66,10 +66,7 @@ class Held:
     async def hold(self) -> None:
         """Waits for ever."""
         self.reached.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.left.set()
+        await asyncio.Event().wait()
 
 
 Part: TypeAlias = Message | Refusal | Held
@@ -107,8 +104,9 @@ class Scripted(grpc.GenericRpcHandler):
         async def stream(request: Any, context: Any) -> AsyncIterator[Message]:
             self.seen.append(Seen(name, request, dict(context.invocation_metadata())))
             await context.send_initial_metadata((("x-request-id", "theirs"),))
-            async for part in self._parts(name, context):
-                yield part
+            async with aclosing(self._parts(name, context)) as parts:
+                async for part in parts:
+                    yield part
 
         async def unary(request: Any, context: Any) -> Message:
             self.seen.append(Seen(name, request, dict(context.invocation_metadata())))
@@ -123,15 +121,21 @@ class Scripted(grpc.GenericRpcHandler):
             response_serializer=GetMessageClass(method.output_type).SerializeToString,
         )
 
-    async def _parts(self, rpc: str, context: Any) -> AsyncIterator[Message]:
+    async def _parts(self, rpc: str, context: Any) -> AsyncGenerator[Message, None]:
         lines = self._lines[rpc]
-        for part in lines.pop(0) if len(lines) > 1 else lines[0]:
-            if isinstance(part, Refusal):
-                await context.abort(part.code, part.text, part.trailers())
-            elif isinstance(part, Held):
-                await part.hold()
-            else:
-                yield part
+        line = lines.pop(0) if len(lines) > 1 else lines[0]
+        try:
+            for part in line:
+                if isinstance(part, Refusal):
+                    await context.abort(part.code, part.text, part.trailers())
+                elif isinstance(part, Held):
+                    await part.hold()
+                else:
+                    yield part
+        finally:  # a caller may leave before the line came so far
+            for part in line:
+                if isinstance(part, Held):
+                    part.left.set()
 
 
 @dataclass(frozen=True)
