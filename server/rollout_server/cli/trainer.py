@@ -86,5 +86,8 @@ async def _serve(strict: StrictTrainer) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with strict:
-        typer.echo(f"strict trainer on {strict.url}; verdicts under /verdicts", err=True)
+        typer.echo(
+            f"strict trainer on {strict.url}; verdicts under /verdicts; CompletionService on grpc://{strict.grpc_target}",
+            err=True,
+        )
         await stopped.wait()
