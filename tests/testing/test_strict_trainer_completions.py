@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import json
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,16 @@ class Asking:
         """Turns, each sending only the tool results of the one before, until an answer calls no tools."""
         while calls := json.loads((await self.complete()).message.json).get("tool_calls"):
             self.new = [as_json(run_tool(call)) for call in calls]
+
+
+def digest_of(tools: Sequence[message_pb2.Tool]) -> bytes:
+    """The digest of a list of tools, as message.proto has it."""
+    written = b""
+    for tool in tools:
+        for text in (tool.name, tool.description, tool.parameters_json_schema):
+            written += len(text.encode()).to_bytes(4, "little") + text.encode()
+        written += bytes([tool.strict])
+    return hashlib.sha256(written).digest()
 
 
 def as_json(message: Any) -> message_pb2.Message:
@@ -255,12 +265,10 @@ async def test_requests_that_break_the_contract_name_the_field(asking, changes, 
     assert text.startswith(field)
 
 
-async def test_no_messages_and_token_mode_are_refused(asking) -> None:
+async def test_no_messages_are_refused(asking) -> None:
     async with StrictTrainer() as trainer:
         code, reason, _, _ = await status_of(asking(trainer).complete(new_messages=[]))
         assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TEMPLATE")
-        code, reason, _, _ = await status_of(asking(trainer).complete(new_tokens=pb.NewTokens()))
-        assert (code, reason) == (grpc.StatusCode.UNIMPLEMENTED, "TOKEN_MODE")
 
 
 async def test_the_key_is_demanded(asking) -> None:
@@ -351,13 +359,20 @@ async def test_tools_are_known_by_their_digest(asking, toy) -> None:
         )
         for tool in TOOLS
     ]
+    digest = digest_of(listed)
     async with StrictTrainer(scripts={"r": Script((Reply(tool_calls=(ADD,)), Reply(content="8")))}) as trainer:
         playing = asking(trainer)
-        first = await playing.complete(tools=message_pb2.ToolSet(digest=b"1", tools=listed))
+        first = await playing.complete(tools=message_pb2.ToolSet(digest=digest, tools=listed))
         playing.new = [as_json(run_tool(ADD))]
-        await playing.complete(tools=message_pb2.ToolSet(digest=b"1"))
+        await playing.complete(tools=message_pb2.ToolSet(digest=digest))
         assert trainer.verdict("r").accepted
-        without = await asking(trainer, uid="w", rollout_id="w").complete(tools=message_pb2.ToolSet(digest=b"0"))
+        other = asking(trainer, uid="w", rollout_id="w")
+        code, reason, _, _ = await status_of(other.complete(tools=message_pb2.ToolSet(digest=digest)))
+        assert (code, reason) == (grpc.StatusCode.FAILED_PRECONDITION, "TOOLS_UNKNOWN")
+        code, _, text, _ = await status_of(other.complete(tools=message_pb2.ToolSet(digest=digest[::-1], tools=listed)))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert text.startswith("tools.digest")
+        without = await other.complete(tools=message_pb2.ToolSet(digest=digest_of([])))
     rendered = toy.apply_chat_template(QUESTION, tools=TOOLS, add_generation_prompt=True, return_dict=False)
     assert list(first.prompt_ids.values) == rendered
     assert len(without.prompt_ids.values) < len(rendered)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollout_server.testing.continuation import Given
 from rollout_server.testing.renderer import Message, Tools
 
 
@@ -21,7 +22,8 @@ class Call:
     `mask` is the `response_mask` of the body, None where there was none. A dialect without masks says `masked=False`:
     then only the messages are judged. The asynchronous dialect is `keyed` as well, and its history verbatim. `tools` are
     those that the prompt is rendered with. `judged_as` is the name under which the conversation is judged, where that is
-    not the rollout's id: a rollout may hold several conversations.
+    not the rollout's id: a rollout may hold several conversations. In token mode `given` are the ids to answer from, and
+    `max_tokens` the most that the answer may have.
     """
 
     rollout_id: str
@@ -31,6 +33,8 @@ class Call:
     masked: bool = True
     keyed: Keyed | None = None
     judged_as: str = ""
+    given: Given | None = None
+    max_tokens: int | None = None
 
     @property
     def key(self) -> str:
@@ -56,10 +60,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is sent back, before anything is left out of it: one negative logprob, exact as float32, for each token id."""
+    """What is sent back, before anything is left out of it: one negative logprob, exact as float32, for each token id.
+
+    `raw_text` is what the ids decode to.
+    """
 
     message: Message
     finish_reason: str
     token_ids: list[int]
     logprobs: list[float]
     prompt_ids: list[int]
+    raw_text: str = ""

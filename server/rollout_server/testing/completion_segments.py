@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, field
 
+import grpc
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import message_pb2, token_pb2
 
 from rollout_server.testing.completion_ledger import SegmentLedger
-from rollout_server.testing.completion_status import base_unknown, invalid, mismatch
-from rollout_server.testing.completion_wire import message_from_proto, tool_from_proto
+from rollout_server.testing.completion_status import StatusError, base_unknown, invalid, mismatch
+from rollout_server.testing.completion_wire import message_from_proto, tool_from_proto, tools_digest
 from rollout_server.testing.renderer import Message, Tools
 
 
@@ -36,17 +37,31 @@ class Segments:
         """
         rollout = self._rollout(request)
         known = rollout.segments.get(request.segment_id)
+        if known is not None:
+            _check_mode(known, request)
         if not request.HasField("base"):
             return known or self._open(rollout, request)
         if known is not None:
             return _at_base(known, request.base)
-        parent = next((each for each in rollout.segments.values() if each.has(request.base.digest)), None)
+        parents = (each for each in rollout.segments.values() if each.has(request.base.digest) and not each.forgotten)
+        parent = next(parents, None)
         if parent is None:
             raise base_unknown(f"segment {request.segment_id!r} of rollout {request.uid!r} is not known here")
         continues = parent.drifted and parent.marks[-1].digest == request.base.digest
         branch = parent.branch(request.base.digest, parent.rollout_key if continues else _key(rollout, request))
-        rollout.segments[request.segment_id] = branch
+        rollout.segments[request.segment_id] = _at_base(branch, request.base)
         return branch
+
+    def parent(self, request: pb.CompleteRequest) -> SegmentLedger | None:
+        """The segment that the call's segment comes from, as far as it is known here."""
+        return self.find(request.uid, request.origin.parent_id) if request.origin.parent_id else None
+
+    def forget(self, uid: str) -> None:
+        """Makes all bases and tools of a rollout unknown, until its whole history comes."""
+        rollout = self._rollouts[uid]
+        rollout.tools.clear()
+        for segment in rollout.segments.values():
+            segment.forgotten = True
 
     def find(self, uid: str, segment_id: str) -> SegmentLedger | None:
         """A segment that is known."""
@@ -54,13 +69,23 @@ class Segments:
         return rollout.segments.get(segment_id) if rollout else None
 
     def tools(self, request: pb.CompleteRequest) -> Tools | None:
-        """The tools that the call names by digest; None where it says nothing about tools."""
+        """The tools that the call names by digest; None where it says nothing about tools.
+
+        StatusError: TOOLS_UNKNOWN for a digest whose list never came, and for a list that has another digest.
+        """
         if not request.HasField("tools"):
             return None
         rollout = self._rollout(request)
-        if request.tools.tools:
-            rollout.tools[request.tools.digest] = [_tool(index, tool) for index, tool in enumerate(request.tools.tools)]
-        return rollout.tools.get(request.tools.digest, ())
+        named, listed = request.tools.digest, request.tools.tools
+        if listed or named == tools_digest(()):
+            tools = [_tool(index, tool) for index, tool in enumerate(listed)]
+            if named != tools_digest(listed):
+                raise invalid("tools.digest", f"is {named.hex()}, the list has {tools_digest(listed).hex()}")
+            rollout.tools[named] = tools
+        if named not in rollout.tools:
+            text = f"the list of tools with digest {named.hex()[:16]} never came in this rollout"
+            raise StatusError(grpc.StatusCode.FAILED_PRECONDITION, "TOOLS_UNKNOWN", text)
+        return rollout.tools[named]
 
     def _rollout(self, request: pb.CompleteRequest) -> _Rollout:
         known = self._rollouts.get(request.uid)
@@ -73,7 +98,7 @@ class Segments:
 
     def _open(self, rollout: _Rollout, request: pb.CompleteRequest) -> SegmentLedger:
         typed = bool(request.new_messages) and request.new_messages[0].WhichOneof("form") == "chat"
-        ledger = SegmentLedger(_key(rollout, request), typed=typed)
+        ledger = SegmentLedger(_key(rollout, request), typed=typed, in_tokens=request.HasField("new_tokens"))
         rollout.segments[request.segment_id] = ledger
         return ledger
 
@@ -94,8 +119,8 @@ def messages_of(request: pb.CompleteRequest, ledger: SegmentLedger) -> list[Mess
 
 
 def _at_base(ledger: SegmentLedger, base: token_pb2.Checkpoint) -> SegmentLedger:
-    if not ledger.marks:
-        raise base_unknown("the segment is known, but no turn of it was answered")
+    if not ledger.marks or ledger.forgotten:
+        raise base_unknown("the segment is known, but no turn of it was answered or all of it was forgotten")
     mark = ledger.marks[-1]
     if (mark.tokens, mark.digest) != (base.tokens, base.digest):
         raise mismatch(
@@ -104,6 +129,12 @@ def _at_base(ledger: SegmentLedger, base: token_pb2.Checkpoint) -> SegmentLedger
             ledger.marks,
         )
     return ledger
+
+
+def _check_mode(ledger: SegmentLedger, request: pb.CompleteRequest) -> None:
+    if ledger.in_tokens != request.HasField("new_tokens"):
+        text = "is missing, but the segment began" if ledger.in_tokens else "came, but the segment began without it"
+        raise invalid("new_tokens", text + (" in token mode" if ledger.in_tokens else ""))
 
 
 def _message(index: int, message: message_pb2.Message) -> Message:

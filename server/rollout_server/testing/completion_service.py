@@ -1,14 +1,15 @@
-"""CompletionService in message mode (completion_service.proto), on the same judge as the HTTP face.
+"""CompletionService (completion_service.proto), on the same judge as the HTTP face.
 
-There is no mask on this wire: the trainer derives it. What is judged is the history, and that base and turn key are what
-they should be. An answered turn key gets the same answer again and generates nothing; a turn that failed, or a key that
-was never answered, is judged as if for the first time.
+There is no mask on this wire: the trainer derives it. What is judged is the history, that base and turn key are what
+they should be, and in token mode who wrote which token, the digests, and the tokens that nobody generated here
+(`completion_tokens`, `continuation`). An answered turn key gets the same answer again and generates nothing; a turn that
+failed, or a key that was never answered, is judged as if for the first time.
 """
 
 import asyncio
 import hmac
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -18,14 +19,17 @@ from osmosis.rollout.v1 import completion_service_pb2_grpc, message_pb2
 
 from rollout_server.testing import completion_wire
 from rollout_server.testing.call import Call
+from rollout_server.testing.completion_ledger import SegmentLedger
 from rollout_server.testing.completion_segments import Segments, messages_of
 from rollout_server.testing.completion_status import StatusError, abort, invalid, status_of_fault
+from rollout_server.testing.completion_tokens import Continued, continued
 from rollout_server.testing.desk import Desk, ToolsUnavailableError
-from rollout_server.testing.engine import Failed
+from rollout_server.testing.engine import Answered, Failed
 from rollout_server.testing.judge import ROLLOUTS_KEPT
-from rollout_server.testing.renderer import Tools
-from rollout_server.testing.script import Fault, FaultKind
-from rollout_server.testing.verdict import RefusedError
+from rollout_server.testing.lies import BORROWED, twisted
+from rollout_server.testing.renderer import Message, Tools
+from rollout_server.testing.script import Fault, FaultKind, Lie
+from rollout_server.testing.verdict import Refusal, RefusalReason, RefusedError
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _ANSWERS_KEPT: Final = 16 * ROLLOUTS_KEPT
@@ -44,7 +48,7 @@ class _SilenceError(Exception):
 
 
 class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
-    """Message mode only: `new_tokens` is UNIMPLEMENTED. Statuses are those of completion_service.proto.
+    """Message mode, and token mode where a segment begins with `new_tokens`. Statuses are those of completion_service.proto.
 
     Every request for a completion goes into `requests` first, whatever becomes of it.
     """
@@ -56,6 +60,7 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
         self._segments = Segments(ROLLOUTS_KEPT)
         self._turns: dict[str, asyncio.Task[pb.CompleteResponse]] = {}
         self._lost: dict[str, Fault] = {}
+        self._earlier: dict[str, pb.CompleteResponse] = {}
 
     async def Complete(self, request: pb.CompleteRequest, context: _Context) -> pb.CompleteResponse:
         """Answers one turn, or the same turn again."""
@@ -80,7 +85,7 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
         except StatusError as error:
             return await abort(context, error)
         held = self._segments.find(request.uid, request.segment_id)
-        if held is None:
+        if held is None or held.forgotten:
             text = f"segment {request.segment_id!r} of rollout {request.uid!r} is not known here"
             return await abort(context, StatusError(grpc.StatusCode.NOT_FOUND, "SEGMENT_UNKNOWN", text))
         return completion_wire.ledger(held, request.offset)
@@ -113,8 +118,15 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
             self._desk.judge.start_anew(request.rollout_id)
         held = self._segments.segment(request)
         messages = messages_of(request, held)
+        tokens = self._continued(request, held, messages)
         call = Call(
-            request.rollout_id, messages, tools=await self._tools(request), masked=False, judged_as=held.rollout_key
+            request.rollout_id,
+            messages,
+            tools=await self._tools(request),
+            masked=False,
+            judged_as=held.rollout_key,
+            given=tokens.given if tokens else None,
+            max_tokens=request.sampling.max_tokens or None if tokens else None,
         )
         try:
             result = await self._desk.complete(call)
@@ -126,12 +138,40 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
             return await _failure(result)
         if result.lost:
             self._lost[request.turn_key] = result.lost
-        mark = held.add(request.turn, messages, result.answer)
+        told = _taken(request, messages, held, tokens, result)
+        if result.reply.forgets:
+            self._segments.forget(request.uid)
         await asyncio.sleep(result.reply.delay)
         wants_logprobs = request.sampling.logprobs or not request.sampling.HasField("logprobs")
-        return completion_wire.response(
-            result.answer, result.reply, mark, typed=held.typed, with_logprobs=wants_logprobs
-        )
+        honest = completion_wire.response(told, typed=held.typed, with_logprobs=wants_logprobs)
+        return self._told(request, call, result.reply.lie, honest)
+
+    def _told(
+        self, request: pb.CompleteRequest, call: Call, lie: Lie | None, honest: pb.CompleteResponse
+    ) -> pb.CompleteResponse:
+        """What is sent: the honest answer, or one with a lie in it, of which the verdict then tells."""
+        earlier = self._earlier.pop(request.uid, None) or next(reversed(self._earlier.values()), None)
+        self._earlier[request.uid] = honest
+        while len(self._earlier) > ROLLOUTS_KEPT:
+            del self._earlier[next(iter(self._earlier))]
+        if lie is None or (lie is Lie.TOO_LONG and call.max_tokens is None):
+            return honest
+        if earlier is None and lie in BORROWED:
+            raise StatusError(grpc.StatusCode.INTERNAL, "SCRIPT", f"there is no earlier answer for the lie {lie}")
+        self._desk.judge.record_lie(call.key, lie.value)
+        return twisted(lie, honest, earlier or honest, request.turn)
+
+    def _continued(
+        self, request: pb.CompleteRequest, held: SegmentLedger, messages: Sequence[Message]
+    ) -> Continued | None:
+        """The call's tokens; None in message mode. StatusError as `continued`, which is then part of the verdict."""
+        if not request.HasField("new_tokens"):
+            return None
+        try:
+            return continued(request, held, self._segments.parent(request), messages)
+        except StatusError as error:
+            self._desk.judge.refuse(held.rollout_key, Refusal(request.turn, RefusalReason.TOKENS, error.text))
+            raise
 
     async def _tools(self, request: pb.CompleteRequest) -> Tools | None:
         named = self._segments.tools(request)
@@ -148,10 +188,26 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
             raise StatusError(grpc.StatusCode.UNAUTHENTICATED, "API_KEY", "Invalid or missing API key")
 
 
+def _taken(
+    request: pb.CompleteRequest,
+    messages: Sequence[Message],
+    held: SegmentLedger,
+    tokens: Continued | None,
+    result: Answered,
+) -> completion_wire.Told:
+    """Takes an answer into its segment."""
+    answer = result.answer
+    policy = result.reply.policy_version or f"policy-{request.turn}"
+    if tokens is None:
+        after = held.add(request.turn, messages, answer, policy)
+        return completion_wire.Told(answer, result.reply, policy, after)
+    tokens.enter(held)
+    after = held.answered(request.turn, messages, answer, policy)
+    return completion_wire.Told(answer, result.reply, policy, after, tokens.prompt)
+
+
 def _check(request: pb.CompleteRequest) -> None:
     """StatusError for a request that no state can make right."""
-    if request.HasField("new_tokens"):
-        raise StatusError(grpc.StatusCode.UNIMPLEMENTED, "TOKEN_MODE", "this trainer has no token mode")
     if not request.uid or not request.rollout_id.strip():
         raise invalid("rollout_id" if request.uid else "uid", "is missing")
     if request.turn < 1:

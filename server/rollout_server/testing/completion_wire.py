@@ -3,18 +3,28 @@
 The rules are those of message.proto and completion_service.proto.
 """
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import message_pb2, token_pb2
 
 from rollout_server.testing.call import Answer
-from rollout_server.testing.completion_ledger import Mark, Run, SegmentLedger
+from rollout_server.testing.completion_ledger import Mark, Reason, Run, SegmentLedger
 from rollout_server.testing.renderer import Message
 from rollout_server.testing.script import Reply
 
+_REASONS: Final = {
+    None: token_pb2.MASK_REASON_UNSPECIFIED,
+    Reason.PROMPT: token_pb2.MASK_REASON_PROMPT,
+    Reason.ENVIRONMENT: token_pb2.MASK_REASON_ENVIRONMENT,
+    Reason.CLOSING: token_pb2.MASK_REASON_CLOSING,
+    Reason.AUTHOR: token_pb2.MASK_REASON_AUTHOR,
+}
 _CALL_KEYS = {"id", "type", "function"}
 _FUNCTION_KEYS = {"name", "arguments"}
 
@@ -39,21 +49,39 @@ def tool_from_proto(tool: message_pb2.Tool) -> dict[str, Any]:
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
-def response(answer: Answer, reply: Reply, mark: Mark, *, typed: bool, with_logprobs: bool) -> pb.CompleteResponse:
-    """The answer of a turn in message mode, without what the reply omits.
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What there is to tell of a turn. `prompt` is the checkpoint in front of the answer, in token mode only."""
+
+    answer: Answer
+    reply: Reply
+    policy_version: str
+    after: Mark
+    prompt: Mark | None = None
+
+
+def response(told: Told, *, typed: bool, with_logprobs: bool) -> pb.CompleteResponse:
+    """The answer of a turn, without what the reply omits.
 
     `Reply.override` has no meaning here: it replaces fields of a JSON body.
     """
-    filled = pb.CompleteResponse(message=message_to_proto(answer.message, typed=typed), finish_reason=reply.finish)
-    filled.after.CopyFrom(checkpoint(mark))
-    filled.usage.prompt_tokens = len(answer.prompt_ids)
-    filled.usage.completion_tokens = len(answer.token_ids)
-    if "token_ids" not in reply.omit:
+    answer, omit = told.answer, told.reply.omit
+    filled = pb.CompleteResponse(
+        message=message_to_proto(answer.message, typed=typed),
+        finish_reason=answer.finish_reason,
+        policy_version=told.policy_version,
+        raw_text=answer.raw_text,
+        after=checkpoint(told.after),
+        usage=pb.Usage(prompt_tokens=len(answer.prompt_ids), completion_tokens=len(answer.token_ids)),
+    )
+    if "token_ids" not in omit:
         filled.token_ids.extend(answer.token_ids)
-    if with_logprobs and "logprobs" not in reply.omit:
+    if with_logprobs and "logprobs" not in omit:
         filled.logprobs.values.extend(answer.logprobs)
         filled.logprobs.SetInParent()
-    if "prompt_token_ids" not in reply.omit:
+    if told.prompt:
+        filled.prompt_checkpoint.CopyFrom(checkpoint(told.prompt))
+    elif "prompt_token_ids" not in omit:
         filled.prompt_ids.values.extend(answer.prompt_ids)
     return filled
 
@@ -69,6 +97,17 @@ def checkpoint(mark: Mark) -> token_pb2.Checkpoint:
     return token_pb2.Checkpoint(messages=mark.messages, tokens=mark.tokens, digest=mark.digest)
 
 
+def tools_digest(tools: Iterable[message_pb2.Tool]) -> bytes:
+    """The digest of a list of tools, as message.proto (ToolSet) describes it."""
+    digest = hashlib.sha256()
+    for tool in tools:
+        for text in (tool.name, tool.description, tool.parameters_json_schema):
+            encoded = text.encode()
+            digest.update(struct.pack("<I", len(encoded)) + encoded)
+        digest.update(b"\x01" if tool.strict else b"\x00")
+    return digest.digest()
+
+
 def ledger(held: SegmentLedger, offset: int) -> pb.ReadLedgerResponse:
     """A segment from the token at `offset` on."""
     return pb.ReadLedgerResponse(
@@ -77,11 +116,16 @@ def ledger(held: SegmentLedger, offset: int) -> pb.ReadLedgerResponse:
 
 
 def _span(run: Run) -> token_pb2.Span:
-    if run.by_model:
-        logprobs = token_pb2.Logprobs(values=run.logprobs)
-        return token_pb2.Span(author=token_pb2.AUTHOR_MODEL, turn=run.turn, token_ids=run.token_ids, logprobs=logprobs)
-    reason = token_pb2.MASK_REASON_PROMPT if run.opens else token_pb2.MASK_REASON_ENVIRONMENT
-    return token_pb2.Span(author=token_pb2.AUTHOR_OTHER, mask_reason=reason, turn=run.turn, token_ids=run.token_ids)
+    span = token_pb2.Span(
+        author=token_pb2.AUTHOR_MODEL if run.by_model else token_pb2.AUTHOR_OTHER,
+        mask_reason=_REASONS[run.reason],
+        turn=run.turn,
+        token_ids=run.token_ids,
+        policy_version=run.policy_version,
+    )
+    if run.logprobs:
+        span.logprobs.values.extend(run.logprobs)
+    return span
 
 
 def _chat_from_proto(chat: message_pb2.ChatMessage) -> Message:

@@ -8,6 +8,7 @@ A refused call and a committed fault leave the rollout as it was. In the masked 
 (A) has it, when its last answer called no tools and a call comes with a null mask and without any answer given before;
 what was found until then is kept as an earlier verdict. In the asynchronous dialect (B) there is no mask to count; what is
 judged beside the history is in `ruling`, and a turn that is asked for again under its key gets a sibling of its answer.
+In token mode the ids come with the call, and `continuation` says whether they are what the messages give.
 """
 
 import threading
@@ -16,10 +17,11 @@ from typing import Final
 
 from rollout_server.testing.call import Answer, Call, Prompt
 from rollout_server.testing.conclusion import Conclusion, Notice
+from rollout_server.testing.continuation import Continuations
 from rollout_server.testing.mask import first_mask_fault, mask_fault
 from rollout_server.testing.renderer import Message, PlainRenderer, UnrenderableError
 from rollout_server.testing.ruling import call_fault, outcome_fault
-from rollout_server.testing.script import Reply
+from rollout_server.testing.script import Lie, Reply
 from rollout_server.testing.tally import Tally, Told
 from rollout_server.testing.verdict import Outcome, Refusal, RefusalReason, RefusedError, Verdict
 
@@ -39,6 +41,7 @@ class Judge:
         self, renderer: PlainRenderer, rollouts_kept: int = ROLLOUTS_KEPT, *, reuses_ids: bool = False
     ) -> None:
         self._renderer = renderer
+        self._continuations = Continuations(renderer)
         self._rollouts_kept = rollouts_kept
         self._reuses_ids = reuses_ids
         self._tallies: dict[str, Tally] = {}
@@ -56,8 +59,15 @@ class Judge:
                 return Prompt(call, tally.last_prompt, tally.last_turn.new_tokens, tally.last_turn.number, repeats=True)
             return self._first(call) if begins else self._later(call, tally)
         except RefusedError as error:
-            self._refuse(call.key, error.refusal)
+            self.refuse(call.key, error.refusal)
             raise
+
+    def refuse(self, rollout_id: str, refusal: Refusal) -> None:
+        """Notes in the verdict that a call was refused."""
+        with self._lock:
+            tally = self._tallies.get(rollout_id) or Tally(rollout_id)
+            tally.refuse(refusal)
+            self._keep(rollout_id, tally)
 
     def conclude(self, notice: Notice) -> None:
         """Takes the delivery of an outcome; RefusedError for one that should not have come, or not like this."""
@@ -71,7 +81,7 @@ class Judge:
             self._keep(notice.rollout_id, tally)
         if fault:
             refusal = Refusal(0, RefusalReason.OUTCOME, fault)
-            self._refuse(notice.rollout_id, refusal)
+            self.refuse(notice.rollout_id, refusal)
             raise RefusedError(refusal)
 
     def settle(self, rollout_id: str, status: int) -> Verdict | None:
@@ -100,8 +110,17 @@ class Judge:
     def answer(self, prompt: Prompt, reply: Reply) -> Answer:
         """What `accept` would give, without counting it."""
         call = prompt.call
-        ids = self._renderer.answer(call.messages, call.tools, prompt.ids, reply)
-        return Answer(reply.message, reply.finish, ids, _logprobs(len(prompt.ids), len(ids)), prompt.ids)
+        # Ids that were given may hold more than the template writes: an answer is found behind the template's own prompt.
+        behind = self._renderer.prompt(call.messages, call.tools) if call.given else prompt.ids
+        ids = self._renderer.answer(call.messages, call.tools, behind, reply)
+        message, finish = reply.message, reply.finish
+        if call.max_tokens is not None and reply.lie is Lie.TOO_LONG:
+            ids = [*ids[:1] * max(0, call.max_tokens + 1 - len(ids)), *ids]
+        elif call.max_tokens is not None and len(ids) > call.max_tokens:
+            ids = ids[: call.max_tokens]
+            message, finish = {"role": "assistant", "content": self._renderer.decode(ids)}, "length"
+        logprobs = _logprobs(len(prompt.ids), len(ids))
+        return Answer(message, finish, ids, logprobs, prompt.ids, self._renderer.decode(ids))
 
     def record_fault(self, prompt: Prompt, name: str) -> None:
         """Notes in the verdict that a checked call is not answered, by what kind of failure."""
@@ -109,6 +128,11 @@ class Judge:
             tally = self._tally(prompt)
             tally.fault(prompt, name)
             self._keep(prompt.call.key, tally)
+
+    def record_lie(self, rollout_id: str, name: str) -> None:
+        """Notes in the verdict what was told wrongly of the last answer."""
+        with self._lock:
+            self._tallies[rollout_id].lied(name)
 
     def record_replay(self, prompt: Prompt) -> None:
         """Notes in the verdict that the answer of a turn is given again."""
@@ -150,13 +174,13 @@ class Judge:
     def _first(self, call: Call) -> Prompt:
         if call.masked and (fault := first_mask_fault(call.mask)):
             raise _refused(1, RefusalReason.MASK, fault)
-        return Prompt(call, self._rendered(call, 1), new_tokens=0, turn=1, begins=True)
+        return Prompt(call, self._ids(call, 1), new_tokens=0, turn=1, begins=True)
 
     def _later(self, call: Call, tally: Tally) -> Prompt:
         turn = tally.next_turn
         if fault := tally.history_fault(call.messages):
             raise _refused(turn, RefusalReason.HISTORY, fault)
-        ids = self._rendered(call, turn)
+        ids = self._ids(call, turn)
         new_tokens = len(ids) - tally.seen_tokens
         if new_tokens < 0:
             text = (
@@ -188,17 +212,17 @@ class Judge:
         while len(self._owners) > _KEYS_KEPT:
             del self._owners[next(iter(self._owners))]
 
-    def _refuse(self, rollout_id: str, refusal: Refusal) -> None:
-        with self._lock:
-            tally = self._tallies.get(rollout_id) or Tally(rollout_id)
-            tally.refuse(refusal)
-            self._keep(rollout_id, tally)
-
-    def _rendered(self, call: Call, turn: int) -> list[int]:
+    def _ids(self, call: Call, turn: int) -> list[int]:
+        """What the model sees: the ids that came, if they are right, else the messages rendered."""
         try:
-            return self._renderer.prompt(call.messages, call.tools)
+            if call.given is None:
+                return self._renderer.prompt(call.messages, call.tools)
+            fault = self._continuations.fault(call.messages, call.tools, call.given)
         except UnrenderableError as error:
             raise _refused(turn, RefusalReason.TEMPLATE, str(error)) from error
+        if fault:
+            raise _refused(turn, RefusalReason.TOKENS, fault)
+        return call.given.ids
 
     def _tally(self, prompt: Prompt) -> Tally:
         tally = self._tallies.get(prompt.call.key) or Tally(prompt.call.key)

@@ -4,6 +4,7 @@ This is deliberately not how the server counts. The server renders what is new a
 everything and takes differences. A judge that shared code with the judged could not find its mistakes.
 """
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,17 +23,22 @@ class UnrenderableError(ValueError):
 class PlainRenderer:
     """One tokenizer and its chat template. Not for the event loop, and not for two threads at once."""
 
-    def __init__(self, tokenizer: Any, *, parse_arguments: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, *, parse_arguments: bool = False, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._parse_arguments = parse_arguments
+        self._template_kwargs = dict(template_kwargs or {})
         self._ends = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         ) | {tokenizer.eos_token_id}
         self._after_all = self._tokens_after_all()
 
     @classmethod
-    def load(cls, directory: Path, *, parse_arguments: bool = False) -> "PlainRenderer":
-        """Loads the tokenizer of a local directory, without a network.
+    def load(
+        cls, directory: Path, *, parse_arguments: bool = False, template_kwargs: Mapping[str, Any] | None = None
+    ) -> "PlainRenderer":
+        """Loads the tokenizer of a local directory, without a network; `template_kwargs` are switches of its template.
 
         With `parse_arguments` tool call arguments given as JSON text are rendered as objects, as trainers behind
         vLLM-style fronts do; otherwise everything is rendered as received. ValueError if there is no chat template.
@@ -42,7 +48,7 @@ class PlainRenderer:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         if not tokenizer.chat_template:
             raise ValueError(f"the tokenizer in {directory} has no chat template")
-        return cls(tokenizer, parse_arguments=parse_arguments)
+        return cls(tokenizer, parse_arguments=parse_arguments, template_kwargs=template_kwargs)
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
         """The ids of the whole prompt, generation prompt included; UnrenderableError if the template refuses."""
@@ -65,6 +71,24 @@ class PlainRenderer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text as it stands: control tokens are recognised, none are added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, control tokens and white space as they stand."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def text(self, messages: Sequence[Message], tools: Tools | None) -> str:
+        """The text of the whole prompt, generation prompt included; UnrenderableError if the template refuses."""
+        return str(self._apply(messages, tools, add_generation_prompt=True, tokenize=False))
+
+    def is_end(self, token_id: int) -> bool:
+        """Whether a model that generates this token may be done."""
+        return token_id in self._ends
+
+    def in_other_form(self) -> "PlainRenderer":
+        """The same, but arguments are rendered as objects where this one renders them as received, and the reverse."""
+        other = copy.copy(self)
+        other._parse_arguments = not self._parse_arguments
+        return other
 
     def _render(self, messages: Sequence[Message], tools: Tools | None, *, generation_prompt: bool) -> list[int]:
         return list(self._apply(messages, tools, add_generation_prompt=generation_prompt, tokenize=True))
@@ -101,7 +125,7 @@ class PlainRenderer:
         shown = [_with_parsed_arguments(m) for m in messages] if self._parse_arguments else list(messages)
         try:
             return self._tokenizer.apply_chat_template(
-                shown, tools=list(tools) if tools else None, return_dict=False, **options
+                shown, tools=list(tools) if tools else None, return_dict=False, **options, **self._template_kwargs
             )
         except Exception as error:  # a chat template is foreign code: whatever it raises is a refusal
             raise UnrenderableError(f"the messages cannot be rendered: {error}") from error

@@ -24,6 +24,44 @@ def tool_call(call_id: str, name: str, arguments: str | Json) -> Json:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": sent}}
 
 
+class Lie(StrEnum):
+    """What a gRPC trainer tells of an answer that is not so. Its own ledger holds the truth.
+
+    An honest server ends the rollout on the turn of the lie with an error that names the turn and what does not agree,
+    takes nothing of the answer into a sample, and goes on with all other rollouts. Where it does not notice, the next
+    turn's base is a LEDGER_MISMATCH for the first two, for `OTHER_TURN` and for `OVERSIZED_ID`. Over HTTP no lie is told.
+    """
+
+    CHANGED_ID = "changed_id"
+    """One of `token_ids` is another. Their digest is not that of `after`: the server has to compute it before it believes
+    the ids."""
+    DROPPED_ID = "dropped_id"
+    """One of `token_ids` is missing, with its logprob. `after` has one token more, and another digest."""
+    OVERSIZED_ID = "oversized_id"
+    """One of `token_ids` is 2^31 or more, which token.proto forbids: it would set the author's bit in a digest."""
+    SHORT_LOGPROBS = "short_logprobs"
+    """`logprobs` has one value less than `token_ids`. All digests are right: the server has to compare the lengths."""
+    TOO_LONG = "too_long"
+    """The answer has one token more than `sampling.max_tokens`, else everything is right: the server has to count. In
+    token mode only, and honest where no `max_tokens` came."""
+    OTHER_TURN = "other_turn"
+    """Message, text, ids and logprobs are those of an earlier answer, the checkpoints those of this turn. The digest of
+    prompt and ids is not that of `after`."""
+    REPLAYED_TURN = "replayed_turn"
+    """The earlier answer as a whole, checkpoints included. `prompt_checkpoint` is not what was asked for; in message mode
+    the prompt is an older one."""
+    STALE_POLICY = "stale_policy"
+    """`policy_version` is one that was replaced already: ``policy-(N-2)`` in turn N (``policy-0`` in the first two). The
+    tokens are right; the server has to see that a rollout's versions do not go back."""
+    PROMPT_DIGEST = "prompt_digest"
+    """`prompt_checkpoint` has another digest than the `after` of the request. In token mode only."""
+    AFTER_DIGEST = "after_digest"
+    """`after` has another digest than prompt and `token_ids` give."""
+    NO_CHECKPOINTS = "no_checkpoints"
+    """`prompt_checkpoint` and `after` are unset: in token mode nothing proves what the model saw, and an answer without
+    proof is no answer. In message mode only `after` is missing, and the ids that came are the truth."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """One answer of the model.
@@ -33,6 +71,10 @@ class Reply:
     trainer counts with afterwards. `omit`, `usage` (adds the counts of prompt and answer as ``usage``) and `override` change
     the response's top-level fields only, after counting. The answer goes out after `delay` seconds. ValueError for a negative
     delay or an unknown name in `omit`.
+
+    Over gRPC only: `lie` is told of the answer; `policy_version` is who sampled it, by default ``policy-N`` in turn N; and a
+    trainer that `forgets` after answering knows no base of the rollout, and none of its tools, until it is sent the whole
+    history.
     """
 
     content: str | Sequence[object] | None = None
@@ -46,6 +88,9 @@ class Reply:
     usage: bool = False
     override: Json = field(default_factory=dict)
     delay: float = 0.0
+    lie: Lie | None = None
+    policy_version: str | None = None
+    forgets: bool = False
 
     def __post_init__(self) -> None:
         _check_omitted(self.omit)

@@ -140,6 +140,10 @@ class Tally:
         if prompt.call.keyed and prompt.turn == self.next_turn:
             self.asked_key = prompt.call.keyed.turn_key
 
+    def lied(self, name: str) -> None:
+        """Records that what was told of the last answer is not what counts here."""
+        self._faults.append(f"turn {self.next_turn - 1}: {name}")
+
     def replayed(self) -> None:
         """Records that an answer was given again."""
         self._replays += 1

@@ -40,7 +40,8 @@ class StrictTrainer:
     * ``POST /v1/rollout/completed``, in the asynchronous dialect: judged, then met as the rollout's script says.
     * ``GET /health``; ``GET /verdicts``, one summary for each rollout; ``GET /verdict?rollout_id=``, everything.
     * ``PUT /script?rollout_id=``: a script as JSON, see `script_json`.
-    * gRPC at `grpc_target`: `osmosis.rollout.v1.CompletionService` in message mode, see `completion_service`.
+    * gRPC at `grpc_target`: `osmosis.rollout.v1.CompletionService` in message and in token mode, see
+      `completion_service` and `continuation`; answered turn keys are always replayed there.
 
     The arguments:
 
@@ -57,6 +58,7 @@ class StrictTrainer:
     * `api_key`: demanded as ``Authorization: Bearer`` for completions (over gRPC in the metadata) and for outcomes, and
       for nothing else.
     * `parse_arguments`: tool call arguments that came as JSON text are rendered as objects, as vLLM-style fronts do.
+    * `template_kwargs`: switches of the chat template, for all prompts.
     * `port` and `grpc_port`: 0 for any free one; without gRPC, `grpc_port` is None.
     * `requests_kept`: of how many requests `requests` and `completions` tell.
 
@@ -80,6 +82,7 @@ class StrictTrainer:
     port: int = 0
     grpc_port: int | None = 0
     parse_arguments: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     requests_kept: int = 4096
     _requests: "deque[SeenRequest]" = field(init=False, repr=False)
     _completions: "deque[SeenCompletion]" = field(init=False, repr=False)
@@ -193,7 +196,10 @@ class StrictTrainer:
 
     async def _make_desk(self, thread: ThreadPoolExecutor) -> Desk:
         load = asyncio.get_running_loop().run_in_executor(
-            thread, lambda: PlainRenderer.load(self.tokenizer_dir, parse_arguments=self.parse_arguments)
+            thread,
+            lambda: PlainRenderer.load(
+                self.tokenizer_dir, parse_arguments=self.parse_arguments, template_kwargs=self.template_kwargs
+            ),
         )
         judge = Judge(await load, reuses_ids=self.reuses_ids)
         scripts = Scripts(self.scripts, self.script)

@@ -17,6 +17,8 @@ class RefusalReason(StrEnum):
     """The messages render to fewer tokens than the prompt before and its answer had."""
     TEMPLATE = "template"
     """The chat template does not take the messages."""
+    TOKENS = "tokens"
+    """The token ids that came to be continued are not what is held here and what the messages give."""
     BODY = "body"
     """Something else in the body is not what the dialect says it is."""
     KEY = "key"
@@ -97,7 +99,7 @@ class Outcome:
 class Verdict:
     """All that the judge knows of one rollout id (over gRPC: of one conversation, see `Call.key`).
 
-    `faults` names the failures that the trainer committed on purpose, as ``turn 2: reset``. `siblings` counts answers that
+    `faults` names the failures and lies that the trainer committed on purpose, as ``turn 2: reset``. `siblings` counts answers that
     were generated for turns that had one (the last one is in the sample), `replays` those that were given again instead.
     `outcome` is None where none was delivered. `earlier` holds the verdicts of earlier rollouts under the same id, oldest
     first and at most `EARLIER_KEPT` of them.

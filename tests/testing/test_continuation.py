@@ -1,0 +1,76 @@
+"""The judge of token mode on real templates: golden environments pass, and every wrong one is named."""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+from rollout_server.testing.continuation import Continuations, Given, Piece
+from rollout_server.testing.renderer import PlainRenderer
+from transformers import AutoTokenizer
+
+from .recordings import SHARED
+
+VECTORS = SHARED / "tokenizers" / "vectors"
+NAMES = sorted(path.stem for path in VECTORS.glob("*.jsonl"))
+WRONG_EVERY = 3
+"""Wrong environments are tried on one row of so many: each needs several renderings."""
+
+
+@pytest.fixture(scope="module")
+def rendering() -> Iterator[Callable[..., PlainRenderer]]:
+    """A renderer of a tokenizer with one of its templates; each is loaded once."""
+    load = cache(AutoTokenizer.from_pretrained)
+
+    def make(name: str, template: str, kwargs: dict[str, Any]) -> PlainRenderer:
+        tokenizer = load(SHARED / "tokenizers" / name)
+        tokenizer.chat_template = (SHARED / "tokenizers" / name / template).read_text(encoding="utf-8")
+        return PlainRenderer(tokenizer, template_kwargs=kwargs)
+
+    yield make
+    load.cache_clear()
+
+
+def case(row: dict[str, Any], renderer: PlainRenderer, environment: list[int] | None = None) -> tuple[list[Any], Given]:
+    """What a golden row asks for, or the same with another environment."""
+    held = row["tito_prompt_ids"] + row["generated_ids"]
+    cut = bool(row["missing_stop"])
+    closing = renderer.encode(row["stop"]) if cut else []
+    new = [*closing, *(row["env_ids"] if environment is None else environment)]
+    stop = len(held) + len(new)
+    return row["messages"], Given(
+        held + new, (Piece(2, len(held), stop, len(row["messages"]), row["first_env"] - 1, len(closing), cut),)
+    )
+
+
+def wrong(right: list[int]) -> dict[str, list[int]]:
+    """Environments that a careless server might send."""
+    middle = len(right) // 2
+    return {
+        "one more": [*right, right[-1]],
+        "one less": right[:-1],
+        "first missing": right[1:],
+        "first twice": [right[0], *right],
+        "other token": [*right[:middle], right[middle] ^ 1, *right[middle + 1 :]],
+        "nothing": [],
+    }
+
+
+@pytest.mark.parametrize("name", NAMES or ["qwen2.5-instruct"])
+def test_golden_environments(rendering: Callable[..., PlainRenderer], name: str) -> None:
+    if not NAMES:
+        pytest.skip("../shared/tokenizers is not beside this clone")
+    header, *rows = map(json.loads, (VECTORS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())
+    tools = json.loads((VECTORS / "tools.json").read_text(encoding="utf-8"))
+    renderer = rendering(header["tokenizer"], header["template"], header["template_kwargs"])
+    judge = Continuations(renderer)
+    for index, row in enumerate(rows):
+        where = (row["case"], row["turn"])
+        messages, given = case(row, renderer)
+        assert judge.fault(messages, tools, given) is None, (where, judge.fault(messages, tools, given))
+        for what, environment in wrong(row["env_ids"]).items() if index % WRONG_EVERY == 0 else ():
+            messages, given = case(row, renderer, environment)
+            fault = judge.fault(messages, tools, given)
+            assert fault is not None, (where, what)
+            assert fault.startswith("turn 2: token "), (where, what)
