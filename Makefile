@@ -67,7 +67,7 @@ down: setup ## Stop them
 	@$(LOCAL) down
 
 test: setup .venv-protos/.ready ## Run all tests
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 bench: setup ## Measure CPU per turn against a floor server
 	$(BIN)/python -m bench

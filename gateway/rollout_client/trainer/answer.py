@@ -1,0 +1,95 @@
+"""What a model said, parsed, and how it becomes a message of the contract."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from osmosis.rollout.v1.message_pb2 import ChatMessage, Message
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool.
+
+    Args:
+        name: the tool's name.
+        arguments: their text as the model wrote it; nobody promises that it parses.
+        id: as the model wrote it; empty: one is made up.
+    """
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A parsed answer.
+
+    Args:
+        content: the text without calls and thinking.
+        tool_calls: in order.
+        reasoning: the thinking; None: there is none.
+    """
+
+    content: str
+    tool_calls: Sequence[ToolCall] = ()
+    reasoning: str | None = None
+
+
+Parse: TypeAlias = Callable[[str], Answer]
+"""Text of an answer, without its end token, to what it means. Text that means nothing is content."""
+
+
+def plain(text: str) -> Answer:
+    """The parser for models that call no tools: all is content."""
+    return Answer(text)
+
+
+def message_of(answer: Answer, turn: int, *, typed: bool) -> Message:
+    """The message, in the typed form or as JSON. Calls without an id, or with one that is taken, get one of their own."""
+    calls = [
+        (call_id, sendable(call.name), sendable(call.arguments))
+        for call_id, call in zip(_ids(answer.tool_calls, turn), answer.tool_calls, strict=True)
+    ]
+    content = sendable(answer.content)
+    reasoning = sendable(answer.reasoning) if answer.reasoning is not None else None
+    if typed:
+        chat = ChatMessage(role="assistant", reasoning=reasoning)
+        chat.parts.add(text=content)
+        for call_id, name, arguments in calls:
+            chat.tool_calls.add(id=call_id, name=name, arguments_json=arguments)
+        return Message(chat=chat)
+    fields: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning is not None:
+        fields["reasoning_content"] = reasoning
+    if calls:
+        fields["tool_calls"] = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for call_id, name, arguments in calls
+        ]
+    return Message(json=json.dumps(fields, ensure_ascii=False))
+
+
+def sendable(text: str) -> str:
+    """A text that UTF-8 can carry: halves of surrogate pairs become U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def _ids(calls: Sequence[ToolCall], turn: int) -> list[str]:
+    """Ids, unique within the message. Those made up have the nine letters and digits that Mistral's templates insist on."""
+    ids: dict[str, None] = {}
+    for index, call in enumerate(calls):
+        wanted, number = sendable(call.id), index
+        while not wanted or wanted in ids:
+            wanted = f"t{turn:05d}{number:03d}"
+            number += len(calls)
+        ids[wanted] = None
+    return list(ids)

@@ -1,0 +1,190 @@
+"""A segment as the trainer keeps it: every token, who wrote it, and what both sides held after each turn.
+
+Digests follow token.proto (Checkpoint), so that two records that agree on a digest agree on every token and author before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from osmosis.rollout.v1 import token_pb2
+
+from rollout_client.trainer.generation import MODEL_BIT
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A checkpoint: `digest` over the first `tokens` tokens."""
+
+    messages: int
+    tokens: int
+    digest: bytes
+
+    def proto(self) -> token_pb2.Checkpoint:
+        """As it travels."""
+        return token_pb2.Checkpoint(messages=self.messages, tokens=self.tokens, digest=self.digest)
+
+    def is_at(self, other: Mark) -> bool:
+        """Whether both stand for the same tokens and authors."""
+        return (self.tokens, self.digest) == (other.tokens, other.digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens of one author in one turn.
+
+    Args:
+        turn: from 1.
+        by_model: the model wrote them.
+        ids: the tokens.
+        logprobs: one for each; None: unknown. The model's only.
+        policy_version: of the policy that sampled them.
+        own: they were generated here. What the server says that the model wrote is believed, but nothing is proved by it.
+    """
+
+    turn: int
+    by_model: bool
+    ids: array[int]
+    logprobs: array[float] | None = None
+    policy_version: str = ""
+    own: bool = False
+
+    def since(self, token: int) -> Run:
+        """The run without its first tokens."""
+        logprobs = None if self.logprobs is None else self.logprobs[token:]
+        return Run(self.turn, self.by_model, self.ids[token:], logprobs, self.policy_version, self.own)
+
+
+class SegmentLedger:
+    """One segment, append-only. `inherited` is how many of its first tokens were taken over from another one."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+        self.marks: list[Mark] = []
+        self.inherited = 0
+        self.restarted = False
+        self._ids = array("I")
+        self._digest = hashlib.sha256()
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return len(self._ids)
+
+    @property
+    def ids(self) -> array[int]:
+        """All of them; not to be changed."""
+        return self._ids
+
+    @property
+    def complete(self) -> bool:
+        """Whatever the model wrote in this segment was generated here."""
+        start = 0
+        for run in self.runs:
+            if run.by_model and not run.own and start >= self.inherited:
+                return False
+            start += len(run.ids)
+        return True
+
+    def mark(self, messages: int, more: Iterable[Run] = ()) -> Mark:
+        """What is held now, or would be with more."""
+        digest, tokens = self._digest.copy(), self.tokens
+        for run in more:
+            _extend(digest, run)
+            tokens += len(run.ids)
+        return Mark(messages, tokens, digest.digest())
+
+    def append(self, runs: Iterable[Run]) -> None:
+        """Adds runs; empty ones are nothing."""
+        for run in runs:
+            if run.ids:
+                self.runs.append(run)
+                self._ids.extend(run.ids)
+                _extend(self._digest, run)
+
+    def adopt(self, runs: Sequence[Run]) -> None:
+        """Takes a history over from the server, with a mark behind each answer in it."""
+        for index, run in enumerate(runs):
+            self.append((run,))
+            after = runs[index + 1] if index + 1 < len(runs) else None
+            if run.by_model and (after is None or not after.by_model or after.turn != run.turn):
+                self.marks.append(self.mark(0))
+
+    def behind(self, runs: Sequence[Run]) -> Sequence[Run] | None:
+        """What a whole history adds to this ledger; None: it does not extend it."""
+        digest, left = hashlib.sha256(), self.tokens
+        for index, run in enumerate(runs):
+            if left < len(run.ids):
+                _extend(digest, Run(run.turn, run.by_model, run.ids[:left]))
+                found: Sequence[Run] = (run.since(left), *runs[index + 1 :])
+                break
+            _extend(digest, run)
+            left -= len(run.ids)
+        else:
+            found = ()
+            if left:
+                return None
+        return found if digest.digest() == self._digest.digest() else None
+
+    def branch(self, at: Mark) -> SegmentLedger:
+        """A ledger that begins with what this one held at a mark."""
+        made = SegmentLedger()
+        left = at.tokens
+        for run in self.runs:
+            if left <= 0:
+                break
+            made.append((Run(run.turn, run.by_model, run.ids[:left], run.logprobs, run.policy_version),))
+            left -= len(run.ids)
+        made.inherited = made.tokens
+        made.marks = [mark for mark in self.marks if mark.tokens <= at.tokens]
+        return made
+
+    def spans(self, offset: int) -> Iterator[token_pb2.Span]:
+        """The spans from a token on, as they travel."""
+        start, opened = 0, False
+        for run in self.runs:
+            opened = opened or run.by_model
+            skipped = min(max(0, offset - start), len(run.ids))
+            start += len(run.ids)
+            if skipped < len(run.ids):
+                yield _span(run.since(skipped), opened=opened)
+
+
+def runs_of(spans: Iterable[token_pb2.Span]) -> list[Run]:
+    """The runs of spans that were checked."""
+    return [
+        Run(
+            span.turn,
+            span.author == token_pb2.AUTHOR_MODEL,
+            array("I", span.token_ids),
+            array("f", span.logprobs.values) if span.HasField("logprobs") else None,
+            span.policy_version,
+        )
+        for span in spans
+        if span.token_ids
+    ]
+
+
+def _extend(digest: _Hash, run: Run) -> None:
+    words = [token | MODEL_BIT for token in run.ids] if run.by_model else run.ids
+    digest.update(struct.pack(f"<{len(words)}I", *words))
+
+
+def _span(run: Run, *, opened: bool) -> token_pb2.Span:
+    span = token_pb2.Span(turn=run.turn, token_ids=run.ids, policy_version=run.policy_version)
+    if run.by_model:
+        span.author = token_pb2.AUTHOR_MODEL
+        if run.logprobs is not None:
+            span.logprobs.values.extend(run.logprobs)
+    else:
+        span.author = token_pb2.AUTHOR_OTHER
+        span.mask_reason = token_pb2.MASK_REASON_ENVIRONMENT if opened else token_pb2.MASK_REASON_PROMPT
+    return span

@@ -1,0 +1,15 @@
+"""Parsers of what models write when they call tools: text to `Answer`.
+
+A call that cannot be read raises nothing: its text stays content, so that the model sees what it wrote. Arguments are kept as
+they were written, character by character.
+"""
+
+from __future__ import annotations
+
+from rollout_client.trainer.answer import plain
+from rollout_client.trainer.parsers.hermes import hermes
+from rollout_client.trainer.parsers.llama import llama
+from rollout_client.trainer.parsers.mistral import mistral
+from rollout_client.trainer.parsers.thinking import thinking
+
+__all__ = ["hermes", "llama", "mistral", "plain", "thinking"]

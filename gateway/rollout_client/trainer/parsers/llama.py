@@ -1,0 +1,72 @@
+"""Llama 3: `{"name": ..., "parameters": {...}}`, several with `;` between, with or without `<|python_tag|>` before them.
+
+Built-in tools are called as `<|python_tag|>name.call(key="value")`. Python code behind the tag is content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Final
+
+from rollout_client.trainer.answer import Answer, ToolCall
+from rollout_client.trainer.parsers.reading import answer_of, call_of, members, space, value
+
+_TAG: Final = "<|python_tag|>"
+_BUILT_IN: Final = re.compile(r"([A-Za-z_]\w*)\.call\(")
+_KEYWORD: Final = re.compile(r"([A-Za-z_]\w*)[ \t]*=[ \t]*")
+
+
+def llama(text: str) -> Answer:
+    """Reads calls. Without the tag a text is either calls from end to end or content: JSON within prose is none."""
+    before, tag, after = text.partition(_TAG)
+    calls = _calls(after if tag else text)
+    if tag and not calls:
+        built_in = _built_in(after)
+        calls = [built_in] if built_in else []
+    return answer_of(text, calls, [before] if tag else [])
+
+
+def _calls(text: str) -> list[ToolCall]:
+    """The calls that a text is made of; none where anything else is in it."""
+    calls: list[ToolCall] = []
+    at = space(text, 0)
+    while True:
+        read = members(text, at)
+        call = call_of(read[0], ("parameters", "arguments"), needs_arguments=True) if read else None
+        if read is None or call is None:
+            return []
+        calls.append(call)
+        at = space(text, read[1])
+        separated = text.startswith((";", _TAG), at)
+        if separated:
+            at = space(text, at + (1 if text[at] == ";" else len(_TAG)))
+        if at == len(text):
+            return calls
+        if not separated:
+            return []
+
+
+def _built_in(text: str) -> ToolCall | None:
+    """A call with keywords. Its arguments become an object of the values as they were written, which are JSON."""
+    begin = space(text, 0)
+    head = _BUILT_IN.match(text, begin)
+    if head is None:
+        return None
+    written: dict[str, str] = {}
+    at = space(text, head.end())
+    while not text.startswith(")", at):
+        keyword = _KEYWORD.match(text, at)
+        read = value(text, keyword.end()) if keyword else None
+        if keyword is None or read is None or keyword[1] in written:
+            return None
+        written[keyword[1]] = read[0].text
+        at = space(text, read[1])
+        if text.startswith(",", at):
+            at = space(text, at + 1)
+        elif not text.startswith(")", at):
+            return None
+    if space(text, at + 1) != len(text):
+        return None
+    arguments = ", ".join(f"{json.dumps(key)}: {each}" for key, each in written.items())
+    return ToolCall(head[1], f"{{{arguments}}}")

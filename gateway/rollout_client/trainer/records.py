@@ -1,0 +1,113 @@
+"""The rollouts that a trainer knows, as many as it may, by the server's id."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from rollout_client.trainer.ledger import Mark, Run, SegmentLedger
+from rollout_client.trainer.refusal import mismatch
+
+JsonObject: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A turn's answer, to be given again: what had been asked, and the message that went out."""
+
+    asked: bytes
+    body: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a turn is generated from, checked: a ledger, and what is new behind it.
+
+    Args:
+        record: the rollout.
+        segment_id: the segment that is continued.
+        ledger: as it stands; not in the record before its first answer is.
+        length: its tokens when the turn was asked for.
+        runs: what is new; all of others than the model.
+        mark: what both sides hold behind the prompt.
+        conversation: the whole of it, in message mode.
+    """
+
+    record: Record
+    segment_id: str
+    ledger: SegmentLedger
+    length: int
+    runs: Sequence[Run]
+    mark: Mark
+    conversation: Sequence[JsonObject] | None = None
+
+    def ids(self) -> list[int]:
+        """All of it as the model is to see it."""
+        ids = self.ledger.ids[: self.length]
+        for run in self.runs:
+            ids.extend(run.ids)
+        return ids.tolist()
+
+
+@dataclass(slots=True)
+class Record:
+    """A rollout: its segments, the answers given, and what message mode needs to know."""
+
+    segments: dict[str, SegmentLedger] = field(default_factory=dict)
+    left: list[tuple[str, SegmentLedger]] = field(default_factory=list)
+    told: dict[str, Told] = field(default_factory=dict)
+    conversations: dict[str, Sequence[JsonObject]] = field(default_factory=dict)
+    tools: dict[bytes, Sequence[JsonObject]] = field(default_factory=dict)
+    latest_tools: bytes = b""
+    typed: bool | None = None
+
+    def ledgers(self) -> Iterator[tuple[str, SegmentLedger]]:
+        """All that was kept, also what a segment held before its prompt began anew."""
+        yield from self.segments.items()
+        yield from self.left
+
+    def take(self, prompt: Prompt, answer: Run) -> Mark:
+        """Adds a turn, or leaves everything as it is and raises `Refused`: another one of the segment was first."""
+        held, ledger = self.segments.get(prompt.segment_id), prompt.ledger
+        replaces = ledger.restarted and ledger.tokens == 0
+        if ledger.tokens != prompt.length or (held is not None and held is not ledger and not replaces):
+            raise mismatch(
+                f"segment {prompt.segment_id!r} went on while turn {answer.turn} was generated: one turn of a segment at a time",
+                held.marks if held is not None else (),
+            )
+        if held is not None and replaces:
+            self.left.append((prompt.segment_id, held))
+        self.segments[prompt.segment_id] = ledger
+        ledger.append((*prompt.runs, answer))
+        mark = ledger.mark(prompt.mark.messages + 1)
+        ledger.marks.append(mark)
+        return mark
+
+
+class Records:
+    """The `most` rollouts used last. What was forgotten is sent anew by the server, once it is told so."""
+
+    def __init__(self, most: int) -> None:
+        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._most = most
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def find(self, uid: str) -> Record | None:
+        """A rollout that is known."""
+        return self._records.get(uid)
+
+    def open(self, uid: str) -> Record:
+        """A rollout, known or not."""
+        record = self._records.setdefault(uid, Record())
+        self._records.move_to_end(uid)
+        while len(self._records) > self._most:
+            self._records.popitem(last=False)
+        return record
+
+    def forget(self, uid: str) -> Record | None:
+        """Lets go of a rollout that is over."""
+        return self._records.pop(uid, None)

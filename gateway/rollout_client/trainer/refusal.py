@@ -1,0 +1,85 @@
+"""Turns that are not answered: the statuses that completion_service.proto prescribes, whichever way they travel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import grpc
+from google.protobuf.any_pb2 import Any as Packed
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from osmosis.rollout.v1.completion_service_pb2 import LedgerMismatch
+
+from rollout_client.errors import DOMAIN
+from rollout_client.trainer.ledger import Mark
+
+DETAILS = "grpc-status-details-bin"
+# Details travel in HTTP/2 trailers, which hold 8 KB.
+_MOST_MARKS = 64
+_LONGEST_TEXT = 1000
+
+
+class Refused(Exception):
+    """A call that ends with a status.
+
+    Args:
+        code: the gRPC status.
+        reason: a stable word for the cause.
+        text: what was wrong, where, and what to do.
+        details: beside the ErrorInfo that every status carries.
+    """
+
+    def __init__(self, code: grpc.StatusCode, reason: str, text: str, *details: Message) -> None:
+        super().__init__(text[:_LONGEST_TEXT])
+        self.code = code
+        self.reason = reason
+        self.text = text[:_LONGEST_TEXT]
+        self.details = (ErrorInfo(reason=reason, domain=DOMAIN), *details)
+
+    def trailers(self) -> tuple[tuple[str, bytes], ...]:
+        """The rich status as gRPC sends it."""
+        status = Status(code=self.code.value[0], message=self.text)
+        for detail in self.details:
+            packed = Packed()
+            packed.Pack(detail)
+            status.details.append(packed)
+        return ((DETAILS, status.SerializeToString()),)
+
+
+def invalid(field: str, text: str) -> Refused:
+    """A field that breaks the contract."""
+    violation = BadRequest.FieldViolation(field=field, description=text[:_LONGEST_TEXT])
+    return Refused(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID_REQUEST",
+        f"{field}: {text}",
+        BadRequest(field_violations=[violation]),
+    )
+
+
+def base_unknown(text: str) -> Refused:
+    """The server is to send the whole history once."""
+    return Refused(grpc.StatusCode.FAILED_PRECONDITION, "BASE_UNKNOWN", text)
+
+
+def mismatch(text: str, marks: Sequence[Mark]) -> Refused:
+    """The two records part. What is held here after each turn goes along, the last turns first to stay."""
+    held = LedgerMismatch(checkpoints=[mark.proto() for mark in marks[-_MOST_MARKS:]])
+    return Refused(grpc.StatusCode.ABORTED, "LEDGER_MISMATCH", text, held)
+
+
+def later(seconds: float) -> Refused:
+    """Nothing was generated; ask again."""
+    nanos = math.ceil(seconds * 1e9)
+    delay = Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+    text = f"the trainer cannot generate now; ask again in {seconds:g} s"
+    return Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "TRY_AGAIN_LATER", text, RetryInfo(retry_delay=delay))
+
+
+def failed(part: str, turn_key: str) -> Refused:
+    """A fault of the trainer's own code; its text stays in its log."""
+    text = f"{part} failed in the trainer, whose log has it under {turn_key!r}; correct it there and start the rollout anew"
+    return Refused(grpc.StatusCode.INTERNAL, f"{part.upper()}_FAILED", text)

@@ -1,0 +1,269 @@
+"""The trainer's side of a rollout server: the model is asked for turns, finished samples come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Literal, Required, Self, TypedDict, TypeVar, Unpack
+
+from osmosis.rollout.v1 import spec_pb2
+from osmosis.rollout.v1.rollout_service_pb2 import Rollout
+
+from rollout_client.async_client import AsyncClient
+from rollout_client.errors import RolloutError
+from rollout_client.spec import Limits, Sampling, Target, Tokenizer
+from rollout_client.trainer.answer import Parse, plain
+from rollout_client.trainer.finished import Finished, Group, Prompt, PromptLike, RecordMismatch, finished_of, prompt_of
+from rollout_client.trainer.generation import Decode, Generate
+from rollout_client.trainer.link import Link, ServedLink
+from rollout_client.trainer.outcomes import Outcomes
+from rollout_client.trainer.prompting import Render
+from rollout_client.trainer.records import Records
+from rollout_client.trainer.serving import Listener, Serving
+from rollout_client.trainer.turns import Model, Turns
+
+_FAREWELL_SECONDS: Final = 1.0
+_OURS: Final = ("messages", "completions", "outcome", "group_id", "rollout_id", "request_id", "credentials", "metadata")
+_T = TypeVar("_T")
+
+
+class ModelFields(TypedDict, total=False):
+    """The model, and how much of it there is.
+
+    `end_ids` are the ids that end an answer: one at the end is left out of what `decode` is given. `render` makes prompt ids of
+    messages and tools; with it the server may send messages instead of ids. At most `generating` turns are generated at the
+    same time, and the last `remembered` rollouts are kept until they end.
+    """
+
+    generate: Required[Generate]
+    decode: Required[Decode]
+    parse: Parse
+    end_ids: Collection[int]
+    render: Render
+    generating: int
+    remembered: int
+
+
+class RolloutFields(TypedDict, total=False):
+    """What the rollouts of all prompts have in common: fields of RolloutSpec by their names."""
+
+    agent: str | None
+    tools: str | Target | spec_pb2.Target | None
+    sampling: Sampling | spec_pb2.Sampling | None
+    limits: Limits | spec_pb2.Limits | None
+    tokenizer: str | Tokenizer | spec_pb2.Tokenizer | None
+    token_mode: Literal["messages", "tokens"] | None
+    on_drift: Literal["warn", "fail"] | None
+    on_interrupt: Literal["resume", "fail"] | None
+    priority: int | None
+    labels: Mapping[str, str] | None
+    metadata: Mapping[str, Any] | None
+
+
+class Trainer:
+    """Runs rollouts on a server with a model of one's own.
+
+    `async with Trainer("localhost:50051", generate=..., decode=..., parse=...) as trainer`, in one event loop. The server sends
+    token ids and is sent token ids; every token is compared on both sides, in each turn and again in the finished sample.
+
+    Args:
+        server: its address, or an AsyncClient, for keys and TLS, that stays yours to close.
+        serving: where the server calls back.
+        on_mismatch: what to do when a sample is not what was generated: "raise" `RecordMismatch`, or "flag" the rollout, which then
+            has no samples.
+        model: how to generate, and what ids and texts mean; see `ModelFields`.
+    """
+
+    def __init__(
+        self,
+        server: str | AsyncClient,
+        *,
+        serving: Serving = Serving(),  # noqa: B008 - a frozen value
+        on_mismatch: Literal["raise", "flag"] = "raise",
+        **model: Unpack[ModelFields],
+    ) -> None:
+        if on_mismatch not in ("raise", "flag"):
+            raise ValueError('on_mismatch must be "raise" or "flag"')
+        generating = _count(model.get("generating", 256), "generating")
+        self._remembered = _count(model.get("remembered", 1024), "remembered")
+        self._records = Records(self._remembered)
+        self._outcomes = Outcomes()
+        self._turns = Turns(_model(model), self._records, generating)
+        self._renders = model.get("render") is not None
+        self._raises = on_mismatch == "raise"
+        self._server = server
+        self._serving = serving
+        self._link: Link | None = None
+        self._groups: set[asyncio.Task[Group]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        """Listens. Raises OSError if the address cannot be had."""
+        if self._link is not None:
+            raise RuntimeError("a Trainer can be entered once; make another one")
+        server = self._server
+        client = AsyncClient(server) if isinstance(server, str) else server
+        listener = Listener(self._serving, self._turns, self._records, self._outcomes)
+        self._link = ServedLink(client, listener, own=client is not server)
+        try:
+            await self._link.open()
+        except BaseException:
+            await self._link.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Cancels what still runs, here and on the server."""
+        await _cancelled(self._groups)
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        await self._running_link().close()
+
+    async def rollouts(
+        self, prompts: Iterable[PromptLike], *, n: int = 4, at_once: int = 64, **fields: Unpack[RolloutFields]
+    ) -> AsyncGenerator[Group, None]:
+        """Iterates over groups of `n` finished rollouts, one for each prompt, as they finish.
+
+        About `at_once` rollouts run at the same time; prompts are taken as there is room, so they may be without end. What is
+        common to all rollouts is given by keyword: `tokenizer` at least. A prompt's metadata is added to the common one.
+
+        Raises RolloutError where the server cannot be reached for too long, lost a rollout or refuses one, TypeError and
+        ValueError for arguments that cannot be sent, and `RecordMismatch`. Leaving the loop, also by an error, cancels what still
+        runs; after a `break` use `contextlib.aclosing`, or leave the Trainer.
+        """
+        _count(n, "n")
+        room = max(1, _count(at_once, "at_once") // n)
+        if room * n > self._remembered:
+            raise ValueError(
+                f"{room * n} rollouts at once are more than are remembered; give Trainer(remembered=...) more"
+            )
+        _check(fields)
+        waiting, running = iter(prompts), set[asyncio.Task[Group]]()
+        ready: deque[asyncio.Task[Group]] = deque()
+        try:
+            while True:
+                while len(running) < room and (given := next(waiting, None)) is not None:
+                    running.add(self._started(self._group(prompt_of(given), n, fields)))
+                if not running:
+                    return
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                ready.extend(done)
+                while ready:
+                    yield ready.popleft().result()
+        finally:
+            await _cancelled([*running, *ready])
+
+    def __repr__(self) -> str:
+        return f"<Trainer of {self._server}>"
+
+    def _started(self, group: Coroutine[Any, Any, Group]) -> asyncio.Task[Group]:
+        task = asyncio.create_task(group)
+        self._groups.add(task)
+        task.add_done_callback(self._groups.discard)
+        return task
+
+    async def _group(self, prompt: Prompt, n: int, fields: RolloutFields) -> Group:
+        group_id = prompt.group_id or uuid.uuid4().hex
+        spec: dict[str, Any] = {"token_mode": None if self._renders else "tokens", **fields}
+        spec |= {"messages": prompt.messages, "group_id": group_id}
+        if prompt.metadata is not None:
+            common = fields.get("metadata") or {}
+            spec["metadata"] = {**common, **prompt.metadata}
+        tasks = [asyncio.create_task(self._rollout(spec)) for _ in range(n)]
+        try:
+            return Group(group_id, prompt, await asyncio.gather(*tasks))
+        finally:
+            await _cancelled(tasks)
+
+    async def _rollout(self, spec: Mapping[str, Any]) -> Finished:
+        link, rollout_id = self._running_link(), uuid.uuid4().hex
+        outcome = self._outcomes.expect(rollout_id)
+        try:
+            uid = await link.start({**spec, "rollout_id": rollout_id})
+            rollout = await self._ended(link, uid, outcome)
+        except BaseException as error:
+            await self._let_go(link, rollout_id, outcome if isinstance(error, asyncio.CancelledError) else None)
+            raise
+        self._outcomes.close(rollout_id)
+        finished = finished_of(rollout, self._records.forget(uid))
+        if finished.mismatch is not None and self._raises:
+            raise RecordMismatch(finished)
+        return finished
+
+    async def _ended(self, link: Link, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
+        """The finished rollout: as it is delivered, or, should deliveries not get through, as it is found from time to time."""
+        while True:
+            await asyncio.wait((outcome,), timeout=self._serving.look)
+            if outcome.done():
+                return outcome.result()
+            found = await link.look(uid)
+            if found is not None:
+                return found
+
+    async def _let_go(self, link: Link, rollout_id: str, outcome: asyncio.Future[Rollout] | None) -> None:
+        """Ends a rollout on the server. Goes on also where whoever waits for it does not."""
+
+        async def end() -> None:
+            with contextlib.suppress(RolloutError, RuntimeError):
+                await link.cancel(rollout_id)
+            if outcome is not None:
+                # So that its last turn is not asked of a trainer that is gone.
+                await asyncio.wait((outcome,), timeout=_FAREWELL_SECONDS)
+            self._outcomes.close(rollout_id)
+
+        task = asyncio.create_task(end())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        await asyncio.shield(task)
+
+    def _running_link(self) -> Link:
+        if self._link is None:
+            raise RuntimeError("the trainer does not listen yet: use it within `async with`")
+        return self._link
+
+
+def _model(fields: ModelFields) -> Model:
+    for name in ("generate", "decode"):
+        if not callable(fields.get(name)):
+            raise TypeError(f"{name} must be given, and callable")
+    unknown = set(fields) - set(ModelFields.__annotations__)
+    if unknown:
+        raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; there are {', '.join(ModelFields.__annotations__)}")
+    return Model(
+        fields["generate"],
+        fields["decode"],
+        fields.get("parse", plain),
+        fields.get("render"),
+        frozenset(fields.get("end_ids", ())),
+    )
+
+
+def _check(fields: Mapping[str, Any]) -> None:
+    taken = [name for name in _OURS if name in fields and name != "metadata"]
+    if taken:
+        raise TypeError(f"{taken[0]!r} is not for all rollouts: the trainer sets it, or it stands in a Prompt")
+    if isinstance(fields.get("metadata"), str):
+        raise TypeError("metadata must be a mapping here, so that a prompt's can be added")
+
+
+def _count(value: int, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be 1 or more")
+    return value
+
+
+async def _cancelled(tasks: Collection[asyncio.Task[_T]]) -> None:
+    """Cancels tasks and waits until they are gone. Their errors have been told, or come too late."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+__all__: Sequence[str] = ("ModelFields", "RolloutFields", "Trainer")

@@ -1,0 +1,81 @@
+"""A model that says what a test has written down, in the toy tokenizer's ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rollout_client.trainer import Generated, Sampling
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+from tokenizers import Tokenizer
+
+TOKENIZER: Tokenizer = Tokenizer.from_file(f"{TOY_TOKENIZER}/tokenizer.json")
+END = int(TOKENIZER.token_to_id("<|im_end|>") or -1)
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>'
+
+
+def encode(text: str) -> list[int]:
+    """Its ids."""
+    ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def decode(ids: Sequence[int]) -> str:
+    """Its text, special tokens included."""
+    text: str = TOKENIZER.decode(list(ids), skip_special_tokens=False)
+    return text
+
+
+def by_turns(*texts: str) -> Callable[[str], str]:
+    """Says the n-th text in the n-th turn, the last one ever after."""
+    return lambda prompt: texts[min(prompt.count("<|im_start|>assistant"), len(texts)) - 1]
+
+
+ADDS = by_turns("Let me add.\n" + CALL, "It is 8.")
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Waits for what is about to be."""
+    for _ in range(20_000):
+        if holds():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came to be")
+
+
+@dataclass
+class ToyModel:
+    """Generates what `says` makes of the decoded prompt. Set `gate` to hold it back, `cut` to leave out end tokens."""
+
+    says: Callable[[str], str] = ADDS
+    gate: asyncio.Event | None = None
+    version: str = "policy-1"
+    cut: bool = False
+    prompts: list[list[int]] = field(default_factory=list)
+    samplings: list[Sampling] = field(default_factory=list)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: int = 0
+    at_once: int = 0
+    most_at_once: int = 0
+
+    async def __call__(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generated:
+        """One answer, with a logprob for each token that follows from its place."""
+        self.prompts.append(list(prompt_ids))
+        self.samplings.append(sampling)
+        self.begun.set()
+        self.at_once += 1
+        self.most_at_once = max(self.at_once, self.most_at_once)
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+            else:
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.at_once -= 1
+        ids = [*encode(self.says(decode(prompt_ids))), *([] if self.cut else [END])]
+        logprobs = [-0.1 * (1 + (len(prompt_ids) + at) % 7) for at in range(len(ids))]
+        return Generated(ids, logprobs, "length" if self.cut else "stop", self.version)

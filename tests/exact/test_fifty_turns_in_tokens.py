@@ -1,0 +1,107 @@
+"""The same fifty turns with trainers that speak gRPC: in token mode every template comes to the end of every conversation.
+
+The trainer judges each prompt by its own plain means; what it accumulated is what the server has recorded, element by element.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from osmosis.rollout.v1 import outcome_pb2
+from rollout_client import AsyncClient, samples
+from rollout_server.app import Server
+from rollout_server.settings import Settings
+from rollout_server.testing.renderer import PlainRenderer
+from rollout_server.testing.script import tool_call
+from rollout_server.testing.trainer import StrictTrainer
+from transformers import AutoTokenizer
+
+from tests.exact.conversations import Conversation, Guided, written
+from tests.exact.families import Family, families
+
+KIND = "mixed"
+CALLED = {"role": "assistant", "content": "", "tool_calls": [tool_call("a1b2c3d4e", "look", '{"r": 0}')]}
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A server, a client of it, and a trainer of one tokenizer. `rendered`: its template writes what tools answer."""
+
+    client: AsyncClient
+    trainer: StrictTrainer
+    conversation: Conversation
+    rendered: bool
+
+
+@asynccontextmanager
+async def world(directory: Path) -> AsyncIterator[World]:
+    ports: Any = {"host": "127.0.0.1", "http": False, "http_port": 0, "grpc_port": 0, "drain_seconds": 0}
+    settings = Settings(_env_file=None, tokenizers={"model": directory}, tokenizers_offline=True, **ports)
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(Server([Guided()], settings))
+        client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{server.grpc_port}"))
+        tools = [tool_of(tool) for tool in Guided.tools]
+        renderer = PlainRenderer(AutoTokenizer.from_pretrained(directory, local_files_only=True))
+        conversation = written(KIND, renderer, tools)
+        trainer = await stack.enter_async_context(StrictTrainer(directory, tools=tools))
+        heard = [
+            {"role": "user", "content": "?"},
+            CALLED,
+            {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "Zq9"},
+        ]
+        yield World(client, trainer, conversation, "Zq9" in renderer.text(heard, tools))
+
+
+def tool_of(tool: Any) -> Mapping[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": json.loads(tool.parameters_json_schema),
+    }
+    return {"type": "function", "function": function}
+
+
+async def play(at: World, rollout_id: str, **spec: Any) -> outcome_pb2.Outcome:
+    await at.trainer.put_script(rollout_id, at.conversation.script)
+    run = at.client.run(
+        messages=at.conversation.asked,
+        completions=f"grpc://{at.trainer.grpc_target}",
+        rollout_id=rollout_id,
+        limits={"turns": 100},
+        metadata=at.conversation.metadata,
+        **spec,
+    )
+    async for _ in run:
+        pass
+    return (await at.client.get(run.uid, view="full")).outcome
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", families())
+async def test_token_mode(family: Family, tmp_path: Path) -> None:
+    async with world(family.laid_out(tmp_path)) as at:
+        if not at.conversation.exchanges:
+            pytest.skip("the template refuses every exchange")
+        outcome = await play(at, "tokens", tokenizer="model")
+        verdict = at.trainer.verdict("tokens")
+        assert verdict is not None
+        if not at.rendered:
+            assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_TOKENIZER
+            assert "shows no place at which the last answer ends" in outcome.failure.message
+            return
+        assert (outcome.failure.message, verdict.refusals) == ("", ())
+        assert len(verdict.turns) == len(at.conversation.exchanges)
+        assert [warning.code for warning in outcome.warnings] == []
+        (sample,) = samples(outcome)
+        theirs = verdict.sample
+        assert sample.prompt_ids == list(theirs.prompt_ids)
+        assert sample.response_ids == list(theirs.response_ids)
+        assert sample.response_mask == list(theirs.response_mask)
+        assert sample.logprobs == pytest.approx(list(theirs.logprobs))
+        assert sample.verified
