@@ -19,6 +19,8 @@ from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.surroundings import Surroundings
 
 _log = logging.getLogger(__name__)
+_GIVE_WAY = 1.0
+"""Seconds that an attempt gets to take note of its cancellation."""
 _ATTEMPTS = {Acknowledged: Attempt.ACKNOWLEDGED, Refused: Attempt.REFUSED, Unsettled: Attempt.FAILED}
 
 
@@ -67,8 +69,9 @@ class Outbox:
         if left:
             uids = ", ".join(uid for uid, _ in left[:20])
             _log.error("%d outcomes were not delivered before the end: %s", len(left), uids)
-        for _, task in left:
-            task.cancel()
+            for _, task in left:
+                task.cancel()
+            await asyncio.wait([task for _, task in left], timeout=_GIVE_WAY)
 
     async def _deliver(self, rollout: Rollout, target: Target) -> None:
         patience, wait = self._patience, self._patience.first

@@ -242,12 +242,13 @@ class Roster:
         self._settle(rollout)
 
     def _settle(self, rollout: Rollout) -> None:
-        """Remembers it for a while, once it has left its place and nobody waits to be told."""
-        if rollout.running or self._outbox.holds(rollout):
+        """Forgets its credentials once nobody waits to be told; remembers it for a while, once it has also left its place."""
+        if self._outbox.holds(rollout):
             return
         rollout.credentials = Credentials()
-        self._kept.add(rollout)
-        self.forget()
+        if not rollout.running:
+            self._kept.add(rollout)
+            self.forget()
 
 
 def _log_finished(rollout: Rollout) -> None:
