@@ -5,7 +5,7 @@ MANIFESTS := $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*.ya
 PROTOS := $(wildcard protos/osmosis/*/v1/*.proto)
 UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate
 
-.PHONY: help setup demo up down test bench mutants check format lint types oldest transformers4 deploy-checks docs protos release-protos lock clean
+.PHONY: help setup demo up down test bench bench-tokens bench-dialects mutants check format lint types oldest transformers4 deploy-checks docs protos release-protos lock clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -71,6 +71,12 @@ test: setup .venv-protos/.ready ## Run all tests
 
 bench: setup ## Measure CPU per turn against a floor server
 	$(BIN)/python -m bench
+
+bench-tokens: setup ## Measure what the tokens of a turn cost as the history grows (DIRS="...": of these tokenizers)
+	$(BIN)/python -m bench.tokens $(DIRS)
+
+bench-dialects: setup ## Measure a turn in each form that trainers speak (DIRS=: with this tokenizer)
+	$(BIN)/python -m bench.dialects $(DIRS)
 
 format: setup ## Check the format of Python and protos
 	$(BIN)/ruff format --check .

@@ -27,6 +27,7 @@ _START_SECONDS = 60.0
 _STOP_SECONDS = 15.0
 _POLL_SECONDS = 0.05
 _TOY = "toy"
+_MEASURED = "measured"
 _NOBODY = "http://127.0.0.1:1"
 """No trainer listens on port 1."""
 
@@ -78,11 +79,11 @@ def table(found: dict[str, Weights]) -> Iterator[str]:
 
 def weigh(directory: Path) -> Weights:
     """Starts a server and has it load the built-in tokenizer, then that of a directory. Raises ChildFailed."""
-    with _server(f"{_TOY}={_TOY},measured={directory}") as (pid, url):
+    with _server(f"{_TOY}={_TOY},{_MEASURED}={directory}") as (pid, url):
         idle = _memory(pid)
         _load(url, _TOY)
         toy = _memory(pid)
-        _load(url, "measured")
+        _load(url, _MEASURED)
         return Weights(idle, toy, _memory(pid))
 
 
@@ -104,20 +105,20 @@ def _load(url: str, tokenizer: str) -> None:
 
 @contextmanager
 def _server(tokenizers: str) -> Iterator[tuple[int, str]]:
-    """A server with these tokenizers: its process and its URL."""
+    """A server with these tokenizers: its process id and its URL."""
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as log:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLOUT_")}
         environment |= {"ROLLOUT_TOKENIZERS": tokenizers, "ROLLOUT_TOKENIZERS_OFFLINE": "true"}
-        process = subprocess.Popen(_command(), cwd=directory, env=environment, stderr=log)
+        spawned = subprocess.Popen(_command(), cwd=directory, env=environment, stderr=log)
         try:
-            yield process.pid, _ready(process, log.fileno())
+            yield spawned.pid, _ready(spawned, log.fileno())
         finally:
-            process.terminate()
+            spawned.terminate()
             try:
-                process.wait(_STOP_SECONDS)
+                spawned.wait(_STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                spawned.kill()
+                spawned.wait()
 
 
 def _command() -> Sequence[str]:
@@ -125,10 +126,10 @@ def _command() -> Sequence[str]:
     return [*command, "--http-port", "0", "--grpc-port", "0"]
 
 
-def _ready(process: subprocess.Popen[bytes], log: int) -> str:
+def _ready(spawned: subprocess.Popen[bytes], log: int) -> str:
     """The server's URL, read off its log. Raises ChildFailed."""
     until = time.monotonic() + _START_SECONDS
-    while time.monotonic() < until and process.poll() is None:
+    while time.monotonic() < until and spawned.poll() is None:
         said = os.pread(log, 65536, 0).decode(errors="replace")
         if "HTTP on port " in said:
             return f"http://127.0.0.1:{int(said.rpartition('HTTP on port ')[2].split()[0])}"
@@ -137,6 +138,7 @@ def _ready(process: subprocess.Popen[bytes], log: int) -> str:
 
 
 def _memory(pid: int) -> Memory:
+    """What Linux says: VmRSS and VmHWM, in units of 1024 bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return Memory(*(1024 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM")))

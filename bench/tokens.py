@@ -1,8 +1,9 @@
 """`python -m bench.tokens DIRECTORY...`: what the tokens of a turn cost, beside rendering and encoding everything anew.
 
-A conversation grows to 1k, 8k and 32k tokens in turns of one answer with a call and one result, and the last turns are timed, in
-CPU time of the process. Then 64 rollouts of the longest size take a turn at once, and a sleeper on their event loop
-tells how late it was woken.
+A conversation grows to 1k, 8k and 32k tokens in turns of one answer with a call and one result. Counted is the CPU of this process
+with all its threads, once for a turn as the server does it, which renders and encodes what follows the answer, once for everything
+rendered and encoded anew. The figures are medians of the last turns; the others are the warm-up. Then 64 rollouts of the longest
+size take a turn at once, and a sleeper on their event loop tells how late it was woken.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rollout_server.testing.tokenizer import TOY_TOKENIZER
 SIZES = (1_000, 8_000, 32_000)
 _TURNS = 48
 _TIMED = 7
+"""Of these turns the last, which are those of the full length."""
 _ROLLOUTS = 64
 _CALL_ID = "a1b2c3d4e"
 _WORDS = "The result of this step is written here, with some words, numbers like 8.0 and 12,345, and é. "
@@ -41,7 +43,13 @@ _WORDS = "The result of this step is written here, with some words, numbers like
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Milliseconds of CPU for one turn of a conversation of so many tokens; medians."""
+    """CPU of one turn in milliseconds, medians.
+
+    Args:
+        tokens: of the conversation in the last turn.
+        turn: as the server does it.
+        anew: with everything rendered and encoded again.
+    """
 
     tokens: int
     turn: float
@@ -49,7 +57,7 @@ class Cost:
 
 
 class Talk:
-    """A conversation that grows by rounds of about as many tokens each."""
+    """A conversation that grows to about so many tokens, in rounds of the same length: an answer, and what followed it."""
 
     def __init__(self, loaded: LoadedTokenizer, tokens: int) -> None:
         self.messages = _packed({"role": "user", "content": "Please work on this step by step."})
@@ -71,10 +79,7 @@ class Talk:
     def _round(self) -> tuple[dict[str, Any], dict[str, Any]]:
         if not self._calls:
             return {"role": "assistant", "content": "Go on."}, {"role": "user", "content": self._words}
-        function = {"name": "look", "arguments": '{"a": 5, "b": 8.0}'}
-        call = {"id": _CALL_ID, "type": "function", "function": function}
-        said = {"role": "assistant", "content": "Let me look.", "tool_calls": [call]}
-        return said, {"role": "tool", "tool_call_id": _CALL_ID, "name": "look", "content": self._words}
+        return _called('{"a": 5, "b": 8.0}', self._words)
 
 
 def main(
@@ -85,7 +90,7 @@ def main(
         ),
     ] = None,
 ) -> None:
-    """Print two tables."""
+    """Print two tables: CPU beside the length of the history, and how late the event loop is."""
     console = Console(width=100)
     asyncio.run(_measure(directories or [TOY_TOKENIZER], console))
 
@@ -151,21 +156,22 @@ def _anew(loaded: LoadedTokenizer, talk: Talk) -> int:
 
 def _renders_calls(loaded: LoadedTokenizer) -> bool:
     """Whether the template says anything about tool results."""
-    heard = {"role": "tool", "tool_call_id": _CALL_ID, "name": "look", "content": "Zq9"}
-    function = {"name": "look", "arguments": "{}"}
-    said = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"id": _CALL_ID, "type": "function", "function": function}],
-    }
     try:
-        return "Zq9" in loaded.text([{"role": "user", "content": "?"}, said, heard], Frame())
+        return "Zq9" in loaded.text([{"role": "user", "content": "?"}, *_called("{}", "Zq9")], Frame())
     except Failed:
         return False
 
 
+def _called(arguments: str, result: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An answer with a call, and its result."""
+    function = {"name": "look", "arguments": arguments}
+    call = {"id": _CALL_ID, "type": "function", "function": function}
+    said = {"role": "assistant", "content": "Let me look.", "tool_calls": [call]}
+    return said, {"role": "tool", "tool_call_id": _CALL_ID, "name": "look", "content": result}
+
+
 def _cost_table() -> Table:
-    table = Table(title="CPU for the tokens of one turn (ms)")
+    table = Table(title="CPU for the tokens of one turn (ms, medians)")
     for heading in ("tokenizer", "context", "a turn", "all anew", "ratio"):
         table.add_column(heading, justify="left" if heading == "tokenizer" else "right")
     return table

@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +83,7 @@ class Place:
         with self.claimed() as descriptor, self.log.open("wb") as log:
             if descriptor is None:
                 raise Failed(f"the {self.name} is already up")
-            process = subprocess.Popen(
+            spawned = subprocess.Popen(
                 [sys.executable, "-m", "rollout_server.cli", *program.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -92,11 +92,14 @@ class Place:
                 pass_fds=[descriptor],
             )
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{process.pid}\n".encode(), 0)
-        return process
+            os.pwrite(descriptor, f"{spawned.pid}\n".encode(), 0)
+        return spawned
 
     def stop(self, patience: float) -> str:
-        """Asks it to stop, waits, then kills it. Returns what became of it."""
+        """Asks it to stop, waits `patience` seconds, then kills it.
+
+        Returns what became of it. Raises Failed for one that lives on.
+        """
         if not self.pid_file.exists():
             return "was not up"
         done = "was not up; its pid file was stale"
@@ -163,15 +166,15 @@ def up(options: argparse.Namespace) -> None:
     check_ports(port for program in chosen for port in program.ports)
     try:
         started = [(place, program, place.start(program)) for place, program in zip(places, chosen, strict=True)]
-        for place, program, process in started:
-            wait(place, program, process, options.seconds)
+        for place, program, spawned in started:
+            wait(place, program, spawned, options.seconds)
     except BaseException:
         down(options)
         raise
     print(told(options))
 
 
-def check_ports(ports: Iterator[int]) -> None:
+def check_ports(ports: Iterable[int]) -> None:
     """Raises Failed for a port that somebody else has."""
     taken = []
     for port in ports:
@@ -187,12 +190,12 @@ def check_ports(ports: Iterator[int]) -> None:
         raise Failed(f"port {names} is taken; choose others: make up HTTP_PORT=... GRPC_PORT=... TRAINER_PORT=...")
 
 
-def wait(place: Place, program: Program, process: "subprocess.Popen[bytes]", seconds: float) -> None:
+def wait(place: Place, program: Program, spawned: "subprocess.Popen[bytes]", seconds: float) -> None:
     """Waits until a program is ready. Raises Failed with the end of its log."""
     until = time.monotonic() + seconds
     while not is_ready(program.ready):
-        if process.poll() is not None:
-            raise Failed(f"the {place.name} ended with code {process.returncode}\n{place.tail()}")
+        if spawned.poll() is not None:
+            raise Failed(f"the {place.name} ended with code {spawned.returncode}\n{place.tail()}")
         if time.monotonic() > until:
             raise Failed(f"the {place.name} was not healthy within {seconds:g} s\n{place.tail()}")
         time.sleep(POLL_SECONDS)

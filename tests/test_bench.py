@@ -1,4 +1,4 @@
-"""The benchmark works, and its trainer judges: no figure is asserted."""
+"""The benchmarks work, and their trainers judge: no figure is asserted that depends on the machine."""
 
 from __future__ import annotations
 
@@ -35,6 +35,21 @@ def test_a_quick_run_ends_well_and_every_mask_is_accepted(tmp_path: Path) -> Non
     assert (masks["masks_refused"], masks["histories_refused"], masks["faults"]) == (0, 0, [])
     assert masks["masks_accepted"] == _turns_of_the_server()
     assert len(found["workloads"]) == sum(len(workload.entries) for workload in QUICK.workloads)
+
+
+def test_each_form_that_trainers_speak_has_its_rows_and_token_mode_sends_as_much_after_a_longer_prompt() -> None:
+    command = [sys.executable, "-m", "bench.dialects", "--size", "200", "--size", "2000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if line.startswith("│")
+    ]
+    forms = list(dict.fromkeys(form for form, *_ in rows))
+    assert len(forms) == 4
+    assert len(rows) == 2 * len(forms)
+    sent = {form: [int(row[-1].replace(",", "")) for row in rows if row[0] == form] for form in forms}
+    assert sent["HTTP, masks"][1] - sent["HTTP, masks"][0] > 1000
+    assert abs(sent["gRPC, tokens"][1] - sent["gRPC, tokens"][0]) < 20
 
 
 def _turns_of_the_server() -> int:

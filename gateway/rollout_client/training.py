@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from google.protobuf.descriptor import EnumDescriptor
-from osmosis.rollout.v1.outcome_pb2 import FailureCategory, Outcome
+from osmosis.rollout.v1.outcome_pb2 import Failure, FailureCategory, Outcome
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 from osmosis.rollout.v1.token_pb2 import Author, MaskReason, Sample, Segment, SegmentKind
 from osmosis.rollout.v1.token_pb2 import SampleSpan as SpanProto
@@ -170,10 +170,15 @@ def _sample(sample: Sample, segment: Segment | None, outcome: Outcome, rollout: 
     )
 
 
+def category_of(failure: Failure) -> str:
+    """The word of a failure's category, such as "tool"; of a later version's, "internal"."""
+    return _CATEGORIES.get(failure.category, _CATEGORIES[FailureCategory.FAILURE_CATEGORY_INTERNAL])
+
+
 def _end(outcome: Outcome) -> tuple[str, str]:
     end = outcome.WhichOneof("end")
     if end == "failure":
-        return end, _CATEGORIES.get(outcome.failure.category, _CATEGORIES[FailureCategory.FAILURE_CATEGORY_INTERNAL])
+        return end, category_of(outcome.failure)
     if end == "cancellation":
         return end, outcome.cancellation.reason
     return end or "", outcome.stop.reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -38,7 +39,10 @@ BASE_UNKNOWN = Fault(grpc.StatusCode.FAILED_PRECONDITION, "no base", (info("BASE
 
 @dataclass
 class RawTrainer(completion_service_pb2_grpc.CompletionServiceServicer):
-    """Answers every turn with the ids of `answer`. `faults` come first, one for each call; `lies` by turn, before it answers."""
+    """Answers every turn with the ids of `answer`. `faults` come first, one for each call; `lies` by turn, before it answers.
+
+    One that is `silent` never answers; `asked` and `left` tell when a call of it came and was given up.
+    """
 
     answer: Sequence[int]
     faults: list[Fault] = field(default_factory=list)
@@ -48,10 +52,15 @@ class RawTrainer(completion_service_pb2_grpc.CompletionServiceServicer):
     authorizations: list[str] = field(default_factory=list)
     spans: list[token_pb2.Span] = field(default_factory=list)
     url: str = ""
+    silent: bool = False
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         self.requests.append(request)
         self.authorizations.append(dict(context.invocation_metadata()).get("authorization", ""))
+        if self.silent:
+            await self.wait()
         if self.faults:
             await abort(context, self.faults.pop(0))
         if not request.HasField("base"):
@@ -70,6 +79,13 @@ class RawTrainer(completion_service_pb2_grpc.CompletionServiceServicer):
         if request.turn in self.lies:
             self.lies[request.turn](request, response)
         return response
+
+    async def wait(self) -> None:
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
 
     async def ReadLedger(self, request: pb.ReadLedgerRequest, context: Context) -> pb.ReadLedgerResponse:
         if not self.shows_ledger:

@@ -119,22 +119,27 @@ async def test_a_trainer_that_forgot_the_base_gets_the_whole_history_once(
 
 
 async def test_one_that_never_knows_a_base_is_not_asked_for_ever(client: AsyncClient, answer: list[int]) -> None:
-    async with serving(RawTrainer(answer, faults=[BASE_UNKNOWN] * 5)) as trainer:
+    async with serving(RawTrainer(answer)) as trainer:
+
+        def forget(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
+            trainer.faults += [BASE_UNKNOWN] * 5
+
+        trainer.lies[1] = forget
         outcome = await roll(client, trainer)
-    assert len(trainer.requests) == 2
+    assert [request.HasField("base") for request in trainer.requests] == [False, True, False]
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_TRAINER_CLIENT
-    assert "BASE_UNKNOWN twice" in outcome.failure.message
+    assert "turn 2: the trainer asks for the whole history, which it was sent" in outcome.failure.message
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
 async def test_a_trainer_that_says_when_to_come_back_is_asked_again(
     client: AsyncClient, answer: list[int], code: grpc.StatusCode
 ) -> None:
-    async with serving(RawTrainer(answer, faults=[Fault(code, details=(NOW,))] * 7)) as trainer:
+    async with serving(RawTrainer(answer, faults=[Fault(code, details=(NOW,))] * 5)) as trainer:
         outcome = await roll(client, trainer)
     assert (outcome.stop.reason, warned(outcome)) == ("stop", [])
-    assert len({request.turn_key for request in trainer.requests[:8]}) == 1
-    assert outcome.metrics.completion_attempts == TURNS + 7
+    assert len({request.turn_key for request in trainer.requests[:6]}) == 1
+    assert outcome.metrics.completion_attempts == TURNS + 5
 
 
 @pytest.mark.parametrize("replays", [True, False])

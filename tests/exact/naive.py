@@ -41,8 +41,8 @@ def records(turns: Sequence[tuple[list[int], list[int], list[float]]]) -> list[R
         if not found or prompt[: len(held)] != held:
             found.append(Record(prompt))
         else:
-            new = prompt[len(held) :]
-            found[-1].add(new, 0, [0.0] * len(new))
+            added = prompt[len(held) :]
+            found[-1].add(added, 0, [0.0] * len(added))
         found[-1].add(answer, 1, logprobs)
     return [record.settled() for record in found]
 

@@ -48,16 +48,8 @@ def _arrow() -> Any:
 def _schema(arrow: Any) -> Any:
     """The columns. Token ids are below 2^31."""
     text, whole, number = arrow.string(), arrow.int64(), arrow.float64()
-    span = arrow.struct(
-        [
-            ("author", text),
-            ("reason", text),
-            ("turn", whole),
-            ("start", whole),
-            ("stop", whole),
-            ("policy_version", text),
-        ]
-    )
+    places = {"turn": whole, "start": whole, "stop": whole}
+    span = arrow.struct({"author": text, "reason": text, **places, "policy_version": text})
     columns = {
         "segment_id": text,
         "prompt_ids": arrow.list_(arrow.int32()),
@@ -80,7 +72,7 @@ def _schema(arrow: Any) -> Any:
         "completion_ms": number,
         "tool_ms": number,
     }
-    return arrow.schema(list(columns.items()))
+    return arrow.schema(columns)
 
 
 def _row(sample: TrainingSample) -> dict[str, Any]:

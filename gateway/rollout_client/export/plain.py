@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from rollout_client.training import SampleSpan, TrainingSample
 
-_MOST: Final = 2**31 - 1
+_LARGEST_ID: Final = 2**31 - 1
 _Reader: TypeAlias = Callable[[object, str], Any]
 
 
@@ -81,9 +81,9 @@ def _list(value: object, where: str) -> list[Any]:
 
 def _ids(value: object, where: str) -> list[int]:
     found = _list(value, where)
-    wrong = next((i for i, each in enumerate(found) if type(each) is not int or not 0 <= each <= _MOST), None)
+    wrong = next((i for i, each in enumerate(found) if type(each) is not int or not 0 <= each <= _LARGEST_ID), None)
     if wrong is not None:
-        raise ValueError(f"{where}[{wrong}] is not an integer from 0 to {_MOST}")
+        raise ValueError(f"{where}[{wrong}] is not an integer from 0 to {_LARGEST_ID}")
     return found
 
 

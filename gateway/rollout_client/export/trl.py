@@ -10,9 +10,10 @@ from rollout_client.training import TrainingSample
 
 
 class TrlOutput(TypedDict):
-    """One row for each sample. The keys after `env_mask` reach the reward functions as keywords.
+    """One row for each sample; a row's `completion_ids`, `logprobs` (natural logarithms) and `env_mask` are equally long.
 
     `env_mask` is 1 where the model wrote a token that trains; TRL counts it as `tool_mask`, and only without tools of its own.
+    The keys after it reach the reward functions as keywords.
     """
 
     prompt_ids: list[list[int]]

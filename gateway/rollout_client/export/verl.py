@@ -17,7 +17,7 @@ class VerlMetrics(TypedDict):
 
 
 class VerlOutput(TypedDict):
-    """Keyword arguments of `AgentLoopOutput`."""
+    """Keyword arguments of `AgentLoopOutput`; the ids, mask and logprobs (natural logarithms) of the response are equally long."""
 
     prompt_ids: list[int]
     response_ids: list[int]

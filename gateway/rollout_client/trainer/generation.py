@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 from osmosis.rollout.v1 import spec_pb2
 
 MODEL_BIT: Final = 1 << 31
+"""Set in a digest for each token that the model wrote (token.proto, Checkpoint); ids are below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Generated:
 Generate: TypeAlias = Callable[[Sequence[int], Sampling], Awaitable[Generated]]
 """Prompt ids and how to sample, to an answer. It is cancelled when nobody waits for the answer any more."""
 Decode: TypeAlias = Callable[[Sequence[int]], str]
+"""Ids of an answer, without the one that ends it, to its text."""
 
 
 class TryAgainLater(Exception):

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A checkpoint: `digest` over the first `tokens` tokens."""
+    """A checkpoint of a segment.
+
+    Args:
+        messages: how many the conversation has; 0: not known.
+        tokens: how many the segment has.
+        digest: SHA-256 over these tokens and their authors, 32 bytes.
+    """
 
     messages: int
     tokens: int
@@ -45,7 +51,7 @@ class Run:
         turn: from 1.
         by_model: the model wrote them.
         ids: the tokens.
-        logprobs: one for each; None: unknown. The model's only.
+        logprobs: one natural logarithm for each; None: unknown. The model's only.
         policy_version: of the policy that sampled them.
         own: they were generated here. What the server says that the model wrote is believed, but nothing is proved by it.
     """
@@ -64,7 +70,11 @@ class Run:
 
 
 class SegmentLedger:
-    """One segment, append-only. `inherited` is how many of its first tokens were taken over from another one."""
+    """One segment, append-only.
+
+    Its `marks` stand behind each answer. `inherited` is how many of its first tokens were taken over from another one, and it is
+    `restarted` where a prompt that was rendered here did not extend the one before.
+    """
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
@@ -81,7 +91,7 @@ class SegmentLedger:
 
     @property
     def ids(self) -> array[int]:
-        """All of them; not to be changed."""
+        """All token ids; nobody else may change them."""
         return self._ids
 
     @property
@@ -95,7 +105,7 @@ class SegmentLedger:
         return True
 
     def mark(self, messages: int, more: Iterable[Run] = ()) -> Mark:
-        """What is held now, or would be with more."""
+        """What is held, or would be with more runs, as a checkpoint of so many messages."""
         digest, tokens = self._digest.copy(), self.tokens
         for run in more:
             _extend(digest, run)

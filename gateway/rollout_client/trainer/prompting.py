@@ -119,16 +119,16 @@ def _from_messages(record: Record, request: pb.CompleteRequest, render: Render) 
 
 def _conversation(record: Record, request: pb.CompleteRequest) -> list[JsonObject]:
     try:
-        new = messages(request.new_messages)
+        added = messages(request.new_messages)
     except ValueError:
         raise invalid("new_messages", "each must be one JSON object or a typed message") from None
     if not request.HasField("base"):
-        return list(new)
+        return list(added)
     _at_base(record, request)
     held = record.conversations.get(request.segment_id, ())
     if request.base.messages > len(held):
         raise base_unknown(f"the base has {request.base.messages} messages, here are {len(held)}; send all of them")
-    return [*held[: request.base.messages], *new]
+    return [*held[: request.base.messages], *added]
 
 
 def _tools(record: Record, request: pb.CompleteRequest) -> Sequence[JsonObject]:
@@ -149,15 +149,15 @@ def _tool(tool: Tool, where: str) -> JsonObject:
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
-def _check_tokens(new: pb.NewTokens) -> None:
-    if not new.HasField("after"):
+def _check_tokens(tokens: pb.NewTokens) -> None:
+    if not tokens.HasField("after"):
         raise invalid("new_tokens.after", "is missing")
-    if new.media:
+    if tokens.media:
         raise Refused(
             grpc.StatusCode.UNIMPLEMENTED, "MEDIA", "this trainer generates from text only; new_tokens.media is set"
         )
-    _check_checkpoint(new.after, "new_tokens.after")
-    for index, span in enumerate(new.spans):
+    _check_checkpoint(tokens.after, "new_tokens.after")
+    for index, span in enumerate(tokens.spans):
         where = f"new_tokens.spans[{index}]"
         if span.author not in (token_pb2.AUTHOR_MODEL, token_pb2.AUTHOR_OTHER):
             raise invalid(f"{where}.author", "must be AUTHOR_MODEL or AUTHOR_OTHER")

@@ -53,7 +53,17 @@ class Prompt:
 
 @dataclass(slots=True)
 class Record:
-    """A rollout: its segments, the answers given, and what message mode needs to know."""
+    """A rollout.
+
+    Args:
+        segments: by their ids, as they stand.
+        left: what a segment held before its prompt began anew, with the segment's id.
+        told: answers that were given, by turn key.
+        conversations: in message mode, each segment's messages up to and with its last answer.
+        tools: by digest, in the shape that chat templates know.
+        latest_tools: the digest that the last request with tools had.
+        typed: the server writes messages in the typed form; None: not known before the first message.
+    """
 
     segments: dict[str, SegmentLedger] = field(default_factory=dict)
     left: list[tuple[str, SegmentLedger]] = field(default_factory=list)

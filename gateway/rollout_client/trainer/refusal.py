@@ -19,7 +19,7 @@ from rollout_client.trainer.ledger import Mark
 DETAILS = "grpc-status-details-bin"
 # Details travel in HTTP/2 trailers, which hold 8 KB.
 _MOST_MARKS = 64
-_LONGEST_TEXT = 1000
+_LONGEST_TEXT = 1000  # characters
 
 
 class Refused(Exception):

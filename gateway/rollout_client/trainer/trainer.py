@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final, Literal, Required, Self, TypedDict, TypeVar, Unpack
 
@@ -27,7 +27,9 @@ from rollout_client.trainer.serving import Listener, Serving
 from rollout_client.trainer.turns import Model, Turns
 
 _FAREWELL_SECONDS: Final = 1.0
-_OURS: Final = ("messages", "completions", "outcome", "group_id", "rollout_id", "request_id", "credentials", "metadata")
+"""How long the outcome of a rollout that was let go of is waited for."""
+_OURS: Final = ("messages", "completions", "outcome", "group_id", "rollout_id", "request_id", "credentials")
+"""Fields of the spec that differ from rollout to rollout."""
 _T = TypeVar("_T")
 
 
@@ -244,7 +246,7 @@ def _model(fields: ModelFields) -> Model:
 
 
 def _check(fields: Mapping[str, Any]) -> None:
-    taken = [name for name in _OURS if name in fields and name != "metadata"]
+    taken = [name for name in _OURS if name in fields]
     if taken:
         raise TypeError(f"{taken[0]!r} is not for all rollouts: the trainer sets it, or it stands in a Prompt")
     if isinstance(fields.get("metadata"), str):
@@ -264,6 +266,3 @@ async def _cancelled(tasks: Collection[asyncio.Task[_T]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-__all__: Sequence[str] = ("ModelFields", "RolloutFields", "Trainer")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import socket
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from rollout_server.cli.complain import hush_transformers
 from rollout_server.cli.shown import event_line, show_judgement, show_ledger, show_messages, show_metrics
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from rollout_server.testing.trainer import StrictTrainer
 
+START_SECONDS = 30
 WAIT_SECONDS = 60
 MODEL = "Qwen/Qwen3-8B"
 QUESTION = "Please calculate 5 plus 3, and then multiply the result by 2."
@@ -37,7 +38,7 @@ SYSTEM = "You are a helpful calculator assistant with access to calculator tools
 
 def demo() -> None:
     """Run a rollout over gRPC and both HTTP dialects against a strict trainer, and show who wrote every token."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, which nobody needs here
+    hush_transformers()
     raise typer.Exit(asyncio.run(_demo()))
 
 
@@ -75,10 +76,10 @@ async def _server(console: Console, grpc_port: int, http: httpx.AsyncClient) -> 
     command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port), "--tokenizer", f"{MODEL}=toy"]
     with tempfile.TemporaryFile() as log:
         began = time.monotonic()
-        process = await asyncio.create_subprocess_exec(*command, stderr=log)
+        spawned = await asyncio.create_subprocess_exec(*command, stderr=log)
         try:
             while not await _healthy(http):
-                if process.returncode is not None or time.monotonic() - began > 30:
+                if spawned.returncode is not None or time.monotonic() - began > START_SECONDS:
                     log.seek(0)
                     console.print(log.read().decode(errors="replace"), style="red", markup=False)
                     raise typer.Exit(1)
@@ -87,9 +88,9 @@ async def _server(console: Console, grpc_port: int, http: httpx.AsyncClient) -> 
             console.print(f"server healthy {took:.2f} s after its start: gRPC on {grpc_port}, HTTP on {http_port}")
             yield
         finally:
-            if process.returncode is None:
-                process.terminate()
-            await process.wait()
+            if spawned.returncode is None:
+                spawned.terminate()
+            await spawned.wait()
 
 
 async def _healthy(http: httpx.AsyncClient) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from rollout_server.cli.complain import complaining
+from rollout_server.cli.complain import complaining, hush_transformers
 
 if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2 import Rollout
@@ -54,7 +54,7 @@ def inspect(**given: Any) -> None:
     Of a running server's, by uid, or of a file: what GET /v1/rollouts/UID?view=full answered, or a Rollout of the contract in
     JSON or binary. An API key is taken from ROLLOUT_API_KEY, never from the command line, which others can read.
     """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, which nobody needs here
+    hush_transformers()
     options = Options(**given)
     with complaining("inspect"):
         from rollout_server.inspection.draw import Look, draw

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from rollout_server.cli.complain import complaining, hush_transformers
 
 if TYPE_CHECKING:
     from rollout_server.core.message import JSON
@@ -50,8 +49,8 @@ def check(
 
     The exit code is 0 if the template is stable, 1 if it is not, and 2 if it cannot be used or the command is wrong.
     """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, which nobody needs here
-    with _complaining():
+    hush_transformers()
+    with complaining("tokens check", _OF_NO_USE):
         from rollout_server.tokencheck.check import Subject
         from rollout_server.tokencheck.check import check as checked
         from rollout_server.tokencheck.given import read
@@ -108,16 +107,3 @@ def _argument(text: str) -> tuple[str, JSON]:
         return key, parse_json(value)
     except MalformedMessage:
         raise ValueError(f"--template-arg {text!r}: {value!r} is not JSON; a text needs quotes") from None
-
-
-@contextmanager
-def _complaining() -> Iterator[None]:
-    """Turns what a user can mend into a line and the exit code for it."""
-    from rollout_server.runtime.port import Failed
-
-    try:
-        yield
-    except (Failed, OSError, ValueError) as error:
-        text = error.failure.message if isinstance(error, Failed) else str(error)
-        typer.secho(f"rollout tokens check: {text}", fg=typer.colors.RED, err=True)
-        raise typer.Exit(_OF_NO_USE) from None

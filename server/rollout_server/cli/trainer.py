@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_server.cli.complain import complaining
+from rollout_server.cli.complain import complaining, hush_transformers
 from rollout_server.testing.dialect import Dialect
 
 if TYPE_CHECKING:
@@ -42,15 +41,12 @@ def trainer(
     GET /verdicts lists what was found, GET /verdict?rollout_id= tells all of it.
     PUT /script?rollout_id= says what the model answers and how the trainer fails.
     """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it misses PyTorch, which nobody needs here
-    from rollout_server.testing.tokenizer import TOY_TOKENIZER
+    hush_transformers()
     from rollout_server.testing.trainer import StrictTrainer
 
     with contextlib.suppress(KeyboardInterrupt), complaining("trainer"):
-        if tokenizer is not None and not (tokenizer / "tokenizer_config.json").exists():
-            raise ValueError(f"there is no tokenizer in {tokenizer}: it has no tokenizer_config.json")
         strict = StrictTrainer(
-            tokenizer or TOY_TOKENIZER,
+            _directory(tokenizer),
             host=host,
             port=port,
             tools_from=tools_from or None,
@@ -60,6 +56,15 @@ def trainer(
             settled=lambda verdict: typer.echo(told(verdict)),
         )
         asyncio.run(_serve(strict))
+
+
+def _directory(tokenizer: Path | None) -> Path:
+    """Where the tokenizer is; None: the built-in one's. Raises ValueError where none is."""
+    from rollout_server.testing.tokenizer import TOY_TOKENIZER
+
+    if tokenizer is not None and not (tokenizer / "tokenizer_config.json").exists():
+        raise ValueError(f"there is no tokenizer in {tokenizer}: it has no tokenizer_config.json")
+    return tokenizer or TOY_TOKENIZER
 
 
 def told(verdict: Verdict) -> str:

@@ -14,9 +14,14 @@ from rollout_server.edge.rpc.tls import ClientTls, channel_credentials
 from rollout_server.edge.targets.lookup import CheckedLookup
 
 _KEPT = 256
+LARGEST_ANSWER = 64 * 1024 * 1024
+"""Bytes of one answer, as over HTTP. gRPC's own limit of 4 MiB is less than a long prompt's ids with values beside them."""
+
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.max_receive_message_length", LARGEST_ANSWER),
+    # Servers that are not told otherwise close connections that ping more often than every 5 minutes while they generate.
+    ("grpc.keepalive_time_ms", 330_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),

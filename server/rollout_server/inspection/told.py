@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from osmosis.rollout.v1 import outcome_pb2, rollout_service_pb2
-from rollout_client.values import words
+from rollout_client.training import category_of
 
 from rollout_server.inspection.pieces import Decode, Piece, pieces, text_of
 from rollout_server.inspection.transcript import Drift, Run, Stretch, Transcript
@@ -26,10 +26,8 @@ def ending(outcome: outcome_pb2.Outcome) -> str:
             )
         case "failure":
             failure = outcome.failure
-            numbers = {number: word for word, number in words(outcome_pb2.FailureCategory.DESCRIPTOR).items()}
             status = f", HTTP {failure.http_status}" if failure.HasField("http_status") else ""
-            kind = numbers.get(failure.category, "internal")
-            return f"failed in turn {failure.turn} ({kind}{status}): {failure.message}"
+            return f"failed in turn {failure.turn} ({category_of(failure)}{status}): {failure.message}"
         case "cancellation":
             return f"cancelled: {outcome.cancellation.reason}"
         case _:

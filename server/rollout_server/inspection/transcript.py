@@ -18,8 +18,16 @@ _WINDOW = 12
 class Run:
     """Tokens of one author and one turn.
 
-    `letter`: M the model, P the prompt, E the environment, C a closing token, A the model's but masked out by the agent's
-    author, ? not told. `start` counts from the start of the segment.
+    Args:
+        letter: M the model, P the prompt, E the environment, C a closing token, A the model's but masked out by the agent's
+            author, ? not told.
+        author: "model" or "other".
+        reason: why they do not train, in the contract's word; None: they do.
+        turn: from 1.
+        start: of the first token, counted from the start of the segment.
+        ids: token ids, at least one.
+        logprobs: one natural logarithm for each id; None: not known.
+        policy_version: the policy that sampled them, in the trainer's words; empty: unknown.
     """
 
     letter: str

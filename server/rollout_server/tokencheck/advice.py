@@ -14,12 +14,26 @@ _TEMPLATE = (
     "use a template that only ever appends, and the same file on both sides: ROLLOUT_TEMPLATES=NAME=FILE here, the trainer's "
     "own setting there; try it first with --template FILE"
 )
+_UNREADABLE = (Shown.TWICE, Shown.REFUSED, Shown.LEFT_OUT)
+_WRITTEN = {
+    Writing.TEMPLATE: "as the template writes them",
+    Writing.SPELLING: "with arguments in a spelling of the model's own",
+    Writing.TOKENS: "in the same text but other tokens",
+}
 
 
 def advice(
     faults: Sequence[Finding], form: Arguments, traits: Traits, tallies: Sequence[Tally], switches: Mapping[str, int]
 ) -> Iterator[str]:
-    """In the order in which it helps most."""
+    """One sentence for each thing to do, in the order in which it helps most.
+
+    Args:
+        faults: of the template.
+        form: of arguments, the one that is judged.
+        traits: of the template.
+        tallies: the masks of trainers that count by lengths.
+        switches: template arguments that were tried, and how many boundaries part with them.
+    """
     kinds = {finding.fault for finding in faults}
     stable = [name for name, parted in switches.items() if parted == 0]
     if stable:
@@ -33,11 +47,7 @@ def advice(
             "have rollouts end where the history was rewritten rather than go on in another training sample: "
             "ROLLOUT_ON_DRIFT=fail, or on_drift in a request's metadata"
         )
-    if form is Arguments.PARSED and traits.arguments[Arguments.RECEIVED] in (
-        Shown.TWICE,
-        Shown.REFUSED,
-        Shown.LEFT_OUT,
-    ):
+    if form is Arguments.PARSED and traits.arguments[Arguments.RECEIVED] in _UNREADABLE:
         yield "have the trainer parse arguments before it renders them; the server learns from its prompts that it does"
     wrong = [tally for tally in tallies if tally.form is form and tally.boundaries > tally.masks[Mask.RIGHT]]
     if wrong:
@@ -52,10 +62,3 @@ def advice(
             "where the length is negative no mask exists that a trainer of the synchronous HTTP dialect would take, and the "
             "rollout ends as token_drift; the asynchronous dialect (POST /v1/rollout/init) sends ids and needs no such mask"
         )
-
-
-_WRITTEN = {
-    Writing.TEMPLATE: "as the template writes them",
-    Writing.SPELLING: "with arguments in a spelling of the model's own",
-    Writing.TOKENS: "in the same text but other tokens",
-}

@@ -44,9 +44,11 @@ class Parting:
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """One boundary. `answer` is the index of the message that ends there.
+    """One boundary.
 
     Args:
+        kind: of the conversation.
+        answer: the index of the message that ends there.
         added: how many tokens stand there in truth, a stop that the answer lacked included.
         counted: how many a trainer counts that renders everything anew.
         parting: None where the rendering begins with, and is, what was there.
@@ -74,8 +76,11 @@ class Played:
 
     Args:
         kind: of the conversation.
+        form: in which a trainer's rendering had the arguments of calls.
+        writing: how the answers were written.
+        boundaries: in order, as far as it could be played.
         refused: the template's words, where it refuses the conversation or the rest of it.
-        uncut: answers behind which no place was found at which the environment begins.
+        uncut: indices of answers behind which no place was found at which the environment begins.
         left_out: what the template does not render, in words.
         unprompted: an answer that is not rendered with the generation prompt before it: the prompt's end, and what stands there.
     """

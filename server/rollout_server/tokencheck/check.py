@@ -25,12 +25,21 @@ from rollout_server.tokencheck.verdict import Example, Stops, Verdict
 from rollout_server.tokencheck.written import Writing
 
 _SWITCHES = 6
+"""How many variables of a template are tried: each plays everything twice."""
 _CONTROLS = 12
+"""How many special tokens somebody types, besides the stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is looked at: a tokenizer, what it and its template are called, and what the template is given besides."""
+    """What is looked at.
+
+    Args:
+        tokenizer: with the template that is looked at.
+        name: of the tokenizer, for people.
+        template: what the template is called, for people.
+        template_kwargs: what the template is given besides, in every rendering.
+    """
 
     tokenizer: ChatTokenizer
     name: str
@@ -39,7 +48,7 @@ class Subject:
 
 
 def check(subject: Subject, more: Sequence[Conversation] = ()) -> Verdict:
-    """Plays the hard conversations, and more. Takes seconds.
+    """Plays the hard conversations and then `more`, and judges what came of it. Takes seconds.
 
     Raises `Failed` (VALIDATION) for template arguments that are not the template's.
     """
@@ -66,7 +75,7 @@ def _verdict(subject: Subject, template: Template, conversations: Sequence[Conve
     tried = _tried(template, found, conversations, best) if partings(best) else {}
     stops, counts = Stops(probed.final, probed.calls, _eos(subject.tokenizer)), tallies(played)
     usable = not probed.refusal and any(each.boundaries for each in best)
-    unprompted = next((each for each in best if each.unprompted is not None), None)
+    unprompted = (Example(each.kind, *each.unprompted) for each in best if each.unprompted is not None)
     return Verdict(
         tokenizer=subject.name,
         template=subject.template,
@@ -76,7 +85,7 @@ def _verdict(subject: Subject, template: Template, conversations: Sequence[Conve
         form=form,
         stops=stops,
         traits=found,
-        generation_prompt=None if unprompted is None else _unprompted(unprompted),
+        generation_prompt=next(unprompted, None),
         mirrors=probed.mirrors,
         faults=wrong,
         conditions=tuple(conditions(found, form)),
@@ -127,8 +136,3 @@ def _tried(
 def _eos(tokenizer: ChatTokenizer) -> Stop | None:
     index = tokenizer.eos_token_id
     return None if index is None else Stop(tokenizer.decode(list(pack_tokens([index]))), index)
-
-
-def _unprompted(played: Played) -> Example:
-    prompt, rendered = played.unprompted or ("", "")
-    return Example(played.kind, prompt, rendered)

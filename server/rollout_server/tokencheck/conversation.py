@@ -69,17 +69,13 @@ def spelled(arguments: str) -> str:
 
 def arguments_of(message: Fields) -> list[str]:
     """The arguments of its calls, where they are text."""
-    calls = message.get("tool_calls")
-    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    given = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    given = [function.get("arguments") for function in _functions(message)]
     return [arguments for arguments in given if isinstance(arguments, str)]
 
 
 def names_of(message: Fields) -> list[str]:
     """The tools that it calls."""
-    calls = message.get("tool_calls")
-    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    return [str(function.get("name")) for function in functions if isinstance(function, dict)]
+    return [str(function.get("name")) for function in _functions(message)]
 
 
 def thought_of(message: Fields) -> str:
@@ -91,6 +87,12 @@ def thought_of(message: Fields) -> str:
     if isinstance(content, str) and "</think>" in content:
         return content.partition("</think>")[0].rpartition("<think>")[2].strip()
     return ""
+
+
+def _functions(message: Fields) -> list[Fields]:
+    calls = message.get("tool_calls")
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [function for function in functions if isinstance(function, dict)]
 
 
 def _normal(message: Fields) -> Fields:

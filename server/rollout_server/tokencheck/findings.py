@@ -87,10 +87,10 @@ def cautions(played: Sequence[Played], stops: Stops, traits: Traits, mirrors: bo
     refused = [each for each in played if each.refused]
     if refused:
         yield f"the template refuses some conversations ({_kinds(refused)}); such rollouts end with its words"
-    ends = {stop.id for stop in (stops.final, stops.calls) if stop is not None}
-    if ends and (stops.eos is None or ends != {stops.eos.id}):
+    ends = [stop for stop in (stops.final, stops.calls) if stop is not None]
+    if ends and (stops.eos is None or {stop.id for stop in ends} != {stops.eos.id}):
         eos = "there is no eos_token" if stops.eos is None else f"eos_token is {stops.eos.text}"
-        shown = " and ".join(dict.fromkeys(stop.text for stop in (stops.final, stops.calls) if stop is not None))
+        shown = " and ".join(dict.fromkeys(stop.text for stop in ends))
         yield f"answers end with {shown}, but {eos}: an engine that stops at that alone goes on behind an answer"
     if not traits.closed and stops.final is not None:
         yield f"no token of its own closes an answer: the next message does ({stops.final.text}), and an engine has to stop there"

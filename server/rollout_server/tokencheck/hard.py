@@ -9,7 +9,8 @@ from rollout_server.core.message import JSON
 from rollout_server.edge.tokens.form import Fields
 from rollout_server.tokencheck.conversation import Conversation
 
-_LONG = 20_000
+_LINES = 869
+"""Of a long output, which has about 20,000 characters."""
 _SPACED = '{"a": 5, "b": 3}'
 _USER: Fields = {"role": "user", "content": "What is five plus three?"}
 _MORE: Fields = {"role": "user", "content": "And twice that?"}
@@ -94,7 +95,7 @@ def _texts(controls: Sequence[str]) -> Iterator[Conversation]:
     yield Conversation("cut by length", (_USER, cut, _MORE), cut=frozenset({1}))
     begun: Fields = {"role": "assistant", "content": '<tool_call>\n{"name": "add", "argum'}
     yield Conversation("cut by length", (_USER, begun, _MORE, _SIXTEEN, _MORE), cut=frozenset({1}))
-    lines = "".join(f"{number:06} a line of a log\n" for number in range(_LONG // 23))
+    lines = "".join(f"{number:06} a line of a log\n" for number in range(_LINES))
     yield Conversation("long output", (_USER, _calling(), _result(lines), _EIGHT))
 
 

@@ -14,7 +14,9 @@ from rollout_server.tokencheck.template import Page, Template
 from rollout_server.tokencheck.truth import Piece, Region, Truth
 
 _BEFORE, _BEHIND = 6, 14
+"""Tokens that are shown around the first that differs."""
 _ALIKE = 24
+"""Characters, white space apart, that tell a changed space from another text."""
 
 
 def parting(template: Template, conversation: Conversation, page: Page, truth: Truth, count: int) -> Parting | None:
@@ -33,6 +35,8 @@ def _around(template: Template, ids: Tokens, index: int) -> str:
 
 
 class _Judge:
+    """Tells why `text`, a later prompt, is not the truth: from the first character that differs, and what stands there."""
+
     def __init__(self, conversation: Conversation, page: Page, truth: Truth, text: str) -> None:
         self._conversation, self._page, self._truth, self._text = conversation, page, truth, text
         self._place = common_prefix(truth.text, text)

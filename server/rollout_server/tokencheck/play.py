@@ -55,9 +55,14 @@ class Player:
         if not game.told:
             return None
         return Played(
-            *(pages.conversation.kind, form, writing, tuple(game.boundaries), refused, tuple(game.uncut)),
-            frozenset(game.left_out),
-            game.unprompted,
+            kind=pages.conversation.kind,
+            form=form,
+            writing=writing,
+            boundaries=tuple(game.boundaries),
+            refused=refused,
+            uncut=tuple(game.uncut),
+            left_out=frozenset(game.left_out),
+            unprompted=game.unprompted,
         )
 
 
@@ -77,6 +82,8 @@ class _Pages:
 
 
 class _Game:
+    """One conversation in one writing; `forms` are the natural one, which tells the truth, and the one that is compared with it."""
+
     def __init__(self, template: Template, pages: _Pages, forms: tuple[Arguments, Arguments], writing: Writing) -> None:
         self._template, self._pages, self._forms, self._writing = template, pages, forms, writing
         self._conversation = pages.conversation

@@ -129,10 +129,9 @@ def _kinds(rows: Iterable[Row]) -> Table:
         happens += ["no place to cut"] if row.uncut else []
         happens += ["refused"] if row.refused else []
         style = "green" if row.kept == row.boundaries and not happens else "yellow" if not row.causes else "red"
-        table.add_row(
-            *(_text(_one_line(row.kind)), str(row.boundaries), str(row.kept)),
-            *(_text(str(wrong), "red" if wrong else ""), otherwise, _text(", ".join(happens) or "kept", style)),
-        )
+        kind, missed = _text(_one_line(row.kind)), _text(str(wrong), "red" if wrong else "")
+        told = _text(", ".join(happens) or "kept", style)
+        table.add_row(kind, str(row.boundaries), str(row.kept), missed, otherwise, told)
     return table
 
 

@@ -27,23 +27,14 @@ _NOON = datetime(2024, 1, 2, 12, 0, 0)
 _SAME_DAY = datetime(2024, 1, 2, 17, 34, 56)
 _ANOTHER_DAY = datetime(2025, 11, 23, 12, 0, 0)
 
-# What transformers gives every template.
 _GIVEN = frozenset(
     {
-        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "strftime_now"),
-        *(
-            "raise_exception",
-            "bos_token",
-            "eos_token",
-            "unk_token",
-            "pad_token",
-            "sep_token",
-            "cls_token",
-            "mask_token",
-        ),
-        *("additional_special_tokens", "image_token", "audio_token", "video_token"),
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("strftime_now", "raise_exception"),
     }
 )
+"""What transformers gives every template, besides the texts of special tokens, whose names all end alike."""
+_TOKEN = re.compile(r"_tokens?\Z")
 
 
 class Shown(Enum):
@@ -69,9 +60,10 @@ class Traits:
     """What was found.
 
     Args:
-        arguments: by the form in which they are given.
+        arguments: what becomes of them, by the form in which they are given.
         tools_shown: the tools are in the prompt.
         empty_tools_differ: an empty list of tools is rendered differently from none.
+        dated: what it prints of the time.
         closed: a special token closes the last answer, so that none need be borrowed from the message that comes next.
         opening: the generation prompt.
         switches: variables of its own that the template reads; they are set as template arguments.
@@ -93,7 +85,7 @@ class Traits:
 
 
 def traits(template: Template, tokenizer: ChatTokenizer) -> Traits:
-    """Renders a few short conversations."""
+    """What a few short conversations show, rendered. A template that refuses one of them raises nothing."""
     bare, empty = (_try(template, [_USER], tools) for tools in (None, ()))
     tooled = _try(template, [_USER], TOOLS)
     unopened = _try(template, [_USER], None, generation_prompt=False)
@@ -149,7 +141,7 @@ def _switches(tokenizer: ChatTokenizer) -> tuple[str, ...]:
     try:
         text = re.sub(r"{%-?\s*(?:end)?generation\s*-?%}", "", tokenizer.get_chat_template(tools=list(TOOLS)))
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)  # noqa: S701 - it is not rendered
-        read = meta.find_undeclared_variables(tree) - _GIVEN
+        read = {name for name in meta.find_undeclared_variables(tree) - _GIVEN if not _TOKEN.search(name)}
     except (TemplateError, ValueError):
         return ()
     stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}

@@ -72,8 +72,10 @@ def _start(template: Template, page: Page, answered: int) -> int:
     except Failed:
         return shared
     same = template.joint(said, other)
+    if not opening:
+        return same
     at = said.rfind(opening, 0, same)
-    return same if not opening else at + len(opening) if at >= 0 else shared
+    return shared if at < 0 else at + len(opening)
 
 
 def _cut(template: Template, full: str, said: str, start: int, stop: Stop | None) -> tuple[str, str]:
@@ -82,7 +84,7 @@ def _cut(template: Template, full: str, said: str, start: int, stop: Stop | None
         return said[start : found[0]], said[found[0] : found[1]]
     if stop is None:
         return said[start:].rstrip(), ""
-    # The next message's first token closes it (GLM).
+    # The next message's first token closes it.
     at = full.find(stop.text, max(start, len(said.rstrip())))
     if full.startswith(said.rstrip()) and at >= 0 and not full[len(said.rstrip()) : at].strip():
         return full[start:at], stop.text

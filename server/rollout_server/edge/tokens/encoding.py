@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from rollout_server.core.ledger import Tokens, pack_tokens
+from rollout_server.core.prefix import first_difference
 
 Backend: TypeAlias = Any
 """A `tokenizers.Tokenizer`, which has no types."""
@@ -107,11 +108,4 @@ def common_prefix(a: str, b: str) -> int:
     """How many characters at their start are the same."""
     if b.startswith(a):
         return len(a)
-    low, high = 0, min(len(a), len(b))
-    while low < high:  # a[:low] == b[:low] always holds
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return first_difference(a, b)

@@ -22,13 +22,22 @@ class Page:
 
 
 class Book:
-    """One segment, kept for one rollout. `messages` counts those that the trainer knows, its own answers among them."""
+    """One segment, kept for one rollout. `messages` counts those that the trainer knows, its own answers among them.
+
+    A trainer that renders is not told who wrote what. Once a turn came without its tokens nobody here can reckon its digests,
+    because the ids of that answer are part of a prompt now, and nothing says which: such a book is `unsure`, compares numbers of
+    tokens only, and hands the trainer's own digest back as the base.
+    """
 
     def __init__(self, segment_id: str = "", origin: Origin | None = None) -> None:
         self.segment_id = segment_id
         self.origin = origin or Origin(SegmentKind.MAIN)
         self.messages = 0
         self.spans: list[NewSpan] = []
+        self.unsure = False
+        self.repeats: int | None = None
+        self._gap = False
+        self._theirs: Checkpoint | None = None
         self._digest = LedgerDigest()
         self._marks: dict[bytes, int] = {}
 
@@ -39,8 +48,10 @@ class Book:
 
     @property
     def base(self) -> Checkpoint | None:
-        """What the trainer holds; None before its first answer."""
-        return self._digest.checkpoint(self.messages) if self.messages else None
+        """What the trainer holds; None before its first answer, and where nobody here can tell."""
+        if self._gap or not self.messages:
+            return None
+        return self._theirs if self.unsure else self._digest.checkpoint(self.messages)
 
     def ids(self) -> Tokens:
         """All tokens."""
@@ -71,6 +82,44 @@ class Book:
         self._marks[after.digest] = turn
         return after
 
+    def prompt(self, page: Page) -> Tokens:
+        """All tokens of a prompt."""
+        ids = self.ids()
+        for span in page.spans:
+            ids.extend(span.ids)
+        return ids
+
+    def skip(self) -> None:
+        """A turn came without its tokens. The next one that has them opens a segment."""
+        self._gap = True
+
+    def confirmed(self, page: Page, turn: int, ids: Tokens, theirs: Checkpoint | None, *, whole: bool) -> bool:
+        """Takes the answer to a reported prompt in. Returns whether the trainer's checkpoint can be that of the same tokens.
+
+        With `whole` the trainer was sent the history as if it knew nothing of it. It may then hold earlier answers as tokens of
+        anybody; that is its digest from there on. `repeats` is the turn whose prompt and answer came once more, if one did:
+        to take them for another turn would train the same tokens twice.
+        """
+        prompt = self.prompt(page) if whole else None
+        earlier = dict(self._marks)
+        ours = self.answered(page, turn, ids)
+        self.repeats = earlier.get(ours.digest)
+        if self.repeats is not None:
+            return False
+        if agree(ours, theirs):
+            self._theirs, self.unsure = None, self.unsure and theirs is None
+            return True
+        if prompt is not None:
+            anew = LedgerDigest()
+            anew.add(prompt, Author.OTHER)
+            anew.add(ids, Author.MODEL)
+            if agree(anew.checkpoint(self.messages), theirs):
+                self._digest, self._theirs, self.unsure = anew, None, False
+                return True
+        if theirs is not None:
+            self._theirs = Checkpoint(self.messages, theirs.tokens, theirs.digest)
+        return self.unsure and theirs is not None and theirs.tokens == ours.tokens
+
     def first_parted(self, theirs: Sequence[Checkpoint]) -> int | None:
         """The turn in which a trainer's checkpoints part from this book; None where they do not tell."""
         known = [self._marks[mark.digest] for mark in theirs if mark.digest in self._marks]
@@ -80,13 +129,24 @@ class Book:
     def reported(self, prompt: Tokens, turn: int, messages: int) -> tuple[Book, Page]:
         """The prompt of a turn as the trainer reports it, in this book or, if it does not extend it, in a new one."""
         held = self.ids()
-        extends = prompt[: len(held)] == held
-        book = self if extends else Book("", self._drifted(held, prompt))
-        new = prompt[len(held) :] if extends else prompt
-        return book, book.page(Prediction(pack_tokens(), new), turn, messages)
+        if self._gap or prompt[: len(held)] != held:
+            return self._opened(held, prompt, turn, messages)
+        return self, self.page(Prediction(pack_tokens(), prompt[len(held) :]), turn, messages)
 
-    def _drifted(self, held: Tokens, prompt: Tokens) -> Origin:
-        return Origin(SegmentKind.DRIFT, self.segment_id, first_difference(held, prompt))
+    def _opened(self, held: Tokens, prompt: Tokens, turn: int, messages: int) -> tuple[Book, Page]:
+        """The book of a segment that begins with this prompt."""
+        kind = SegmentKind.GAP if self._gap else SegmentKind.DRIFT
+        # Where no answer came with its tokens so far, the first segment only begins late.
+        late = not self.spans
+        origin = self.origin if late else Origin(kind, self.segment_id, first_difference(held, prompt))
+        book = Book(self.segment_id if late else "", origin)
+        book.unsure, book._marks = self._gap, dict(self._marks)
+        return book, book.page(Prediction(pack_tokens(), prompt), turn, messages)
+
+
+def agree(ours: Checkpoint, theirs: Checkpoint | None) -> bool:
+    """Whether a trainer's checkpoint, if it sent one, is of the same tokens."""
+    return theirs is None or (theirs.tokens, theirs.digest) == (ours.tokens, ours.digest)
 
 
 def parted(book: Sequence[NewSpan], theirs: Tokens, authors: Sequence[Author]) -> tuple[int, int] | None:

@@ -13,12 +13,12 @@ from osmosis.rollout.v1 import completion_service_pb2_grpc
 from rollout_server.core.checkpoint import Checkpoint
 from rollout_server.core.ledger import Author, Tokens
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.channels import Channels
+from rollout_server.edge.channels import LARGEST_ANSWER, Channels
 from rollout_server.edge.rpc.wire.completion import Request, Response, held_tokens, ledger_request
 from rollout_server.edge.rpc.wire.detail import ledger_mismatch, reason, retry_delay
 from rollout_server.edge.trainer.refusal import redacted
 from rollout_server.edge.trainer.retry import Retries
-from rollout_server.runtime.port import Failed
+from rollout_server.runtime.port import Credentials, Failed
 
 _CONNECT_SECONDS = 10.0
 _CATEGORIES = {
@@ -37,8 +37,16 @@ _NOT_TAKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 """With RetryInfo these say that nothing was generated."""
 
 
+_TOO_LARGE = "message larger than max"
+"""What gRPC itself says of a message over a limit: an answer at this end, which was generated then, or a request at the other."""
+
+
 class BaseUnknown(Exception):
     """The trainer does not hold the base: it wants the whole history."""
+
+
+class ToolsUnknown(Exception):
+    """The trainer does not hold the tools that a digest names: it wants their list."""
 
 
 class Mismatch(Exception):
@@ -62,32 +70,30 @@ class Caller:
 
 @dataclass(slots=True)
 class Call:
-    """One turn's call, with what decides over its repetitions: `deadline` on the monotonic clock, `bearer` for the metadata."""
+    """One turn's call, with what decides over its repetitions: `deadline` on the monotonic clock, credentials for the metadata.
+
+    `failures` counts attempts that came to nothing, `refusals` those that the trainer put off.
+    """
 
     turn: int
     deadline: float | None
-    bearer: str = field(repr=False)
+    credentials: Credentials = field(default=Credentials(), repr=False)
     attempts: int = 0
+    failures: int = 0
+    refusals: int = 0
 
 
 async def complete(caller: Caller, request: Request, call: Call) -> Response:
-    """Asks until there is an answer. Raises `BaseUnknown`, `Mismatch` or `Failed`."""
-    failures = 0
+    """Asks until there is an answer. Raises `BaseUnknown`, `ToolsUnknown`, `Mismatch` or `Failed`."""
     while True:
         call.attempts += 1
         try:
             return await _once(caller, request, call)
-        except OSError as error:
-            if failures >= caller.retries.count:
-                raise Failed(_unreachable(error, call)) from error
-            pause = caller.retries.wait(failures)
-        except grpc.aio.AioRpcError as error:
-            told = _pause(error, caller, call, failures)
-            if told is None:
-                raise _ended(error, call) from error
-            pause = told
+        except (OSError, grpc.aio.AioRpcError) as error:
+            pause = _pause(error, caller, call)
+            if pause is None:
+                raise _ended(error, caller, call) from error
         await asyncio.sleep(pause)
-        failures += 1
 
 
 async def read_ledger(caller: Caller, uid: str, segment_id: str, bearer: str) -> tuple[Tokens, Sequence[Author]] | None:
@@ -96,7 +102,8 @@ async def read_ledger(caller: Caller, uid: str, segment_id: str, bearer: str) ->
     try:
         async with caller.channels.use(caller.url) as channel:
             stub = completion_service_pb2_grpc.CompletionServiceStub(channel)
-            return held_tokens(await stub.ReadLedger(request, metadata=_metadata(bearer), timeout=10.0))
+            ledger = await stub.ReadLedger(request, metadata=_metadata(bearer), timeout=10.0)
+        return await asyncio.to_thread(held_tokens, ledger)
     except (OSError, grpc.aio.AioRpcError):
         return None
 
@@ -107,35 +114,82 @@ async def _once(caller: Caller, request: Request, call: Call) -> Response:
     async with caller.channels.use(caller.url) as channel:
         await caller.channels.connect(channel, min(_CONNECT_SECONDS, max(left, 0.001)))
         stub = completion_service_pb2_grpc.CompletionServiceStub(channel)
-        answer: Response = await stub.Complete(request, metadata=_metadata(call.bearer), timeout=max(left, 0.001))
+        answer: Response = await stub.Complete(
+            request, metadata=_metadata(call.credentials.completions), timeout=max(left, 0.001)
+        )
         return answer
 
 
-def _pause(error: grpc.aio.AioRpcError, caller: Caller, call: Call, failures: int) -> float | None:
-    """Seconds until the turn may be asked for again; None where it may not."""
-    told = retry_delay(error)
-    if error.code() in _NOT_TAKEN and told is not None:
-        pause = max(told, 0.05)
-        return pause if call.deadline is None or time.monotonic() + pause < call.deadline else None
-    again = error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED or (caller.replays and error.code() in _LOST)
-    return caller.retries.wait(failures) if again and failures < caller.retries.count else None
+def _pause(error: OSError | grpc.aio.AioRpcError, caller: Caller, call: Call) -> float | None:
+    """Seconds until the turn may be asked for again, and counts why; None where it may not, or the rollout is over by then."""
+    told = _put_off(error)
+    if told is not None:
+        call.refusals += 1
+        pause = max(told, min(1.0, 0.01 * 2.0 ** min(call.refusals, 8)))
+    elif call.failures < caller.retries.count and _may_be_asked_again(error, caller):
+        pause = caller.retries.wait(call.failures)
+        call.failures += 1
+    else:
+        return None
+    return pause if call.deadline is None or time.monotonic() + pause < call.deadline else None
 
 
-def _ended(error: grpc.aio.AioRpcError, call: Call) -> Exception:
-    if error.code() is grpc.StatusCode.FAILED_PRECONDITION and reason(error) == "BASE_UNKNOWN":
-        return BaseUnknown()
+def _put_off(error: OSError | grpc.aio.AioRpcError) -> float | None:
+    """In how many seconds a trainer wants to be asked again, having generated nothing."""
+    return retry_delay(error) if isinstance(error, grpc.aio.AioRpcError) and error.code() in _NOT_TAKEN else None
+
+
+def _may_be_asked_again(error: OSError | grpc.aio.AioRpcError, caller: Caller) -> bool:
+    if isinstance(error, OSError):  # no connection came about
+        return True
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return not _too_large(error)
+    return caller.replays and error.code() in _LOST
+
+
+def _too_large(error: grpc.aio.AioRpcError) -> bool:
+    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in (error.details() or "")
+
+
+def _ended(error: OSError | grpc.aio.AioRpcError, caller: Caller, call: Call) -> Exception:
+    if isinstance(error, OSError):
+        return Failed(_unreachable(error, call))
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        unknown = {"BASE_UNKNOWN": BaseUnknown, "TOOLS_UNKNOWN": ToolsUnknown}.get(reason(error))
+        if unknown is not None:
+            return unknown()
     mismatch = ledger_mismatch(error)
     if error.code() is grpc.StatusCode.ABORTED and mismatch is not None:
         return Mismatch(mismatch)
-    said = redacted((error.details() or "").encode(), (call.bearer,) if call.bearer else ())
-    text = f"turn {call.turn}: the trainer answered {error.code().name}: {said}"
-    if error.code() in _LOST:
-        text += ". The turn may have been generated; it is asked for again only where the trainer replays turn keys"
-    return Failed(Failure(_CATEGORIES.get(error.code(), Category.TRAINER_CLIENT), text, call.turn))
+    said = redacted((error.details() or "").encode("utf-8", "replace"), call.credentials.secrets())
+    text = f"turn {call.turn}: the trainer answered {error.code().name}: {said}{_remark(error, caller)}"
+    category = Category.VALIDATION if _too_large(error) else _CATEGORIES.get(error.code(), Category.TRAINER_CLIENT)
+    return Failed(Failure(category, text, call.turn))
+
+
+def _remark(error: grpc.aio.AioRpcError, caller: Caller) -> str:
+    """What a person has to know beside the trainer's words."""
+    told = _put_off(error)
+    if told is not None:
+        return f". It generated nothing and wants to be asked again in {told:g} s; the rollout's time is over by then"
+    if _too_large(error):
+        return (
+            f". This side takes answers of up to {LARGEST_ANSWER} bytes; what a trainer's server takes is its "
+            "grpc.max_receive_message_length, 4 MiB unless it is set"
+        )
+    if error.code() not in _LOST:
+        return ""
+    late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    limit = f". An attempt may take {caller.timeout:g} s (ROLLOUT_TRAINER_TIMEOUT_SECONDS)" if late else ""
+    again = ", and asking again did not help" if caller.replays else ", so it is not asked for again"
+    return f"{limit}. The turn may have been generated{again}; only trainers that replay turn keys are asked twice"
 
 
 def _unreachable(error: OSError, call: Call) -> Failure:
-    text = f"turn {call.turn}: the trainer could not be reached in {call.attempts} attempts: {error}"
+    text = (
+        f"turn {call.turn}: the trainer could not be reached in {call.attempts} attempts: {error}; is it running, and does the "
+        "target name its host and port?"
+    )
     return Failure(Category.NETWORK, text, call.turn)
 
 

@@ -8,12 +8,13 @@ the truth.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rollout_server.core.checkpoint import Checkpoint
-from rollout_server.core.ledger import Tokens
+from rollout_server.core.ledger import MAX_TOKEN_ID, Tokens
 from rollout_server.core.message import Message, parse_object
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
@@ -24,17 +25,25 @@ from rollout_server.edge.rpc.wire.completion import (
     Completion,
     MalformedCompletion,
     News,
-    Request,
     Response,
-    completion_from_proto,
+    completion_aside,
     in_token_mode,
 )
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.render import Renderer
-from rollout_server.edge.trainer.book import Book, Page, parted
-from rollout_server.edge.trainer.calling import BaseUnknown, Call, Caller, Mismatch, complete, read_ledger
+from rollout_server.edge.trainer.book import Book, Page, agree, parted
+from rollout_server.edge.trainer.calling import (
+    BaseUnknown,
+    Call,
+    Caller,
+    Mismatch,
+    ToolsUnknown,
+    complete,
+    read_ledger,
+)
 from rollout_server.edge.trainer.masked import function_of
 from rollout_server.edge.trainer.notes import notes_on
+from rollout_server.edge.trainer.refusal import redacted
 from rollout_server.edge.trainer.retry import Retries
 from rollout_server.runtime.port import Ask, Failed, Tool
 
@@ -69,6 +78,7 @@ class CompletionSampler:
         )
         self._book = Book()
         self._begun = ""
+        self._whole = True
         self._renderer: Renderer | None = None
         self._policies: list[str] = []
 
@@ -78,7 +88,7 @@ class CompletionSampler:
         if self._book.segment_id != ask.asked.segment_id:
             self._book.segment_id = ask.asked.segment_id  # the one that the last prompt opened, or the first
         page = await self._page(ask, messages) if in_token_mode(self._spec) else None
-        call = Call(ask.asked.turn, ask.deadline, ask.credentials.completions)
+        call = Call(ask.asked.turn, ask.deadline, ask.credentials)
         started = time.monotonic()
         completion = await self._complete(ask, messages, page, call)
         answered = Answered(
@@ -91,7 +101,7 @@ class CompletionSampler:
             elapsed_ms=1000 * (time.monotonic() - started),
             usage=completion.usage,
             policy_version=completion.policy_version,
-            notes=tuple(self._notes(completion, ask.asked.turn, page)),
+            notes=tuple(self._notes(completion, ask, page)),
             tool_calls=completion.tool_calls,
         )
         if page is not None:
@@ -126,35 +136,46 @@ class CompletionSampler:
         turn = ask.asked.turn
         try:
             response = await self._ask(ask, messages, page, call)
-        except BaseUnknown:
-            text = f"turn {turn}: the trainer asks for the whole history, which it was sent (BASE_UNKNOWN twice)"
+        except (BaseUnknown, ToolsUnknown) as unknown:
+            what = "the whole history" if isinstance(unknown, BaseUnknown) else "the list of tools"
+            text = f"turn {turn}: the trainer asks for {what}, which it was sent under this turn key already"
             raise Failed(Failure(Category.TRAINER_CLIENT, text, turn)) from None
         except Mismatch as mismatch:
             raise Failed(await self._parted(ask, mismatch.checkpoints)) from None
         try:
-            return completion_from_proto(response)
+            return await completion_aside(response)
         except MalformedCompletion as error:
             text = f"turn {turn}: the trainer's answer is malformed: {error}"
             raise Failed(Failure(Category.VALIDATION, text, turn)) from None
 
     async def _ask(self, ask: Ask, messages: Sequence[Message], page: Page | None, call: Call) -> Response:
-        """Asks on the base, and once with everything where the trainer does not hold that."""
-        try:
-            return await complete(self._caller, self._request(ask, messages, page, self._book.base), call)
-        except BaseUnknown:
-            return await complete(self._caller, self._request(ask, messages, page, None), call)
+        """Asks on the base, and once with what the trainer says that it does not hold."""
+        base = self._book.base
+        listed = base is None
+        while True:
+            self._whole = base is None
+            try:
+                news = self._news(ask, messages, page, base)
+                return await complete(self._caller, self._asking.request(ask.asked, news, list_tools=listed), call)
+            except BaseUnknown:
+                if base is None:
+                    raise
+                base, listed = None, True
+            except ToolsUnknown:
+                if listed:
+                    raise
+                listed = True
 
-    def _request(self, ask: Ask, messages: Sequence[Message], page: Page | None, base: Checkpoint | None) -> Request:
+    def _news(self, ask: Ask, messages: Sequence[Message], page: Page | None, base: Checkpoint | None) -> News:
         book = self._book
         history = () if base is not None or page is None else book.spans
-        news = News(
+        return News(
             base=base,
             messages=messages[base.messages if base is not None else 0 :],
             spans=(*history, *page.spans) if page is not None else (),
             prompt=page.prompt if page is not None else None,
             origin=book.origin if ask.asked.segment_id != self._begun else None,
         )
-        return self._asking.request(ask.asked, news)
 
     async def _sent(self, ask: Ask, page: Page, completion: Completion, answered: Answered) -> Answered:
         """Token mode: the prompt is what was sent, if the trainer's digests say so."""
@@ -162,13 +183,20 @@ class CompletionSampler:
         if ids is None:
             text = f"turn {turn}: `token_ids` is missing; a trainer in token mode returns the ids it sampled"
             raise Failed(Failure(Category.VALIDATION, text, turn))
+        if not completion.shows_prompt and completion.after is None:
+            text = (
+                f"turn {turn}: `prompt_checkpoint` and `after` are missing, so nothing proves what the trainer generated from; "
+                "in token mode it sends both"
+            )
+            raise Failed(Failure(Category.VALIDATION, text, turn))
         held = self._book.tokens
+        same = completion.reported is None or completion.reported == self._book.prompt(page)
         after = self._book.answered(page, turn, ids)
         self._begun = ask.asked.segment_id
-        if not (_agree(page.prompt, completion.prompt) and _agree(after, completion.after)):
+        if not (same and agree(page.prompt, completion.prompt) and agree(after, completion.after)):
             raise Failed(await self._parted(ask, None))
         predicted = page.predicted
-        if completion.prompt is None:
+        if not completion.shows_prompt:
             return replace(answered, predicted=predicted)
         return replace(answered, predicted=predicted, reported=predicted.closing + predicted.environment, shared=held)
 
@@ -179,12 +207,18 @@ class CompletionSampler:
         turn, ids, prompt = ask.asked.turn, completion.token_ids, completion.reported
         self._begun = ask.asked.segment_id
         if ids is None or prompt is None:
-            self._book = Book(self._book.segment_id)  # nothing is known of what the trainer holds
+            self._book.skip()
             return replace(answered, reported=prompt)
         self._book, page = self._book.reported(prompt, turn, len(messages))
-        if not _agree(self._book.answered(page, turn, ids), completion.after):
+        if not self._book.confirmed(page, turn, ids, completion.after, whole=self._whole):
+            if self._book.repeats is not None:
+                text = f"turn {turn}: the trainer sent prompt and answer of turn {self._book.repeats} once more"
+                raise Failed(Failure(Category.TOKEN_DRIFT, text, turn))
             raise Failed(await self._parted(ask, None))
-        return replace(answered, reported=prompt)
+        if not self._book.unsure:
+            return replace(answered, reported=prompt)
+        text = f"turn {turn}: an earlier turn came without tokens, so the trainer's digest cannot be held against ours"
+        return replace(answered, reported=prompt, notes=(*answered.notes, ("unverified", text)))
 
     async def _parted(self, ask: Ask, theirs: Sequence[Checkpoint] | None) -> Failure:
         """Names the turn and the token at which both sides part."""
@@ -196,26 +230,34 @@ class CompletionSampler:
             where = f", since turn {since}" if since is not None else ""
             return Failure(Category.TOKEN_DRIFT, f"{said}{where}; it does not show its ledger (ReadLedger)", turn)
         ids, authors = ledger
-        place = parted(book.spans, ids, authors)
+        place = await asyncio.to_thread(parted, book.spans, ids, authors)
         if place is None:
             text = f"{said}, says its digest, but its ledger holds the same: it reckons digests in another way"
             return Failure(Category.TOKEN_DRIFT, text, turn)
         index, since = place
-        ours, other = await self._texts(book.ids(), ids, index)
+        secrets = ask.credentials.secrets()
+        ours, other = [
+            redacted((await self._text(tokens[max(0, index - 4) : index + 8])).encode("utf-8", "replace"), secrets)
+            for tokens in (book.ids(), ids)
+        ]
         text = f"{said}, since turn {since}, from token {index} on: here {ours}, there {other}"
         return Failure(Category.TOKEN_DRIFT, text, turn)
 
-    async def _texts(self, ours: Tokens, theirs: Tokens, index: int) -> tuple[str, str]:
-        windows = [ids[max(0, index - 4) : index + 8] for ids in (ours, theirs)]
-        if self._renderer is None:
-            return tuple(str(list(window)) for window in windows)  # type: ignore[return-value]
+    async def _text(self, ids: Tokens) -> str:
+        """Tokens as a person reads them. A trainer may show ids that no tokenizer has: those stay numbers."""
+        if self._renderer is None or any(token > MAX_TOKEN_ID for token in ids):
+            return str(list(ids))
         loaded = self._renderer.loaded
-        return repr(await loaded.run(loaded.decode, windows[0])), repr(await loaded.run(loaded.decode, windows[1]))
+        try:
+            return repr(await loaded.run(loaded.decode, ids))
+        except (IndexError, KeyError, TypeError, ValueError, OverflowError):
+            return str(list(ids))
 
-    def _notes(self, completion: Completion, turn: int, page: Page | None) -> Iterator[tuple[str, str]]:
+    def _notes(self, completion: Completion, ask: Ask, page: Page | None) -> Iterator[tuple[str, str]]:
+        turn, secrets = ask.asked.turn, ask.credentials.secrets()
         yield from notes_on(completion.token_ids, completion.logprobs, self._spec.sampling, turn)
-        if page is not None and (completion.prompt is None or completion.after is None):
-            missing = "prompt_checkpoint" if completion.prompt is None else "after"
+        if page is not None and not (completion.shows_prompt and completion.after is not None):
+            missing = "after" if completion.shows_prompt else "prompt_checkpoint"
             yield (
                 "unverified",
                 f"turn {turn}: the trainer sent no {missing}, so nobody knows whether it holds the same tokens",
@@ -223,13 +265,7 @@ class CompletionSampler:
         version = completion.policy_version
         if version in self._policies[:-1]:
             latest = self._policies[-1]
-            yield (
-                "policy_stale",
-                f"turn {turn}: policy {version!r} answered, although {latest!r} had answered before it",
-            )
-        elif version not in self._policies:
+            text = f"turn {turn}: policy {version!r} answered, although {latest!r} had answered before it"
+            yield "policy_stale", redacted(text.encode("utf-8", "replace"), secrets)
+        elif version and version not in self._policies:
             self._policies.append(version)
-
-
-def _agree(ours: Checkpoint, theirs: Checkpoint | None) -> bool:
-    return theirs is None or (theirs.tokens, theirs.digest) == (ours.tokens, ours.digest)

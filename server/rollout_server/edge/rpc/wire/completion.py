@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +69,16 @@ class Completion:
     policy_version: str
     tool_calls: int
 
+    @property
+    def shows_prompt(self) -> bool:
+        """It says what the model saw, in one way or the other."""
+        return self.prompt is not None or self.reported is not None
+
+
+_LARGE = 1024 * 1024
+_MOST_CHARACTERS = 256
+"""Of a trainer's words that are kept for each span or shown as they are."""
+
 
 class MalformedCompletion(ValueError):
     """The answer breaks the contract. The text names the field."""
@@ -101,8 +112,8 @@ class Asking:
     sampling: Sampling
     tools: Sequence[Tool]
 
-    def request(self, asked: Asked, news: News) -> Request:
-        """The request of one turn."""
+    def request(self, asked: Asked, news: News, *, list_tools: bool) -> Request:
+        """The request of one turn, with the list of tools or their digest alone."""
         base = news.base
         request = pb.CompleteRequest(
             uid=self.uid,
@@ -113,17 +124,16 @@ class Asking:
             sampling=sampling_to_proto(self.sampling),
             base=_checkpoint(base) if base is not None else None,
             new_messages=messages_to_proto(news.messages, typed=self.typed),
-            tools=self._tool_set(whole=base is None),
+            tools=self._tool_set(listed=list_tools),
             origin=origin_to_proto(news.origin) if news.origin is not None else None,
         )
         if news.prompt is not None:
             request.new_tokens.CopyFrom(_new_tokens(news.spans, news.prompt))
         return request
 
-    def _tool_set(self, *, whole: bool) -> message_pb2.ToolSet:
-        """The tools, or their digest alone."""
+    def _tool_set(self, *, listed: bool) -> message_pb2.ToolSet:
         tools = [tool_to_proto(tool) for tool in self.tools]
-        return message_pb2.ToolSet(digest=_digest(tools), tools=tools if whole else ())
+        return message_pb2.ToolSet(digest=_digest(tools), tools=tools if listed else ())
 
 
 def checkpoint_from_proto(proto: token_pb2.Checkpoint) -> Checkpoint:
@@ -173,7 +183,10 @@ def completion_from_proto(proto: pb.CompleteResponse) -> Completion:
     if message.role != "assistant":
         # Not repeated: what a trainer writes there may be the key that it was sent.
         raise MalformedCompletion('message: its role is another than "assistant"')
-    ids = _ids(proto.token_ids, "token_ids") if proto.token_ids or proto.HasField("after") else None
+    for field, text in (("finish_reason", proto.finish_reason), ("policy_version", proto.policy_version)):
+        if len(text) > _MOST_CHARACTERS:
+            raise MalformedCompletion(f"{field}: has {len(text)} characters, at most {_MOST_CHARACTERS} are allowed")
+    ids = _ids(proto.token_ids, "token_ids") if proto.token_ids or _says_empty(proto) else None
     seen = proto.WhichOneof("prompt")
     return Completion(
         message=message,
@@ -183,10 +196,17 @@ def completion_from_proto(proto: pb.CompleteResponse) -> Completion:
         reported=_ids(proto.prompt_ids.values, "prompt_ids") if seen == "prompt_ids" else None,
         prompt=checkpoint_from_proto(proto.prompt_checkpoint) if seen == "prompt_checkpoint" else None,
         after=checkpoint_from_proto(proto.after) if proto.HasField("after") else None,
-        usage=(proto.usage.prompt_tokens, proto.usage.completion_tokens) if proto.HasField("usage") else None,
+        usage=_usage(proto),
         policy_version=proto.policy_version,
         tool_calls=calls,
     )
+
+
+async def completion_aside(proto: pb.CompleteResponse) -> Completion:
+    """The same; a large answer is read in a thread, so that other rollouts do not wait for it."""
+    if proto.ByteSize() > _LARGE:
+        return await asyncio.to_thread(completion_from_proto, proto)
+    return completion_from_proto(proto)
 
 
 def held_tokens(ledger: pb.ReadLedgerResponse) -> tuple[Tokens, Sequence[Author]]:
@@ -204,6 +224,21 @@ def _ids(values: Sequence[int], field: str) -> Tokens:
     if ids and max(ids) > MAX_TOKEN_ID:
         raise MalformedCompletion(f"{field}: {max(ids)} is no token id; they are below 2^31")
     return ids
+
+
+def _says_empty(proto: pb.CompleteResponse) -> bool:
+    """Whether an answer without ids is one of no tokens: then nothing came between its two checkpoints."""
+    seen = proto.WhichOneof("prompt")
+    if not proto.HasField("after") or seen is None:
+        return False
+    prompt = len(proto.prompt_ids.values) if seen == "prompt_ids" else proto.prompt_checkpoint.tokens
+    return proto.after.tokens == prompt
+
+
+def _usage(proto: pb.CompleteResponse) -> tuple[int, int] | None:
+    """The trainer's counts; None where there are none, or none that can be."""
+    counts = (proto.usage.prompt_tokens, proto.usage.completion_tokens)
+    return counts if proto.HasField("usage") and max(counts) <= MAX_TOKEN_ID else None
 
 
 def _logprobs(proto: pb.CompleteResponse, length: int) -> Logprobs | None:
