@@ -119,6 +119,11 @@ def test_thinking_that_is_dropped_unless_asked_for() -> None:
     assert planted(dropped, keep=True).stable
 
 
+def test_texts_of_special_tokens_are_no_switches() -> None:
+    verdict = planted((LOOP, "{{- boi_token if brief else '' -}}" + LOOP))
+    assert verdict.traits.switches == ("brief",)
+
+
 def test_a_generation_prompt_that_is_not_kept() -> None:
     verdict = planted((PROMPT, PROMPT + "{{- '<think>\\n\\n</think>\\n\\n' -}}"))
     assert found(verdict) == {Cause.PROMPT}
