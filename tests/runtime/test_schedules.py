@@ -123,7 +123,9 @@ starts = st.builds(
     until_received=st.booleans(),
     limits=st.builds(
         Limits,
-        turns=st.sampled_from((1, 2, 40)),  # never none: turns that take no time would go on for ever while the clock stands
+        turns=st.sampled_from(
+            (1, 2, 40)
+        ),  # never none: turns that take no time would go on for ever while the clock stands
         generated_tokens=st.sampled_from((None, 2)),
         seconds=st.sampled_from((4.0, 30.0)),
         tool_turns=st.sampled_from((None, 1)),
