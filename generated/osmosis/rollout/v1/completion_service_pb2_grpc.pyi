@@ -38,6 +38,7 @@ class CompletionServiceStub:
 
     A repeated turn_key gets the same answer and generates nothing anew, if the trainer's Target says that it replays keys.
     FAILED_PRECONDITION with reason BASE_UNKNOWN: the base is not known here; the server sends the whole history once under the same key.
+    FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the digest of the tools is not; the server sends their list once under the same key.
     ABORTED with a LedgerMismatch: the digests differ; the rollout ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated,
     retried after RetryInfo. INVALID_ARGUMENT and all others end the rollout. DEADLINE_EXCEEDED and CANCELLED may have generated.
     """
@@ -57,6 +58,7 @@ class CompletionServiceAsyncStub(CompletionServiceStub):
 
     A repeated turn_key gets the same answer and generates nothing anew, if the trainer's Target says that it replays keys.
     FAILED_PRECONDITION with reason BASE_UNKNOWN: the base is not known here; the server sends the whole history once under the same key.
+    FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the digest of the tools is not; the server sends their list once under the same key.
     ABORTED with a LedgerMismatch: the digests differ; the rollout ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated,
     retried after RetryInfo. INVALID_ARGUMENT and all others end the rollout. DEADLINE_EXCEEDED and CANCELLED may have generated.
     """
@@ -79,6 +81,7 @@ class CompletionServiceServicer(metaclass=_abc_1.ABCMeta):
 
         A repeated turn_key gets the same answer and generates nothing anew, if the trainer's Target says that it replays keys.
         FAILED_PRECONDITION with reason BASE_UNKNOWN: the base is not known here; the server sends the whole history once under the same key.
+        FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the digest of the tools is not; the server sends their list once under the same key.
         ABORTED with a LedgerMismatch: the digests differ; the rollout ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated,
         retried after RetryInfo. INVALID_ARGUMENT and all others end the rollout. DEADLINE_EXCEEDED and CANCELLED may have generated.
         """
