@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import signal
 import tempfile
 import time
@@ -19,34 +18,30 @@ from typing import TYPE_CHECKING, Self
 
 from rollout_server.agent import Agent
 from rollout_server.assembly import (
-    FEATURES,
-    Trainers,
     http_client,
     keyring,
+    make_roster,
     patience,
     reporter,
+    server_facts,
     server_tls,
     target_rules,
     tokenizer_settings,
     trainers,
-    violations,
 )
-from rollout_server.core.admission import Bounds
-from rollout_server.core.spec import Dialect, DriftPolicy
 from rollout_server.edge.channels import Channels
 from rollout_server.edge.keys import Keyring
 from rollout_server.edge.lag import LoopLag
 from rollout_server.edge.metrics.observer import Metrics
 from rollout_server.edge.metrics.port import serve_metrics
 from rollout_server.edge.rpc.server import RpcServer, RpcSettings
-from rollout_server.edge.rpc.service import RolloutService, ServerFacts
+from rollout_server.edge.rpc.service import RolloutService
 from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.targets.lookup import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.surroundings import Surroundings
-from rollout_server.runtime.wish import Capacity
 from rollout_server.settings import Settings, load
 
 if TYPE_CHECKING:
@@ -100,7 +95,7 @@ class Server:
         socket = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-"))) / "grpc.sock"
         addresses = (f"unix:{socket}", f"{_bracketed(settings.host)}:{settings.grpc_port}")
         self._rpc = RpcServer(
-            RolloutService(self._roster, _facts(settings, rules, keys)),
+            RolloutService(self._roster, server_facts(settings, rules, keys)),
             RpcSettings(addresses, settings.max_request_bytes + 1024 * 1024, tls),
             keys.caller,
         )
@@ -122,7 +117,7 @@ class Server:
         channels = Channels(lookup, ClientTls(settings.target_ca))
         stack.push_async_callback(channels.close)
         metrics = self._metrics
-        roster = _roster(
+        roster = make_roster(
             self._agents,
             trainers(client, channels, tokenizers, settings),
             settings,
@@ -230,34 +225,3 @@ async def _forever(work: Callable[[], None], seconds: float) -> None:
     while True:
         await asyncio.sleep(seconds)
         work()
-
-
-def _roster(agents: Sequence[Agent], trainers: Trainers, settings: Settings, surroundings: Surroundings) -> Roster:
-    return Roster(
-        agents,
-        trainers.open,
-        lambda: secrets.token_hex(10),
-        capacity=Capacity(
-            running=settings.max_running,
-            queued=settings.max_queued,
-            finished=settings.max_records,
-            finished_bytes=settings.max_record_bytes,
-            finished_seconds=settings.record_ttl_seconds,
-        ),
-        bounds=Bounds(
-            seconds=settings.max_seconds,
-            default_seconds={Dialect.HTTP_MASKED: settings.timeout_seconds},
-            on_drift=DriftPolicy(settings.on_drift),
-            metadata_bytes=settings.max_metadata_bytes,
-        ),
-        surroundings=surroundings,
-    )
-
-
-def _facts(settings: Settings, rules: TargetRules, keys: Keyring) -> ServerFacts:
-    from rollout_server import __version__
-
-    limit = settings.max_request_bytes
-    return ServerFacts(
-        __version__, FEATURES, limit, time.time(), lambda wish: violations(wish, rules), lambda: keys.demands
-    )

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import secrets
 import ssl
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from osmosis.rollout.v1 import rollout_service_pb2, spec_pb2
 
+from rollout_server.agent import Agent
+from rollout_server.core.admission import Bounds
 from rollout_server.core.error import NotPossible, Violation
-from rollout_server.core.spec import Dialect, Spec
+from rollout_server.core.spec import Dialect, DriftPolicy, Spec
 from rollout_server.edge.channels import Channels
 from rollout_server.edge.keys import Key, Keyring, key_of, read_entries
 from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.outcome.http import HttpCourier
 from rollout_server.edge.outcome.report import OutcomeReporter
+from rollout_server.edge.rpc.service import ServerFacts
 from rollout_server.edge.rpc.tls import ClientTls, ServerTls, channel_credentials, server_credentials
 from rollout_server.edge.targets.lookup import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
@@ -28,8 +33,9 @@ from rollout_server.edge.trainer.masked import MaskedTrainers
 from rollout_server.edge.trainer.plain import PlainTrainers
 from rollout_server.edge.trainer.retry import Retries
 from rollout_server.runtime.port import Credentials, Sampler, Tool
-from rollout_server.runtime.surroundings import Patience
-from rollout_server.runtime.wish import Wish
+from rollout_server.runtime.roster import Roster
+from rollout_server.runtime.surroundings import Patience, Surroundings
+from rollout_server.runtime.wish import Capacity, Wish
 from rollout_server.settings import TOY, Settings, WrongSettings
 
 FEATURES = ("http_masked", "http_plain", "grpc_trainers", "token_mode", "outcome_delivery", "api_keys")
@@ -149,6 +155,39 @@ def tokenizer_settings(settings: Settings) -> TokenizerSettings:
         templates=settings.templates,
         allow_directories=settings.tokenizer_directories,
         local_files_only=settings.tokenizers_offline,
+    )
+
+
+def make_roster(agents: Sequence[Agent], trainers: Trainers, settings: Settings, surroundings: Surroundings) -> Roster:
+    """The roster of these agents."""
+    return Roster(
+        agents,
+        trainers.open,
+        lambda: secrets.token_hex(10),
+        capacity=Capacity(
+            running=settings.max_running,
+            queued=settings.max_queued,
+            finished=settings.max_records,
+            finished_bytes=settings.max_record_bytes,
+            finished_seconds=settings.record_ttl_seconds,
+        ),
+        bounds=Bounds(
+            seconds=settings.max_seconds,
+            default_seconds={Dialect.HTTP_MASKED: settings.timeout_seconds},
+            on_drift=DriftPolicy(settings.on_drift),
+            metadata_bytes=settings.max_metadata_bytes,
+        ),
+        surroundings=surroundings,
+    )
+
+
+def server_facts(settings: Settings, rules: TargetRules, keys: Keyring) -> ServerFacts:
+    """What the server says of itself, and refuses."""
+    from rollout_server import __version__
+
+    limit = settings.max_request_bytes
+    return ServerFacts(
+        __version__, FEATURES, limit, time.time(), lambda wish: violations(wish, rules), lambda: keys.demands
     )
 
 

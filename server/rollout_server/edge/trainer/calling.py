@@ -35,8 +35,6 @@ _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.St
 """After these nobody knows whether the turn was generated."""
 _NOT_TAKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 """With RetryInfo these say that nothing was generated."""
-
-
 _TOO_LARGE = "message larger than max"
 """What gRPC itself says of a message over a limit: an answer at this end, which was generated then, or a request at the other."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from rollout_server.core.checkpoint import Checkpoint
 from rollout_server.core.ledger import MAX_TOKEN_ID, Tokens
-from rollout_server.core.message import Message, parse_object
+from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
@@ -41,9 +41,9 @@ from rollout_server.edge.trainer.calling import (
     complete,
     read_ledger,
 )
-from rollout_server.edge.trainer.masked import function_of
 from rollout_server.edge.trainer.notes import notes_on
 from rollout_server.edge.trainer.refusal import redacted
+from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.edge.trainer.retry import Retries
 from rollout_server.runtime.port import Ask, Failed, Tool
 
@@ -111,8 +111,10 @@ class CompletionSampler:
     async def _page(self, ask: Ask, messages: tuple[Message, ...]) -> Page:
         """What the trainer is to generate from, rendered here."""
         turn = ask.asked.turn
-        renderer = await self._open_renderer()
-        predicted = await renderer.append(messages, ask.last, ask.last_messages)
+        if self._renderer is None:
+            tokenizers, name = self._trainers.tokenizers, self._spec.tokenizer
+            self._renderer = await open_renderer(tokenizers, name, self._asking.tools)
+        predicted = await self._renderer.append(messages, ask.last, ask.last_messages)
         if predicted is None:
             text = (
                 f"turn {turn}: the chat template shows no place at which the last answer ends, so nobody can say which tokens "
@@ -120,17 +122,6 @@ class CompletionSampler:
             )
             raise Failed(Failure(Category.TOKENIZER, text, turn))
         return self._book.page(predicted, turn, len(messages))
-
-    async def _open_renderer(self) -> Renderer:
-        if self._renderer is None:
-            name = self._spec.tokenizer
-            if name is None:
-                raise Failed(Failure(Category.TOKENIZER, "the rollout names no tokenizer, so no ids can be sent"))
-            loaded = await self._trainers.tokenizers.load(name)
-            kwargs = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
-            await loaded.run(loaded.switched, kwargs)
-            self._renderer = Renderer(loaded, [function_of(tool) for tool in self._asking.tools], kwargs)
-        return self._renderer
 
     async def _complete(self, ask: Ask, messages: Sequence[Message], page: Page | None, call: Call) -> Completion:
         turn = ask.asked.turn

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rollout_server.core.ledger import pack_tokens
-from rollout_server.core.message import JSON, parse_object
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
@@ -22,6 +21,7 @@ from rollout_server.edge.trainer.headers import turn_headers
 from rollout_server.edge.trainer.notes import notes_on
 from rollout_server.edge.trainer.parameters import masked_parameters
 from rollout_server.edge.trainer.refusal import refused
+from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.edge.trainer.retry import Errand, Fetched, fetch_once
 from rollout_server.runtime.port import Ask, Failed, Tool
 
@@ -112,14 +112,9 @@ class MaskedSampler:
 
     async def _open(self) -> tuple[Renderer, Parting]:
         if self._opened is None:
-            name = self._spec.tokenizer
-            if name is None:
-                raise Failed(Failure(Category.TOKENIZER, "the rollout names no tokenizer, so no mask can be counted"))
-            loaded = await self._trainers.tokenizers.load(name)
-            kwargs = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
-            await loaded.run(loaded.switched, kwargs)
-            renderer = Renderer(loaded, [function_of(tool) for tool in self._tools], kwargs, form=self._form)
-            self._opened, self._form = (renderer, Parting(loaded)), renderer.form
+            tokenizers, name = self._trainers.tokenizers, self._spec.tokenizer
+            renderer = await open_renderer(tokenizers, name, self._tools, self._form)
+            self._opened, self._form = (renderer, Parting(renderer.loaded)), renderer.form
         return self._opened
 
     def _notes(self, answer: Answer, rendered: Rendered, turn: int) -> tuple[tuple[str, str], ...]:
@@ -149,15 +144,6 @@ async def _rendered(ask: Ask, renderer: Renderer) -> Rendered:
         raise Failed(_negative(ask.asked.turn, rendered.mask_length))
     renderer.adopt(form)
     return replace(rendered, mask_length=length)
-
-
-def function_of(tool: Tool) -> dict[str, JSON]:
-    """A tool as OpenAI writes function tools."""
-    parameters = parse_object(tool.parameters_json_schema)
-    return {
-        "type": "function",
-        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
-    }
 
 
 def _refused(fetched: Fetched, ask: Ask) -> Failure:

@@ -36,6 +36,11 @@ from rollout_server.runtime.port import Tool
 Request: TypeAlias = pb.CompleteRequest
 Response: TypeAlias = pb.CompleteResponse
 
+_LARGE = 1024 * 1024
+"""Bytes from which on an answer is read in a thread."""
+_MOST_CHARACTERS = 256
+"""Of a trainer's words that are kept for each span or shown as they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class NewSpan:
@@ -73,11 +78,6 @@ class Completion:
     def shows_prompt(self) -> bool:
         """It says what the model saw, in one way or the other."""
         return self.prompt is not None or self.reported is not None
-
-
-_LARGE = 1024 * 1024
-_MOST_CHARACTERS = 256
-"""Of a trainer's words that are kept for each span or shown as they are."""
 
 
 class MalformedCompletion(ValueError):

@@ -1,0 +1,36 @@
+"""The renderer of one rollout, with the tokenizer, switches and tools that its trainer is told of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollout_server.core.message import JSON, parse_object
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.spec import TokenizerName
+from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.form import Form
+from rollout_server.edge.tokens.render import Renderer
+from rollout_server.runtime.port import Failed, Tool
+
+
+async def open_renderer(
+    tokenizers: Tokenizers, name: TokenizerName | None, tools: Sequence[Tool], form: Form | None = None
+) -> Renderer:
+    """Loads the tokenizer if need be. `form` is how the trainer is known to render. Raises `Failed`."""
+    if name is None:
+        raise Failed(
+            Failure(Category.TOKENIZER, "the rollout names no tokenizer, so its tokens cannot be rendered here")
+        )
+    loaded = await tokenizers.load(name)
+    switches = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
+    await loaded.run(loaded.switched, switches)  # looked at once, aside; the renderer finds it done
+    return Renderer(loaded, [_function(tool) for tool in tools], switches, form=form)
+
+
+def _function(tool: Tool) -> dict[str, JSON]:
+    """A tool as OpenAI writes function tools."""
+    parameters = parse_object(tool.parameters_json_schema)
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
+    }
