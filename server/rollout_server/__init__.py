@@ -5,12 +5,16 @@ What authors of agents need is here; `rollout_server.calculator` is an example.
 
 from __future__ import annotations
 
-from rollout_server.agent import Agent
-from rollout_server.core.limits import Limits
-from rollout_server.core.outcome import Verdict
-from rollout_server.runtime.port import ToolError
-from rollout_server.runtime.run import Run
-from rollout_server.tool import tool
+try:
+    from rollout_server.agent import Agent
+    from rollout_server.core.limits import Limits
+    from rollout_server.core.outcome import Verdict
+    from rollout_server.runtime.port import ToolError
+    from rollout_server.runtime.run import Run
+    from rollout_server.tool import tool
+except ModuleNotFoundError as error:  # the base install is a client's
+    needed = f'{error.name} is missing: the server needs pip install "rollout-server[server]"'
+    raise ModuleNotFoundError(needed, name=error.name) from error
 
 __all__ = ["Agent", "Limits", "Run", "ToolError", "Verdict", "__version__", "serve", "tool"]
 

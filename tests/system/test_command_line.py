@@ -204,3 +204,12 @@ async def test_importing_the_package_imports_nothing_heavy(tmp_path: Path) -> No
     )
     said, _ = await process.communicate()
     assert (process.returncode, said.decode().strip()) == (0, "[]")
+
+
+async def test_where_only_the_client_is_installed_the_server_says_what_it_needs() -> None:
+    code = "import sys; sys.modules['pydantic'] = None; import rollout_client; import rollout_server"
+    done = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE)
+    _, said = await done.communicate()
+    assert done.returncode == 1
+    last = said.decode().strip().splitlines()[-1]
+    assert last.endswith('pydantic is missing: the server needs pip install "rollout-server[server]"')
