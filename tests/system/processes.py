@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 COMMAND = (sys.executable, "-m", "rollout_server.cli")
 ANY_PORTS = ("--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0", "--tokenizer", "toy=toy")
@@ -54,19 +55,12 @@ async def command(*arguments: str, cwd: Path, env: Mapping[str, str] | None = No
 
 
 @dataclass
-class Serving:
-    """A `rollout serve` that serves, and its log so far."""
+class Logged:
+    """A process that runs, and its log so far."""
 
     process: asyncio.subprocess.Process
     log: list[str] = field(default_factory=list)
-    grpc_port: int = 0
-    http_port: int = 0
     _reading: asyncio.Task[None] | None = None
-
-    @property
-    def url(self) -> str:
-        """Where HTTP is served."""
-        return f"http://127.0.0.1:{self.http_port}"
 
     @property
     def text(self) -> str:
@@ -77,6 +71,13 @@ class Serving:
         """Sends a signal."""
         self.process.send_signal(number)
 
+    async def logged(self, text: str) -> None:
+        """Waits for a line of the log."""
+        while text not in self.text:
+            assert self._reading is not None
+            assert not self._reading.done(), self.text
+            await asyncio.sleep(0.01)
+
     async def ended(self) -> int:
         """Waits for the end; returns the exit code. The log is whole then."""
         code = await self.process.wait()
@@ -85,40 +86,63 @@ class Serving:
         return code
 
     async def start(self) -> None:
-        """Waits until it serves."""
-        ready = asyncio.Event()
-        self._reading = asyncio.create_task(self._read(ready))
-        await ready.wait()
-        assert self.grpc_port, self.text
+        """Begins to read the log. Whoever overrides it waits until the process is ready."""
+        self._reading = asyncio.create_task(self._read())
 
-    async def _read(self, ready: asyncio.Event) -> None:
+    async def _read(self) -> None:
         assert self.process.stderr is not None
         async for line in self.process.stderr:
             self.log.append(line.decode())
-            if found := _SERVING.search(self.log[-1]):
-                self.grpc_port, self.http_port = int(found[1]), int(found[2] or 0)
-                ready.set()
-        ready.set()
+
+
+@dataclass
+class Serving(Logged):
+    """A `rollout serve` that serves."""
+
+    grpc_port: int = 0
+    http_port: int = 0
+
+    @property
+    def url(self) -> str:
+        """Where HTTP is served."""
+        return f"http://127.0.0.1:{self.http_port}"
+
+    async def start(self) -> None:
+        """Waits until it serves."""
+        await super().start()
+        await self.logged("serving gRPC on port ")
+        found = _SERVING.search(self.text)
+        assert found is not None, self.text
+        self.grpc_port, self.http_port = int(found[1]), int(found[2] or 0)
+
+
+Running = TypeVar("Running", bound=Logged)
+
+
+@contextlib.asynccontextmanager
+async def started(kind: type[Running], *arguments: str, cwd: Path, env: Mapping[str, str]) -> AsyncIterator[Running]:
+    """`rollout ARGUMENTS` once it is ready; ended with the block, if the test has not."""
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND,
+        *arguments,
+        cwd=cwd,
+        env=env,
+        stdin=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    running = kind(process)
+    try:
+        await running.start()
+        yield running
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await running.ended()
 
 
 @contextlib.asynccontextmanager
 async def serve(*arguments: str, cwd: Path, **env: str) -> AsyncIterator[Serving]:
-    """`rollout serve` on ports of its own choice; ended with the block, if the test has not."""
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND,
-        "serve",
-        *ANY_PORTS,
-        *arguments,
-        cwd=cwd,
-        env=environment(ROLLOUT_TOKENIZERS_OFFLINE="true", **env),
-        stdin=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    serving = Serving(process)
-    try:
-        await serving.start()
+    """`rollout serve` on ports of its own choice."""
+    clean = environment(ROLLOUT_TOKENIZERS_OFFLINE="true", **env)
+    async with started(Serving, "serve", *ANY_PORTS, *arguments, cwd=cwd, env=clean) as serving:
         yield serving
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await serving.ended()
