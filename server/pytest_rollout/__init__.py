@@ -1,0 +1,65 @@
+"""A pytest plugin for authors of agents. It comes with the package and needs no registration.
+
+    def test_adds(serving, scripted_model):
+        stage = serving(Calculator())
+        rollout = stage.play("What is 5 plus 3?", scripted_model.calls("add", a=5, b=3).says("It is 8."))
+        assert rollout.tool_results == ["8"]
+
+Nothing of the server is imported before a fixture is used: a trainer's tests run beside it without its dependencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from rollout_server import Agent
+    from rollout_server.stage import LoopThread, ScriptedModel, Stage
+    from rollout_server.testing.trainer import StrictTrainer
+
+
+@pytest.fixture(scope="session")
+def rollout_loop() -> Iterator[LoopThread]:
+    """The thread in which servers and trainers of the other fixtures run."""
+    from rollout_server.stage import LoopThread
+
+    with LoopThread() as loop:
+        yield loop
+
+
+@pytest.fixture
+def scripted_model() -> ScriptedModel:
+    """A model that says what the test writes down."""
+    from rollout_server.stage import ScriptedModel
+
+    return ScriptedModel()
+
+
+@pytest.fixture
+def strict_trainer(rollout_loop: LoopThread) -> Iterator[StrictTrainer]:
+    """A trainer that counts every token itself and refuses what is wrong, at `.url` and `.grpc_target`."""
+    from rollout_server.testing.trainer import StrictTrainer
+
+    trainer = StrictTrainer()
+    rollout_loop.enter(trainer)
+    try:
+        yield trainer
+    finally:
+        rollout_loop.leave(trainer)
+
+
+@pytest.fixture
+def serving(rollout_loop: LoopThread, strict_trainer: StrictTrainer) -> Iterator[Callable[..., Stage]]:
+    """Serves agents until the test ends: `serving(agent, *more, **settings)` returns their `Stage`."""
+    from rollout_server.stage import Stage
+
+    with ExitStack() as stack:
+
+        def serve(*agents: Agent, **settings: object) -> Stage:
+            return stack.enter_context(Stage(rollout_loop, *agents, trainer=strict_trainer, **settings))
+
+        yield serve
