@@ -1,0 +1,42 @@
+"""A calculator: two tools, and a reward for the right number."""
+
+from typing import Annotated
+
+from rollout_server import Agent, Limits, Run, ToolError, tool
+
+Number = int | float
+
+
+@tool
+def calculate(
+    operation: Annotated[str, "One of + - * /"], left: Annotated[Number, "First"], right: Annotated[Number, "Second"]
+) -> Number:
+    """Calculate with two numbers."""
+    match operation:
+        case "+":
+            return left + right
+        case "-":
+            return left - right
+        case "*":
+            return left * right
+        case "/" if right != 0:
+            return left / right
+        case "/":
+            raise ToolError("division by zero")
+    raise ToolError(f"unknown operation {operation!r}; there are + - * /")
+
+
+class Calculator(Agent):
+    """Answers with a number after ####, as GSM8K does."""
+
+    name = "calculator"
+    tools = (calculate,)
+    limits = Limits(turns=8, seconds=120)
+
+    async def reward(self, run: Run) -> float:
+        """1.0 if the number after the last #### is the ground truth."""
+        said = str(run.messages[-1].get("content")).rpartition("####")[2].strip()
+        try:
+            return float(float(said) == float(str(run.metadata["ground_truth"])))
+        except ValueError:
+            return 0.0

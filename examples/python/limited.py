@@ -1,0 +1,15 @@
+"""Runs the Python code on its standard input, within limits that it puts on itself first: `limited.py CPU_SECONDS`."""
+
+import resource
+import sys
+
+SECONDS, MEMORY, FILE = int(sys.argv[1]), 512 * 1024 * 1024, 1024 * 1024
+
+for limit, amount in (
+    (resource.RLIMIT_CPU, SECONDS),
+    (resource.RLIMIT_AS, MEMORY),
+    (resource.RLIMIT_FSIZE, FILE),
+    (resource.RLIMIT_CORE, 0),
+):
+    resource.setrlimit(limit, (amount, amount))
+exec(compile(sys.stdin.read(), "code.py", "exec"), {"__name__": "__main__"})

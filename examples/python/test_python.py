@@ -1,0 +1,40 @@
+"""The code that a model writes, good, bad and hostile."""
+
+import asyncio
+
+import pytest
+from agent import Python, run_python
+from rollout_server.stage import ScriptedModel
+
+
+def test_the_thousandth_prime(serving, scripted_model: ScriptedModel) -> None:
+    code = "primes = [n for n in range(2, 8000) if all(n % d for d in range(2, int(n**0.5) + 1))]\nprint(primes[999])"
+    model = scripted_model.calls("run_python", code=code).says("#### 7919")
+    rollout = serving(Python()).play("What is the 1000th prime number?", model, metadata={"ground_truth": "7919"})
+    assert rollout.tool_results == ["7919\n"]
+    assert rollout.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("def", "SyntaxError"),
+        ("pass", "nothing was printed"),
+        ("while True: pass", "ended by"),
+        ("x = bytearray(10**9)", "MemoryError"),
+        ("print('x' * 10**7)", "cut: 10000001 bytes"),
+        ("import time; time.sleep(60)", "stopped after 1 seconds"),
+        ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
+        ("import os; print(sorted(os.environ))", "LANG"),
+    ],
+)
+def test_whatever_the_model_writes(code: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.CPU_SECONDS", 1)
+    monkeypatch.setattr("agent.SECONDS", 1 if "sleep" in code else 30)
+    assert expected in asyncio.run(run_python(code))
+
+
+def test_nothing_of_the_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HUB_KEY", "secret")
+    assert "HUB_KEY" not in asyncio.run(run_python("import os; print(os.environ)"))
