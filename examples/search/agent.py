@@ -48,7 +48,7 @@ class Search(Agent):
 
     async def reward(self, run: Run) -> float:
         """1.0 if the answer holds the ground truth."""
-        answer = str(run.messages[-1].get("content"))
+        answer = " ".join(str(run.messages[-1].get("content")).split())
         return float(str(run.metadata["ground_truth"]).casefold() in answer.casefold())
 
 
