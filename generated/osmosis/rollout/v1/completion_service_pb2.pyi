@@ -214,7 +214,7 @@ class CompleteResponse(_message.Message):
     raw_text: _builtins.str
     """The sampled text before it was parsed; may be empty."""
     extra_json: _builtins.str
-    """Further fields, one JSON object."""
+    """Further fields, one JSON object of at most 65,536 characters."""
     @_builtins.property
     def message(self) -> _message_pb2.Message:
         """The answer, parsed."""
@@ -229,7 +229,7 @@ class CompleteResponse(_message.Message):
 
     @_builtins.property
     def planes(self) -> _containers.RepeatedCompositeFieldContainer[_token_pb2.TokenPlane]:
-        """Values beside the sampled tokens."""
+        """Values beside the sampled tokens, at most 16; `values` are a whole number of elements for each of token_ids."""
 
     @_builtins.property
     def prompt_checkpoint(self) -> _token_pb2.Checkpoint:

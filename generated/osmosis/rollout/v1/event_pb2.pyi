@@ -111,6 +111,10 @@ class RolloutEvent(_message.Message):
     DRIFT_FOUND_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
+    FORKED_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_FIELD_NUMBER: _builtins.int
+    MASKED_FIELD_NUMBER: _builtins.int
+    OBSERVED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """0: not recorded (live tokens, place in the queue) and lost when a stream is cut."""
@@ -163,6 +167,22 @@ class RolloutEvent(_message.Message):
         """The agent or the server remarks something."""
 
     @_builtins.property
+    def forked(self) -> Global___Forked:
+        """The agent opened a conversation. `segment_id` of the event is its own."""
+
+    @_builtins.property
+    def given_up(self) -> Global___GivenUp:
+        """The agent stopped waiting for an answer, and the conversation that was to get it is over."""
+
+    @_builtins.property
+    def masked(self) -> Global___Masked:
+        """The agent's author took an answer out of the training. `turn` of the event is the answer's."""
+
+    @_builtins.property
+    def observed(self) -> Global___Observed:
+        """The agent took something from the world beside its trainer and tools."""
+
+    @_builtins.property
     def finished(self) -> Global___Finished:
         """The rollout ended. Always the last event."""
 
@@ -183,13 +203,17 @@ class RolloutEvent(_message.Message):
         drift_found: Global___DriftFound | None = ...,
         resumed: Global___Resumed | None = ...,
         note: Global___Note | None = ...,
+        forked: Global___Forked | None = ...,
+        given_up: Global___GivenUp | None = ...,
+        masked: Global___Masked | None = ...,
+        observed: Global___Observed | None = ...,
         finished: Global___Finished | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "note", b"note", "resumed", b"resumed", "segment_opened", b"segment_opened", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "note", b"note", "observed", b"observed", "resumed", b"resumed", "segment_opened", b"segment_opened", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "note", b"note", "resumed", b"resumed", "segment_id", b"segment_id", "segment_opened", b"segment_opened", "sequence", b"sequence", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "note", b"note", "observed", b"observed", "resumed", b"resumed", "segment_id", b"segment_id", "segment_opened", b"segment_opened", "sequence", b"sequence", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "segment_opened", "asked", "answered", "appended", "tool_started", "tool_returned", "drift_found", "resumed", "note", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "segment_opened", "asked", "answered", "appended", "tool_started", "tool_returned", "drift_found", "resumed", "note", "forked", "given_up", "masked", "observed", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -296,6 +320,7 @@ class Answered(_message.Message):
     VERIFIED_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     MASK_LENGTH_FIELD_NUMBER: _builtins.int
+    EXTRA_JSON_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
     """The trainer's word for why it ended."""
     generated_tokens: _builtins.int
@@ -314,6 +339,8 @@ class Answered(_message.Message):
     """The policy that answered, in the trainer's words."""
     mask_length: _builtins.int
     """Length of the response_mask that was sent; unset: none was."""
+    extra_json: _builtins.str
+    """Further fields of a gRPC trainer's answer, one JSON object; empty: none. From EVENT_DETAIL_MESSAGES on."""
     @_builtins.property
     def message(self) -> _message_pb2.Message:
         """The answer. From EVENT_DETAIL_MESSAGES on."""
@@ -336,10 +363,11 @@ class Answered(_message.Message):
         verified: _builtins.bool = ...,
         policy_version: _builtins.str = ...,
         mask_length: _builtins.int | None = ...,
+        extra_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mask_length", b"_mask_length", "mask_length", b"mask_length", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mask_length", b"_mask_length", "attempts", b"attempts", "elapsed_ms", b"elapsed_ms", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "mask_length", b"mask_length", "message", b"message", "policy_version", b"policy_version", "prompt_tokens", b"prompt_tokens", "spans", b"spans", "tool_calls", b"tool_calls", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mask_length", b"_mask_length", "attempts", b"attempts", "elapsed_ms", b"elapsed_ms", "extra_json", b"extra_json", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "mask_length", b"mask_length", "message", b"message", "policy_version", b"policy_version", "prompt_tokens", b"prompt_tokens", "spans", b"spans", "tool_calls", b"tool_calls", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mask_length: _TypeAlias = _typing.Literal["mask_length"]  # noqa: Y015
     _WhichOneofArgType__mask_length: _TypeAlias = _typing.Literal["_mask_length", b"_mask_length"]  # noqa: Y015
@@ -490,6 +518,115 @@ class DriftFound(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DriftFound: _TypeAlias = DriftFound  # noqa: Y015
+
+@_typing.final
+class Forked(_message.Message):
+    """The agent opened a conversation beside the one it has, or in its place. Turns are numbered through all of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OF_SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    of_segment_id: _builtins.str
+    """The segment of the conversation that was forked."""
+    count: _builtins.int
+    """How many messages it begins with; for a branch those of the conversation that was forked."""
+    @_builtins.property
+    def origin(self) -> _token_pb2.SegmentOrigin:
+        """Where its first segment comes from. What it shares with the parent is settled by its first prompt (SegmentOpened)."""
+
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Message]:
+        """The messages that the agent gave; none for a branch. From EVENT_DETAIL_MESSAGES on."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The tools that its model is told, by name."""
+
+    def __init__(
+        self,
+        *,
+        of_segment_id: _builtins.str = ...,
+        origin: _token_pb2.SegmentOrigin | None = ...,
+        count: _builtins.int = ...,
+        messages: _abc.Iterable[_message_pb2.Message] | None = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "messages", b"messages", "of_segment_id", b"of_segment_id", "origin", b"origin", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Forked: _TypeAlias = Forked  # noqa: Y015
+
+@_typing.final
+class GivenUp(_message.Message):
+    """The agent stopped waiting for the answer to `turn`. The trainer may have generated it; it is in no sample."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GivenUp: _TypeAlias = GivenUp  # noqa: Y015
+
+@_typing.final
+class Masked(_message.Message):
+    """The agent's author took an answer out of the training: its tokens have MASK_REASON_AUTHOR."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Why, in the author's words."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Masked: _TypeAlias = Masked  # noqa: Y015
+
+@_typing.final
+class Observed(_message.Message):
+    """The agent took something from the world beside its trainer and tools; on a replay it gets the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    VALUE_JSON_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """"now", "random" or "once"."""
+    value_json: _builtins.str
+    """One JSON value: a time in ISO 8601, a seed, or the result of the agent's own function. From EVENT_DETAIL_MESSAGES on."""
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        value_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["value_json", b"value_json", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Observed: _TypeAlias = Observed  # noqa: Y015
 
 @_typing.final
 class Resumed(_message.Message):

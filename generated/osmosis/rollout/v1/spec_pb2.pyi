@@ -35,6 +35,16 @@ class _DialectEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dialect.Value
     """OpenAI-style chat completions with response_mask, the synchronous dialect."""
     DIALECT_HTTP_PLAIN: _Dialect.ValueType  # 3
     """OpenAI-style chat completions without masks, the asynchronous dialect. In `RolloutSpec.outcome`: POST {url}/v1/rollout/completed."""
+    DIALECT_OPENAI: _Dialect.ValueType  # 4
+    """Any endpoint with OpenAI's chat completions: POST {url}/chat/completions, with /v1 before it where the URL has no path. Token ids
+    are unknown unless it reports them. Only for `RolloutSpec.completions`, as the next two.
+    """
+    DIALECT_VLLM: _Dialect.ValueType  # 5
+    """A vLLM server, asked for the ids and logprobs of prompts and answers, so that samples are complete."""
+    DIALECT_SGLANG: _Dialect.ValueType  # 6
+    """An SGLang server, likewise."""
+    DIALECT_STREAM: _Dialect.ValueType  # 7
+    """TrainerService.Train: whoever started the rollout completes, on its own stream. Shown, with an empty URL, and never asked for."""
 
 class Dialect(_Dialect, metaclass=_DialectEnumTypeWrapper):
     """The protocol an endpoint speaks."""
@@ -47,6 +57,16 @@ DIALECT_HTTP_MASKED: Dialect.ValueType  # 2
 """OpenAI-style chat completions with response_mask, the synchronous dialect."""
 DIALECT_HTTP_PLAIN: Dialect.ValueType  # 3
 """OpenAI-style chat completions without masks, the asynchronous dialect. In `RolloutSpec.outcome`: POST {url}/v1/rollout/completed."""
+DIALECT_OPENAI: Dialect.ValueType  # 4
+"""Any endpoint with OpenAI's chat completions: POST {url}/chat/completions, with /v1 before it where the URL has no path. Token ids
+are unknown unless it reports them. Only for `RolloutSpec.completions`, as the next two.
+"""
+DIALECT_VLLM: Dialect.ValueType  # 5
+"""A vLLM server, asked for the ids and logprobs of prompts and answers, so that samples are complete."""
+DIALECT_SGLANG: Dialect.ValueType  # 6
+"""An SGLang server, likewise."""
+DIALECT_STREAM: Dialect.ValueType  # 7
+"""TrainerService.Train: whoever started the rollout completes, on its own stream. Shown, with an empty URL, and never asked for."""
 Global___Dialect: _TypeAlias = Dialect  # noqa: Y015
 
 class _TokenMode:
@@ -56,7 +76,7 @@ class _TokenMode:
 class _TokenModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TOKEN_MODE_UNSPECIFIED: _TokenMode.ValueType  # 0
-    """MESSAGES for HTTP targets, TOKENS for gRPC targets where a tokenizer is named."""
+    """MESSAGES for HTTP targets, TOKENS for gRPC targets where a tokenizer is named. VLLM and SGLANG take either."""
     TOKEN_MODE_MESSAGES: _TokenMode.ValueType  # 1
     """The trainer renders the messages."""
     TOKEN_MODE_TOKENS: _TokenMode.ValueType  # 2
@@ -66,7 +86,7 @@ class TokenMode(_TokenMode, metaclass=_TokenModeEnumTypeWrapper):
     """Whether the server sends token ids."""
 
 TOKEN_MODE_UNSPECIFIED: TokenMode.ValueType  # 0
-"""MESSAGES for HTTP targets, TOKENS for gRPC targets where a tokenizer is named."""
+"""MESSAGES for HTTP targets, TOKENS for gRPC targets where a tokenizer is named. VLLM and SGLANG take either."""
 TOKEN_MODE_MESSAGES: TokenMode.ValueType  # 1
 """The trainer renders the messages."""
 TOKEN_MODE_TOKENS: TokenMode.ValueType  # 2
@@ -130,22 +150,26 @@ class Target(_message.Message):
     URL_FIELD_NUMBER: _builtins.int
     DIALECT_FIELD_NUMBER: _builtins.int
     REPLAYS_TURN_KEYS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     url: _builtins.str
     """http:, https:, grpc: or grpcs:, with a host, without user name or password. A trailing slash is dropped."""
     dialect: Global___Dialect.ValueType
     """The protocol spoken there."""
     replays_turn_keys: _builtins.bool
     """The endpoint answers a repeated turn_key with the same answer and generates nothing anew. Never guessed: unset is no."""
+    model: _builtins.str
+    """The model's name there, 1 to 256 characters. Required for OPENAI, VLLM and SGLANG; refused for other dialects."""
     def __init__(
         self,
         *,
         url: _builtins.str = ...,
         dialect: Global___Dialect.ValueType = ...,
         replays_turn_keys: _builtins.bool = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dialect", b"dialect", "replays_turn_keys", b"replays_turn_keys", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dialect", b"dialect", "model", b"model", "replays_turn_keys", b"replays_turn_keys", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -172,8 +196,9 @@ class Sampling(_message.Message):
     logprobs: _builtins.bool
     """Ask for the logprobs of sampled tokens."""
     extra_json: _builtins.str
-    """Further parameters, one JSON object, passed on to HTTP trainers key by key. It cannot replace a key that the protocol itself sets,
-    save for a parameter named here that is unset: HTTP_PLAIN trainers are sent it as it stands, if it has the parameter's type.
+    """Further parameters, one JSON object, passed on over HTTP key by key. It cannot replace a key that the protocol itself sets,
+    save for a parameter named here that is unset: HTTP_PLAIN trainers and inference engines are sent it as it stands, if it has the
+    parameter's type.
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

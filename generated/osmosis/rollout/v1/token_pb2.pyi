@@ -92,7 +92,7 @@ class _SegmentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentKi
     SEGMENT_KIND_SUBAGENT: _SegmentKind.ValueType  # 4
     """A conversation of its own, begun by the agent."""
     SEGMENT_KIND_BRANCH: _SegmentKind.ValueType  # 5
-    """A second continuation of the same prefix."""
+    """A second continuation of the same prefix, which is all prompt here: what was sampled in it trains in the parent."""
     SEGMENT_KIND_GAP: _SegmentKind.ValueType  # 6
     """The trainer sent no token ids for a turn in between, so who wrote which token of this prompt is unknown."""
 
@@ -110,7 +110,7 @@ SEGMENT_KIND_COMPACTION: SegmentKind.ValueType  # 3
 SEGMENT_KIND_SUBAGENT: SegmentKind.ValueType  # 4
 """A conversation of its own, begun by the agent."""
 SEGMENT_KIND_BRANCH: SegmentKind.ValueType  # 5
-"""A second continuation of the same prefix."""
+"""A second continuation of the same prefix, which is all prompt here: what was sampled in it trains in the parent."""
 SEGMENT_KIND_GAP: SegmentKind.ValueType  # 6
 """The trainer sent no token ids for a turn in between, so who wrote which token of this prompt is unknown."""
 Global___SegmentKind: _TypeAlias = SegmentKind  # noqa: Y015
@@ -257,7 +257,7 @@ class SegmentOrigin(_message.Message):
     parent_id: _builtins.str
     """The segment it follows; empty for the main one."""
     parent_tokens: _builtins.int
-    """How many tokens at its start it shares with the parent."""
+    """How many tokens at its start it shares with the parent; 0 for a subagent and a compaction, which begin with a prompt of their own."""
     kind: Global___SegmentKind.ValueType
     """Why it was opened."""
     def __init__(

@@ -34,11 +34,12 @@ class TrainRequest(_message.Message):
     ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    LEDGER_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Counts up from 1 for `start`, `answer`, `reject` and `cancel`; 0 for the others."""
+    """Counts up from 1 for `start`, `answer`, `reject` and `cancel`, also over a resume; 0 for the others."""
     @_builtins.property
     def hello(self) -> Global___TrainHello:
-        """The first item."""
+        """The first item, and only that."""
 
     @_builtins.property
     def start(self) -> Global___TrainStart:
@@ -58,11 +59,15 @@ class TrainRequest(_message.Message):
 
     @_builtins.property
     def credit(self) -> Global___TrainCredit:
-        """More asks may be sent."""
+        """More asks may be under way."""
 
     @_builtins.property
     def cancel(self) -> _rollout_service_pb2.CancelRolloutsRequest:
-        """Rollouts are to end."""
+        """Rollouts of the caller are to end, on whichever stream. Uids that are not known are passed over; other mistakes are `refused`."""
+
+    @_builtins.property
+    def ledger(self) -> Global___TrainLedger:
+        """A `read_ledger` is answered."""
 
     def __init__(
         self,
@@ -75,12 +80,13 @@ class TrainRequest(_message.Message):
         acknowledge: Global___TrainAcknowledge | None = ...,
         credit: Global___TrainCredit | None = ...,
         cancel: _rollout_service_pb2.CancelRolloutsRequest | None = ...,
+        ledger: Global___TrainLedger | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "answer", b"answer", "cancel", b"cancel", "credit", b"credit", "hello", b"hello", "item", b"item", "reject", b"reject", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "answer", b"answer", "cancel", b"cancel", "credit", b"credit", "hello", b"hello", "item", b"item", "ledger", b"ledger", "reject", b"reject", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "answer", b"answer", "cancel", b"cancel", "credit", b"credit", "hello", b"hello", "item", b"item", "reject", b"reject", "sequence", b"sequence", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "answer", b"answer", "cancel", b"cancel", "credit", b"credit", "hello", b"hello", "item", b"item", "ledger", b"ledger", "reject", b"reject", "sequence", b"sequence", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["hello", "start", "answer", "reject", "acknowledge", "credit", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["hello", "start", "answer", "reject", "acknowledge", "credit", "cancel", "ledger"]  # noqa: Y015
     _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_item) -> _WhichOneofReturnType_item | None: ...
 
@@ -99,9 +105,9 @@ class TrainHello(_message.Message):
     stream_id: _builtins.str
     """Empty: a new stream. Otherwise the one to go on with."""
     last_seen: _builtins.int
-    """The last sequence of the server that was seen."""
+    """The last sequence of the server that was seen; 0: none. It acknowledges."""
     credit: _builtins.int
-    """Completion requests that may be under way at once, 1 or more."""
+    """Asks that may be under way at once, 1 to 1,000,000. On a resume it replaces what was there, and asks under way count."""
     detail: _event_pb2.EventDetail.ValueType
     """How much of each event to send; UNSPECIFIED: no events."""
     def __init__(
@@ -122,7 +128,7 @@ Global___TrainHello: _TypeAlias = TrainHello  # noqa: Y015
 
 @_typing.final
 class TrainStart(_message.Message):
-    """Asks for rollouts of one prompt."""
+    """Asks for rollouts of one prompt: all of them are started, or none."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -132,7 +138,9 @@ class TrainStart(_message.Message):
     """How many, 1 to 1,024; 0: 1."""
     @_builtins.property
     def rollout(self) -> _rollout_service_pb2.StartRolloutRequest:
-        """As for StartRollout; spec.completions stays unset. With count > 1 each rollout's id gets "/0", "/1", ... added."""
+        """As for StartRollout; spec.completions stays unset. With count > 1 each rollout_id gets "/0", "/1", ... added, and so does each
+        request_id, where there is one.
+        """
 
     def __init__(
         self,
@@ -178,7 +186,7 @@ Global___TrainAnswer: _TypeAlias = TrainAnswer  # noqa: Y015
 
 @_typing.final
 class TrainReject(_message.Message):
-    """Refuses an ask."""
+    """Refuses an ask. Codes, reasons and details mean what they do on CompletionService.Complete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -186,15 +194,25 @@ class TrainReject(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MISMATCH_FIELD_NUMBER: _builtins.int
     turn_key: _builtins.str
     """Of the ask."""
     code: _builtins.int
-    """A google.rpc.Code."""
+    """A google.rpc.Code other than OK."""
     message: _builtins.str
     """For a person."""
+    reason: _builtins.str
+    """With FAILED_PRECONDITION, BASE_UNKNOWN or TOOLS_UNKNOWN: the ask comes once more under the same key, with the whole history, or
+    with the list of tools.
+    """
     @_builtins.property
     def retry_after(self) -> _duration_pb2.Duration:
-        """Ask again after this; unset: do not."""
+        """With RESOURCE_EXHAUSTED and UNAVAILABLE, where nothing was generated: ask again after this. Unset, and with other codes: do not."""
+
+    @_builtins.property
+    def mismatch(self) -> _completion_service_pb2.LedgerMismatch:
+        """With ABORTED: the digests differ. The rollout ends, and `read_ledger` may ask for what is held."""
 
     def __init__(
         self,
@@ -203,14 +221,48 @@ class TrainReject(_message.Message):
         code: _builtins.int = ...,
         message: _builtins.str = ...,
         retry_after: _duration_pb2.Duration | None = ...,
+        reason: _builtins.str = ...,
+        mismatch: _completion_service_pb2.LedgerMismatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_after", b"retry_after"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mismatch", b"mismatch", "retry_after", b"retry_after"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "retry_after", b"retry_after", "turn_key", b"turn_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "mismatch", b"mismatch", "reason", b"reason", "retry_after", b"retry_after", "turn_key", b"turn_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainReject: _TypeAlias = TrainReject  # noqa: Y015
+
+@_typing.final
+class TrainLedger(_message.Message):
+    """What a trainer holds of a segment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UID_FIELD_NUMBER: _builtins.int
+    SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    LEDGER_FIELD_NUMBER: _builtins.int
+    uid: _builtins.str
+    """Of the read_ledger."""
+    segment_id: _builtins.str
+    """Of the read_ledger."""
+    @_builtins.property
+    def ledger(self) -> _completion_service_pb2.ReadLedgerResponse:
+        """The segment; unset: it is not known here, or not told."""
+
+    def __init__(
+        self,
+        *,
+        uid: _builtins.str = ...,
+        segment_id: _builtins.str = ...,
+        ledger: _completion_service_pb2.ReadLedgerResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger", "segment_id", b"segment_id", "uid", b"uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainLedger: _TypeAlias = TrainLedger  # noqa: Y015
 
 @_typing.final
 class TrainAcknowledge(_message.Message):
@@ -220,7 +272,7 @@ class TrainAcknowledge(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """All items of the server up to this one."""
+    """All items of the other side up to this one."""
     def __init__(
         self,
         *,
@@ -236,13 +288,13 @@ Global___TrainAcknowledge: _TypeAlias = TrainAcknowledge  # noqa: Y015
 
 @_typing.final
 class TrainCredit(_message.Message):
-    """More asks may be sent."""
+    """More asks may be under way."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ASKS_FIELD_NUMBER: _builtins.int
     asks: _builtins.int
-    """Added to what is left."""
+    """Added to how many may be at once. Lost with a cut: the next hello says the whole number."""
     def __init__(
         self,
         *,
@@ -270,19 +322,20 @@ class TrainResponse(_message.Message):
     EVENT_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
+    READ_LEDGER_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Counts up from 1 for `started`, `refused`, `ask` and `outcome`; 0 for the others."""
+    """Counts up from 1 for `started`, `refused`, `ask` and `outcome`, also over a resume; 0 for the others."""
     @_builtins.property
     def welcome(self) -> Global___TrainWelcome:
-        """The first item."""
+        """The first item, and only that."""
 
     @_builtins.property
     def started(self) -> _rollout_service_pb2.StartRolloutResponse:
-        """A rollout was accepted."""
+        """A rollout was accepted or found. One for each of a group, in its order, right after one another."""
 
     @_builtins.property
     def refused(self) -> Global___TrainRefusal:
-        """A start was refused."""
+        """A start or cancel was refused."""
 
     @_builtins.property
     def ask(self) -> _completion_service_pb2.CompleteRequest:
@@ -290,15 +343,19 @@ class TrainResponse(_message.Message):
 
     @_builtins.property
     def event(self) -> Global___TrainEvent:
-        """Something happened in a rollout."""
+        """Something happened in a rollout. After a resume events since the rollout's last sequence that was seen come again."""
 
     @_builtins.property
     def outcome(self) -> Global___DeliveredOutcome:
-        """A rollout ended."""
+        """A rollout ended. Its asks are over."""
 
     @_builtins.property
     def acknowledge(self) -> Global___TrainAcknowledge:
         """Items up to a sequence were taken."""
+
+    @_builtins.property
+    def read_ledger(self) -> _completion_service_pb2.ReadLedgerRequest:
+        """What is held of a segment? Only asked after a mismatch; nobody waits longer than 10 s, and it is not sent again."""
 
     def __init__(
         self,
@@ -311,12 +368,13 @@ class TrainResponse(_message.Message):
         event: Global___TrainEvent | None = ...,
         outcome: Global___DeliveredOutcome | None = ...,
         acknowledge: Global___TrainAcknowledge | None = ...,
+        read_ledger: _completion_service_pb2.ReadLedgerRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "ask", b"ask", "event", b"event", "item", b"item", "outcome", b"outcome", "refused", b"refused", "started", b"started", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "ask", b"ask", "event", b"event", "item", b"item", "outcome", b"outcome", "read_ledger", b"read_ledger", "refused", b"refused", "started", b"started", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "ask", b"ask", "event", b"event", "item", b"item", "outcome", b"outcome", "refused", b"refused", "sequence", b"sequence", "started", b"started", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "ask", b"ask", "event", b"event", "item", b"item", "outcome", b"outcome", "read_ledger", b"read_ledger", "refused", b"refused", "sequence", b"sequence", "started", b"started", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["welcome", "started", "refused", "ask", "event", "outcome", "acknowledge"]  # noqa: Y015
+    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["welcome", "started", "refused", "ask", "event", "outcome", "acknowledge", "read_ledger"]  # noqa: Y015
     _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_item) -> _WhichOneofReturnType_item | None: ...
 
@@ -332,9 +390,9 @@ class TrainWelcome(_message.Message):
     LAST_SEEN_FIELD_NUMBER: _builtins.int
     GRACE_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
-    """To go on with after a cut."""
+    """To go on with after a cut. Nobody can guess it; keep it as you keep keys."""
     last_seen: _builtins.int
-    """The last sequence of the trainer that was seen."""
+    """The last sequence of the trainer that was taken, which acknowledges; it sends again what comes after."""
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
         """How long a cut stream is kept."""
@@ -356,7 +414,7 @@ Global___TrainWelcome: _TypeAlias = TrainWelcome  # noqa: Y015
 
 @_typing.final
 class TrainRefusal(_message.Message):
-    """A start was refused."""
+    """A start or cancel was refused: nothing of it was done."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -364,9 +422,9 @@ class TrainRefusal(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     start_sequence: _builtins.int
-    """The sequence of the start."""
+    """The sequence of the start or cancel."""
     code: _builtins.int
-    """A google.rpc.Code."""
+    """A google.rpc.Code, as StartRollout or CancelRollouts would end with. RESOURCE_EXHAUSTED and UNAVAILABLE: try again later."""
     message: _builtins.str
     """What was wrong, where, and what to do."""
     def __init__(
@@ -396,7 +454,7 @@ class TrainEvent(_message.Message):
     """Which."""
     @_builtins.property
     def event(self) -> _event_pb2.RolloutEvent:
-        """What."""
+        """What. Its sequence tells repeated ones."""
 
     def __init__(
         self,

@@ -36,10 +36,36 @@ class TrainerServiceStub:
     Train: _grpc.StreamStreamMultiCallable[_trainer_service_pb2.TrainRequest, _trainer_service_pb2.TrainResponse]
     """One stream on which a trainer starts rollouts, answers their completion requests and takes their outcomes.
 
-    The trainer sends `hello` first, the server answers `welcome` first. Items that the other side must not lose carry a
-    sequence of their own; after a cut, a `hello` with the stream id and the last sequence seen goes on within the grace time without losing
-    or repeating a turn. FAILED_PRECONDITION with reason STREAM_EXPIRED: the grace time is over; outcomes can still be fetched from
-    RolloutService. INVALID_ARGUMENT: an item out of order. ABORTED with reason STREAM_TAKEN: a newer stream has the same id.
+    Callers, keys and what a caller sees are as in RolloutService. A stream belongs to the caller that opened it.
+
+    Order: the trainer sends `hello` first, the server answers `welcome` first. Items that the other side must not lose carry a
+    sequence of their own, which counts up without gaps on each side; one that was taken before is skipped without a word. Of one
+    rollout, `started` comes before all else, and `outcome` after all its events; then its asks are over.
+
+    Acknowledging: each side keeps its items until the other has acknowledged them. At most 1,024 items of the server (a setting) are
+    unacknowledged: then it sends no further ones but events, and waits. To acknowledge an outcome is to have received it, as in
+    AcknowledgeOutcome.
+
+    Asks: turn_key tells them apart, answers come in any order. Credit says how many may be under way at once: an ask is from when it is
+    sent until it is answered or rejected or its rollout has ended; the others wait, the rollouts taking turns. An answer to an ask that
+    is not under way (late, twice, unknown) is taken and ignored. One that is malformed ends its rollout only. An ask that
+    nobody answers for ROLLOUT_TRAINER_TIMEOUT_SECONDS fails its rollout.
+
+    A cut stream goes on where, within the grace time, a `hello` comes with its id and the last sequence seen: items after that one are
+    sent again, and both sides go on without losing or repeating a turn. An ask that means nothing any more (answered, rejected, its
+    rollout over) is then an item with a sequence and nothing else. The rollouts go on meanwhile; nobody is attached to them (see
+    cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService has its outcome.
+    A start on another stream with the same request_id and payload takes a rollout over from a stream that is cut or gone, its outcome too.
+
+    A half-close says that the trainer is done: it can answer nothing more, so its rollouts that still run are cancelled. The
+    server sends what is outstanding, their outcomes among it, then ends the stream for good with OK. Wait for the outcomes first.
+
+    Statuses. INVALID_ARGUMENT: an item out of order, or none that is known here; it was not taken.
+    FAILED_PRECONDITION with reason STREAM_EXPIRED: no stream of the caller has this id, or the grace time is over.
+    ABORTED with reason STREAM_TAKEN: another connection goes on with the stream. RESOURCE_EXHAUSTED: too many streams
+    (TOO_MANY_STREAMS; retry after RetryInfo), or too many refusals that are not acknowledged (TOO_MANY_REFUSALS). UNAVAILABLE: the
+    server stops; until then it refuses starts, and the stream stays open while its rollouts go on within the drain time. After
+    INVALID_ARGUMENT, TOO_MANY_REFUSALS and a lost connection the stream can be resumed.
     """
 
 @_typing.type_check_only
@@ -50,10 +76,36 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Train: _aio.StreamStreamMultiCallable[_trainer_service_pb2.TrainRequest, _trainer_service_pb2.TrainResponse]  # type: ignore[assignment]
     """One stream on which a trainer starts rollouts, answers their completion requests and takes their outcomes.
 
-    The trainer sends `hello` first, the server answers `welcome` first. Items that the other side must not lose carry a
-    sequence of their own; after a cut, a `hello` with the stream id and the last sequence seen goes on within the grace time without losing
-    or repeating a turn. FAILED_PRECONDITION with reason STREAM_EXPIRED: the grace time is over; outcomes can still be fetched from
-    RolloutService. INVALID_ARGUMENT: an item out of order. ABORTED with reason STREAM_TAKEN: a newer stream has the same id.
+    Callers, keys and what a caller sees are as in RolloutService. A stream belongs to the caller that opened it.
+
+    Order: the trainer sends `hello` first, the server answers `welcome` first. Items that the other side must not lose carry a
+    sequence of their own, which counts up without gaps on each side; one that was taken before is skipped without a word. Of one
+    rollout, `started` comes before all else, and `outcome` after all its events; then its asks are over.
+
+    Acknowledging: each side keeps its items until the other has acknowledged them. At most 1,024 items of the server (a setting) are
+    unacknowledged: then it sends no further ones but events, and waits. To acknowledge an outcome is to have received it, as in
+    AcknowledgeOutcome.
+
+    Asks: turn_key tells them apart, answers come in any order. Credit says how many may be under way at once: an ask is from when it is
+    sent until it is answered or rejected or its rollout has ended; the others wait, the rollouts taking turns. An answer to an ask that
+    is not under way (late, twice, unknown) is taken and ignored. One that is malformed ends its rollout only. An ask that
+    nobody answers for ROLLOUT_TRAINER_TIMEOUT_SECONDS fails its rollout.
+
+    A cut stream goes on where, within the grace time, a `hello` comes with its id and the last sequence seen: items after that one are
+    sent again, and both sides go on without losing or repeating a turn. An ask that means nothing any more (answered, rejected, its
+    rollout over) is then an item with a sequence and nothing else. The rollouts go on meanwhile; nobody is attached to them (see
+    cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService has its outcome.
+    A start on another stream with the same request_id and payload takes a rollout over from a stream that is cut or gone, its outcome too.
+
+    A half-close says that the trainer is done: it can answer nothing more, so its rollouts that still run are cancelled. The
+    server sends what is outstanding, their outcomes among it, then ends the stream for good with OK. Wait for the outcomes first.
+
+    Statuses. INVALID_ARGUMENT: an item out of order, or none that is known here; it was not taken.
+    FAILED_PRECONDITION with reason STREAM_EXPIRED: no stream of the caller has this id, or the grace time is over.
+    ABORTED with reason STREAM_TAKEN: another connection goes on with the stream. RESOURCE_EXHAUSTED: too many streams
+    (TOO_MANY_STREAMS; retry after RetryInfo), or too many refusals that are not acknowledged (TOO_MANY_REFUSALS). UNAVAILABLE: the
+    server stops; until then it refuses starts, and the stream stays open while its rollouts go on within the drain time. After
+    INVALID_ARGUMENT, TOO_MANY_REFUSALS and a lost connection the stream can be resumed.
     """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -67,10 +119,36 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_trainer_service_pb2.TrainResponse], _abc.AsyncIterator[_trainer_service_pb2.TrainResponse]]:
         """One stream on which a trainer starts rollouts, answers their completion requests and takes their outcomes.
 
-        The trainer sends `hello` first, the server answers `welcome` first. Items that the other side must not lose carry a
-        sequence of their own; after a cut, a `hello` with the stream id and the last sequence seen goes on within the grace time without losing
-        or repeating a turn. FAILED_PRECONDITION with reason STREAM_EXPIRED: the grace time is over; outcomes can still be fetched from
-        RolloutService. INVALID_ARGUMENT: an item out of order. ABORTED with reason STREAM_TAKEN: a newer stream has the same id.
+        Callers, keys and what a caller sees are as in RolloutService. A stream belongs to the caller that opened it.
+
+        Order: the trainer sends `hello` first, the server answers `welcome` first. Items that the other side must not lose carry a
+        sequence of their own, which counts up without gaps on each side; one that was taken before is skipped without a word. Of one
+        rollout, `started` comes before all else, and `outcome` after all its events; then its asks are over.
+
+        Acknowledging: each side keeps its items until the other has acknowledged them. At most 1,024 items of the server (a setting) are
+        unacknowledged: then it sends no further ones but events, and waits. To acknowledge an outcome is to have received it, as in
+        AcknowledgeOutcome.
+
+        Asks: turn_key tells them apart, answers come in any order. Credit says how many may be under way at once: an ask is from when it is
+        sent until it is answered or rejected or its rollout has ended; the others wait, the rollouts taking turns. An answer to an ask that
+        is not under way (late, twice, unknown) is taken and ignored. One that is malformed ends its rollout only. An ask that
+        nobody answers for ROLLOUT_TRAINER_TIMEOUT_SECONDS fails its rollout.
+
+        A cut stream goes on where, within the grace time, a `hello` comes with its id and the last sequence seen: items after that one are
+        sent again, and both sides go on without losing or repeating a turn. An ask that means nothing any more (answered, rejected, its
+        rollout over) is then an item with a sequence and nothing else. The rollouts go on meanwhile; nobody is attached to them (see
+        cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService has its outcome.
+        A start on another stream with the same request_id and payload takes a rollout over from a stream that is cut or gone, its outcome too.
+
+        A half-close says that the trainer is done: it can answer nothing more, so its rollouts that still run are cancelled. The
+        server sends what is outstanding, their outcomes among it, then ends the stream for good with OK. Wait for the outcomes first.
+
+        Statuses. INVALID_ARGUMENT: an item out of order, or none that is known here; it was not taken.
+        FAILED_PRECONDITION with reason STREAM_EXPIRED: no stream of the caller has this id, or the grace time is over.
+        ABORTED with reason STREAM_TAKEN: another connection goes on with the stream. RESOURCE_EXHAUSTED: too many streams
+        (TOO_MANY_STREAMS; retry after RetryInfo), or too many refusals that are not acknowledged (TOO_MANY_REFUSALS). UNAVAILABLE: the
+        server stops; until then it refuses starts, and the stream stays open while its rollouts go on within the drain time. After
+        INVALID_ARGUMENT, TOO_MANY_REFUSALS and a lost connection the stream can be resumed.
         """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
