@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +165,14 @@ def test_what_a_class_says_of_its_play_holds_for_that_play() -> None:
     assert not Another().replayable
 
 
+async def _yields(self: Agent, run: Run) -> AsyncIterator[float]:
+    yield 1.0
+
+
+async def _waits(self: Agent, request: object) -> tuple[Tool, ...]:
+    return ()
+
+
 @pytest.mark.parametrize(
     ("members", "error", "says"),
     [
@@ -193,8 +201,13 @@ def test_what_a_class_says_of_its_play_holds_for_that_play() -> None:
         ),
         ({"tools": (lambda: 1,)}, TypeError, "tool '<lambda>'"),
         ({"tools": (add, subtract, add)}, ValueError, "more than one tool has the name 'add'"),
-        ({"play": lambda self, run: None}, TypeError, "play must be `async def`"),
-        ({"reward": lambda self, run: 1.0}, TypeError, "reward must be `async def`"),
+        ({"play": None}, TypeError, "play must be a method, it is None"),
+        ({"reward": _yields}, TypeError, "reward must return, it has a `yield` ("),
+        (
+            {"choose_tools": _waits},
+            TypeError,
+            "choose_tools must be a plain `def`: a request is answered without waiting (",
+        ),
     ],
 )
 def test_a_wrong_class_is_refused_where_it_is_defined(

@@ -28,6 +28,8 @@ def test_the_public_names_are_there() -> None:
     assert sorted(rollout_server.__all__) == [
         "Agent",
         "Limits",
+        "Reply",
+        "Request",
         "Run",
         "ToolError",
         "Verdict",

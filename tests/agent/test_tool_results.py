@@ -9,6 +9,7 @@ from decimal import Decimal
 
 import pytest
 from rollout_server import ToolError, tool
+from rollout_server.tool import Image
 
 from tests.agent.shapes import Colour, Level, Point, Size
 
@@ -64,6 +65,9 @@ CIRCLE.append(CIRCLE)
         (object(), "Unable to serialize unknown type"),
         ({"a": threading.Lock()}, "Unable to serialize unknown type"),
         (CIRCLE, "Circular reference"),
+        ({"a": Image(b"x")}, "an image is a result itself, or one item of a list"),
+        ([[Image(b"x")]], "an image is a result itself, or one item of a list"),
+        ([Image(b"x"), object()], "Unable to serialize unknown type"),
     ],
 )
 async def test_a_result_that_cannot_be_written_is_a_tool_error_that_says_so(result: object, why: str) -> None:
@@ -75,3 +79,63 @@ async def test_a_result_that_cannot_be_written_is_a_tool_error_that_says_so(resu
         await give.run({})
     assert str(refused.value).startswith("The result of give cannot be written: ")
     assert why in str(refused.value)
+
+
+def image(url: str) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def text(text: str) -> dict[str, object]:
+    return {"type": "text", "text": text}
+
+
+@pytest.mark.parametrize(
+    ("result", "parts"),
+    [
+        (Image(b"\x89PNG"), [image("data:image/png;base64,iVBORw==")]),
+        (Image(b"abc", media_type="image/jpeg"), [image("data:image/jpeg;base64,YWJj")]),
+        (
+            ["Before", Image(b"abc"), "after", 3, {"a": 1}],
+            [text("Before"), image("data:image/png;base64,YWJj"), text("after"), text("3"), text('{"a": 1}')],
+        ),
+        ((Image(b"a"), Image(b"b")), [image("data:image/png;base64,YQ=="), image("data:image/png;base64,Yg==")]),
+    ],
+)
+@pytest.mark.parametrize("threaded", [True, False])
+async def test_images_become_parts(result: object, parts: list[object], threaded: bool) -> None:
+    @tool
+    async def awaited() -> object:
+        return result
+
+    @tool
+    def plain() -> object:
+        return result
+
+    assert await (plain if threaded else awaited).run({}) == parts
+
+
+async def test_images_of_pil_become_parts() -> None:
+    pil = pytest.importorskip("PIL.Image")
+
+    @tool
+    def draw() -> object:
+        return ["A dot", pil.new("RGB", (1, 1))]
+
+    _, part = await draw.run({})
+    assert str(part).startswith("{'type': 'image_url', 'image_url': {'url': 'data:image/png;base64,iVBOR")
+
+
+@pytest.mark.parametrize("data", [b"", "text", None, 3])
+def test_an_image_has_bytes(data: object) -> None:
+    with pytest.raises(TypeError, match="the bytes of a file"):
+        Image(data)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("media_type", ["png", "text/html", "image/", 'image/png"', "image/png;x=1", None])
+def test_an_image_has_the_media_type_of_one(media_type: object) -> None:
+    with pytest.raises(ValueError, match="media_type"):
+        Image(b"x", media_type)  # type: ignore[arg-type]
+
+
+def test_an_image_does_not_show_its_bytes() -> None:
+    assert repr(Image(b"secret")) == "Image(6 bytes, media_type='image/png')"

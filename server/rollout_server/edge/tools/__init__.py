@@ -1,0 +1,1 @@
+"""Tools in processes, and the length of what they say in tokens."""

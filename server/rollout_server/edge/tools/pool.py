@@ -1,0 +1,165 @@
+"""The tool processes of a server: started when they are needed, kept for a while, never more than it has places for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rollout_server.core.message import JSON
+from rollout_server.edge.tools.process import ToolProcess
+from rollout_server.runtime.hands import Definition, ToolFailed
+from rollout_server.runtime.places import Places
+from rollout_server.runtime.policy import ToolPolicy
+from rollout_server.runtime.port import Content
+
+_Key: TypeAlias = tuple[str, str, int | None, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """How many processes there may be, and for how long.
+
+    Args:
+        processes: at the same time; 0: as many as the machine has processors, at least 2.
+        idle_seconds: one that had no call for so long is ended.
+        start_seconds: what importing a tool may take.
+    """
+
+    processes: int = 0
+    idle_seconds: float = 300.0
+    start_seconds: float = 60.0
+
+
+class ProcessPool:
+    """Lives on one event loop. A process runs calls of the tools of one module; idle ones make room for those of others."""
+
+    def __init__(self, limits: PoolLimits | None = None) -> None:
+        self._limits = limits or PoolLimits()
+        self._most = self._limits.processes or max(2, os.cpu_count() or 2)
+        self._places = Places(self._most)
+        self._idle: dict[ToolProcess, tuple[_Key, asyncio.TimerHandle]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._running: set[ToolProcess] = set()
+        self._closed = False
+
+    @property
+    def alive(self) -> int:
+        """Processes that there are now."""
+        return len(self._idle) + len(self._running) + len(self._ending)
+
+    @asynccontextmanager
+    async def open(self, definition: Definition, policy: ToolPolicy) -> AsyncIterator[PoolWorker]:
+        """Waits for a place and for a process that has imported the tool. Raises `ToolFailed`."""
+        await self._places.take()
+        try:
+            worker = PoolWorker(self, definition, policy)
+            await worker.prepare()
+            try:
+                yield worker
+            finally:
+                worker.leave()
+        finally:
+            self._places.leave()
+
+    async def close(self) -> None:
+        """Kills all processes, and waits until they are reaped."""
+        self._closed = True
+        while processes := [*self._idle, *self._running]:
+            for process in processes:
+                self.end(process)
+        while self._ending:
+            await asyncio.wait(self._ending)
+
+    async def take(self, definition: Definition, policy: ToolPolicy) -> ToolProcess:
+        """A process for the tool, one that is idle if there is one. Raises `ToolFailed`."""
+        key = _key(definition, policy)
+        for process, (of, timer) in list(self._idle.items()):
+            if of == key and policy.process != "fresh" and process.alive:
+                timer.cancel()
+                del self._idle[process]
+                self._running.add(process)
+                return process
+        if self._closed:
+            raise ToolFailed("The server is stopping", "Closed")
+        if len(self._idle) + len(self._running) >= self._most and self._idle:
+            self.end(next(iter(self._idle)))
+        process = await ToolProcess.start()
+        self._running.add(process)
+        if self._closed:
+            self.end(process)
+            raise ToolFailed("The server is stopping", "Closed")
+        try:
+            await process.load(definition, policy, self._limits.start_seconds)
+        except BaseException:
+            self.end(process)
+            raise
+        return process
+
+    def give(self, process: ToolProcess, definition: Definition, policy: ToolPolicy) -> None:
+        """Takes a process back, and keeps it if another call may use it."""
+        if self._closed or policy.process == "fresh" or not process.alive:
+            self.end(process)
+            return
+        self._running.discard(process)
+        timer = asyncio.get_running_loop().call_later(self._limits.idle_seconds, self.end, process)
+        self._idle[process] = (_key(definition, policy), timer)
+
+    def end(self, process: ToolProcess) -> None:
+        """Kills a process, once. It is waited for in the background."""
+        if process not in self._running and process not in self._idle:
+            return
+        self._running.discard(process)
+        idle = self._idle.pop(process, None)
+        if idle is not None:
+            idle[1].cancel()
+        process.kill()
+        task = asyncio.create_task(process.ended(), name="end of a tool process")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+class PoolWorker:
+    """One place in the pool, with a process in it."""
+
+    def __init__(self, pool: ProcessPool, definition: Definition, policy: ToolPolicy) -> None:
+        self._pool = pool
+        self._definition = definition
+        self._policy = policy
+        self._process: ToolProcess | None = None
+        self._busy = False
+
+    async def prepare(self) -> ToolProcess:
+        """Sees to it that there is a process. Raises `ToolFailed`."""
+        if self._process is not None and not self._process.alive:
+            self._pool.end(self._process)
+            self._process = None
+        if self._process is None:
+            self._process = await self._pool.take(self._definition, self._policy)
+        return self._process
+
+    async def call(self, arguments: Mapping[str, JSON]) -> Content:
+        """Runs one call, after a crash in a process of its own. Cancelled, it kills the process."""
+        process = await self.prepare()
+        self._busy = True
+        try:
+            return await process.call(self._definition.name, arguments)
+        finally:
+            self._busy = False
+
+    def leave(self) -> None:
+        """Gives the process back; one that is still at work is killed."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if self._busy and process.alive:
+            self._pool.end(process)
+        else:
+            self._pool.give(process, self._definition, self._policy)
+
+
+def _key(definition: Definition, policy: ToolPolicy) -> _Key:
+    return definition.module, definition.file, policy.memory_bytes, policy.cpu_seconds

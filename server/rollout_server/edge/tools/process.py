@@ -1,0 +1,168 @@
+"""One process of tools, as the server sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import cast
+
+from rollout_server.core.message import JSON
+from rollout_server.edge.tools.frame import BadFrame, framed, read
+from rollout_server.runtime.hands import Definition, ToolFailed, Unwritable
+from rollout_server.runtime.policy import ToolPolicy
+from rollout_server.runtime.port import ArgumentError, Content, ToolError
+
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[2:]; from rollout_server.edge.tools.worker import main; main(int(sys.argv[1]))"
+)
+_OURS = ("ROLLOUT_", "OSMOSIS_")
+"""Variables of these names are the server's settings, keys among them: no tool needs them."""
+
+
+class ToolProcess:
+    """Made by `start`, runs one call at a time. It leads a group of its own, with whatever a tool starts."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    ) -> None:
+        self._process = process
+        self._reader, self._writer = streams
+        self._killed = False
+        self._ended = asyncio.create_task(process.wait(), name=f"tool process {process.pid}")
+
+    @classmethod
+    async def start(cls) -> ToolProcess:
+        """A process that has nothing imported yet. Raises `ToolFailed`."""
+        ours, theirs = socket.socketpair()
+        streams = await asyncio.open_connection(sock=ours)
+        with theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *sys.path),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                    env={name: value for name, value in os.environ.items() if not name.startswith(_OURS)},
+                )
+            except BaseException as error:
+                streams[1].close()
+                if isinstance(error, OSError):
+                    raise ToolFailed(f"The tool's process could not be started: {error.strerror}", "OSError") from error
+                raise
+        return cls(process, streams)
+
+    @property
+    def alive(self) -> bool:
+        """It takes calls."""
+        return self._process.returncode is None and not self._killed
+
+    async def call(self, name: str, arguments: Mapping[str, JSON]) -> Content:
+        """Runs one call of the tool with this name in its module. Raises as the tool does, or `ToolFailed`.
+
+        Whatever ends it but an answer kills the process.
+        """
+        try:
+            return _content(await self._ask({"name": name, "arguments": arguments}))
+        except (asyncio.CancelledError, BadFrame, EOFError, OSError) as error:
+            self.kill()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            if isinstance(error, BadFrame):
+                raise ToolFailed("The tool's process gave an answer that is none", "BadFrame") from None
+            text, kind = _end(await self._ended)
+            raise ToolFailed(text, kind) from None
+
+    def kill(self) -> None:
+        """Ends it with all that it has started. It is reaped in the background."""
+        if self._killed:  # by now its number may be somebody else's
+            return
+        self._killed = True
+        self._writer.close()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def ended(self) -> None:
+        """Waits until it is reaped."""
+        await asyncio.wait({self._ended})
+
+    async def load(self, definition: Definition, policy: ToolPolicy, seconds: float) -> None:
+        """Has it import the tool's module, which may take `seconds`. Raises `ToolFailed`."""
+        opening = {
+            "module": definition.module,
+            "file": definition.file,
+            "memory_bytes": policy.memory_bytes,
+            "cpu_seconds": policy.cpu_seconds,
+            "fresh": policy.process == "fresh",
+        }
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await self._ask(opening)
+        except TimeoutError:
+            raise ToolFailed(f"The tool could not be imported within {seconds:g} s", "TimeoutError") from None
+        except (BadFrame, EOFError, OSError):
+            self.kill()
+            text, kind = _end(await self._ended)
+            raise ToolFailed(f"The tool could not be imported. {text}", f"{kind} as it was imported") from None
+        if "error" in answer:
+            place = str(answer.get("place", ""))
+            text, kind = (
+                f"The tool could not be imported: {answer.get('text')}",
+                f"{answer.get('kind')} as it was imported",
+            )
+            raise ToolFailed(text, kind, place)
+
+    async def _ask(self, question: Mapping[str, object]) -> Mapping[str, JSON]:
+        """The next answer. A process that has ended gives none, even if another one holds its connection open."""
+        self._writer.write(framed(question))
+        answer = asyncio.ensure_future(read(self._reader))
+        try:
+            await asyncio.wait({answer, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                await asyncio.wait({answer}, timeout=0.1)  # what it said before it ended may still be on its way
+            if answer.done():
+                return answer.result()
+            raise EOFError
+        finally:
+            answer.cancel()
+
+
+def _content(answer: Mapping[str, JSON]) -> Content:
+    content = answer.get("content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        return cast("Sequence[Mapping[str, JSON]]", content)
+    text = answer.get("text")
+    if not isinstance(text, str):
+        raise BadFrame
+    match answer.get("error"):
+        case "argument":
+            raise ArgumentError(text)
+        case "tool":
+            raise ToolError(text)
+        case "unwritable":
+            raise Unwritable(text)
+    raise ToolFailed(text, str(answer.get("kind", "")), str(answer.get("place", "")))
+
+
+def _end(status: int) -> tuple[str, str]:
+    """How a process ended, for the model and in a word."""
+    if status == -signal.SIGXCPU:
+        return "The tool's process had used up its processor time", "SIGXCPU"
+    if status < 0:
+        return f"The tool's process was ended by {_signal(-status)}", _signal(-status)
+    return f"The tool's process exited with status {status}", f"exit status {status}"
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

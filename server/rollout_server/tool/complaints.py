@@ -1,0 +1,59 @@
+"""What a model is told of arguments that do not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rollout_server.core.message import JSON
+
+_COMPLAINTS, _SHOWN = 5, 60
+_SHOULD_BE = "Input should be "
+
+
+def complaints(error: ValidationError, arguments: Mapping[str, JSON]) -> str:
+    """What is wrong with arguments, in one line that names each field."""
+    places: dict[str, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False, include_context=False):
+        places.setdefault(_path(detail, arguments), []).append(detail)
+    found = [f"{path}: {_complaint(details)}" if path else _complaint(details) for path, details in places.items()]
+    more = [f"and {len(found) - _COMPLAINTS} more"] if len(found) > _COMPLAINTS else []
+    return "; ".join(found[:_COMPLAINTS] + more)
+
+
+def _complaint(details: Sequence[ErrorDetails]) -> str:
+    """What is wrong at one place; the members of a union complain one by one."""
+    if details[0]["type"].startswith("missing"):
+        return "missing"
+    if details[0]["type"] == "unexpected_keyword_argument":
+        return "unknown parameter"
+    texts = list(dict.fromkeys(one_line(detail["msg"]) for detail in details))
+    if not all(text.startswith(_SHOULD_BE) for text in texts):
+        return " or ".join(texts)
+    return f"must be {' or '.join(text.removeprefix(_SHOULD_BE) for text in texts)}, not {_shown(details[0]['input'])}"
+
+
+def _path(detail: ErrorDetails, arguments: JSON) -> str:
+    """Where in the arguments an error is. Pydantic's location also names the members of unions, which no model wrote."""
+    path, value = "", arguments
+    missing = len(detail["loc"]) if detail["type"].startswith("missing") else 0
+    for index, key in enumerate(detail["loc"], start=1):
+        if isinstance(value, list) and isinstance(key, int):
+            path, value = f"{path}[{key}]", value[key] if key < len(value) else None
+        elif isinstance(value, Mapping) and isinstance(key, str) and (key in value or index == missing):
+            name = key if key.isidentifier() else f"[{_shown(key)}]"
+            path, value = f"{path}.{name}" if path else name, value.get(key)
+    return path
+
+
+def _shown(value: object) -> str:
+    text = one_line(json.dumps(value, ensure_ascii=False, default=repr))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def one_line(text: str) -> str:
+    """Without line breaks."""
+    return " ".join(text.split())

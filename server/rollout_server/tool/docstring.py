@@ -1,0 +1,59 @@
+"""What a docstring says: of the tool, and of its parameters."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# What may begin a section on parameters. Only a first look: griffe decides.
+_SECTIONS = re.compile(r"^\s*((keyword |other )?(arg|param)\w*:?\s*$|:\w)", re.MULTILINE | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tool in words: what it does, and its parameters by name."""
+
+    text: str = ""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+
+def described(function: Callable[..., object]) -> Described:
+    """Reads docstrings in the styles of Google, NumPy and Sphinx. What is said of parameters is not repeated in the text."""
+    text = inspect.getdoc(function) or ""
+    if not _SECTIONS.search(text):
+        return Described(text)
+    from griffe import Docstring, Parser  # a tenth of a second, for those only who write sections
+
+    names = inspect.signature(function).parameters.keys()
+    best = Described(text)
+    for style in (Parser.google, Parser.numpy, Parser.sphinx):
+        sections = Docstring(text).parse(style, warnings=False)
+        found = {name: said for name, said in _parameters(sections) if name in names and said}
+        if len(found) > len(best.parameters):
+            best = Described("\n\n".join(filter(None, map(_text, sections))), found)
+    return best
+
+
+def _parameters(sections: list[Any]) -> Iterator[tuple[str, str]]:
+    for section in sections:
+        if section.kind.value in ("parameters", "other parameters"):
+            for parameter in section.value:
+                yield parameter.name, " ".join(parameter.description.split())
+
+
+def _text(section: Any) -> str:
+    """What the model reads of a section; nothing of those that are about parameters and exceptions."""
+    match section.kind.value:
+        case "text":
+            return str(section.value)
+        case "returns" | "yields":
+            said = " ".join(" ".join(item.description.split()) for item in section.value)
+            return f"Returns: {said}" if said else ""
+        case "examples":
+            return "Examples:\n" + "\n".join(str(text) for _, text in section.value)
+        case "admonition":
+            return f"{section.title or section.value.kind}: {section.value.description}"
+    return ""

@@ -1,0 +1,24 @@
+"""Worlds on the real loop: threads do not wait for a clock that jumps."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.runtime.world import World
+
+
+@pytest.fixture
+async def new_world() -> AsyncIterator[type[World]]:
+    """Makes worlds, and holds them against the laws at the end."""
+    made: list[World] = []
+
+    class Made(World):
+        def __init__(self, *args: object, **fields: object) -> None:
+            super().__init__(*args, **fields)  # type: ignore[arg-type]
+            made.append(self)
+
+    yield Made
+    for world in made:
+        await world.close()

@@ -1,0 +1,80 @@
+"""Code that holds the event loop is found, with its stack; a loop that only waits is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+
+import pytest
+from rollout_client import AsyncClient
+from rollout_server import Agent, Run
+from rollout_server.app import Server
+from rollout_server.edge.blocking import LoopWatch
+from rollout_server.testing.trainer import StrictTrainer
+
+from tests.client.trainer.toy import until
+from tests.rpc.asking import settings
+
+
+def hold(seconds: float) -> None:
+    """Holds whatever thread it is in, without sleeping."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+class Blocking(Agent):
+    """Computes where it should not."""
+
+    name = "blocking"
+
+    async def play(self, run: Run) -> None:
+        hold(0.3)
+        await run.sample()
+
+
+async def test_a_server_names_the_agents_line(caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        StrictTrainer() as trainer,
+        Server([Blocking()], settings()) as server,
+        AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
+    ):
+        run = client.run(messages=[{"role": "user", "content": "Go."}], completions=f"grpc://{trainer.grpc_target}")
+        async for _ in run:
+            pass
+        assert (await client.get(run.uid)).outcome.stop.reason == "stop"
+        await until(lambda: "the event loop was held for" in caplog.text)
+    assert re.search(r"was held for \d+ ms at .*test_blocking\.py:\d+; all rollouts wait", caplog.text)
+    assert "in play\n    hold(0.3)" in caplog.text
+
+
+async def test_a_place_is_told_of_once_and_a_long_one_while_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
+    watch = LoopWatch(0.02)
+    watch.start()
+    try:
+        for _ in range(3):
+            hold(0.1)
+            await asyncio.sleep(0.02)
+        assert caplog.text.count("the event loop") <= 2  # one for each line of `hold` that was seen
+        assert "was held for" in caplog.text
+        caplog.clear()
+        time.sleep(0.5)  # noqa: ASYNC251
+        assert "is held for" in caplog.text
+    finally:
+        watch.stop()
+
+
+async def test_a_loop_that_waits_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    watch = LoopWatch(0.02)
+    watch.start()
+    await asyncio.gather(asyncio.sleep(0.2), asyncio.to_thread(time.sleep, 0.2))
+    watch.stop()
+    assert "the event loop" not in caplog.text
+
+
+async def test_it_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    async with Server([Blocking()], settings(loop_block_seconds=0)):
+        hold(0.3)
+        await asyncio.sleep(0.05)
+    assert "the event loop" not in caplog.text

@@ -1,0 +1,56 @@
+"""The snippets of docs/agents.md: agents that play, and tests that pass."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+PLAYED = """
+from careful import Careful
+from moody import Moody
+from numbers_ import Numbers
+
+
+def test_a_loop_of_its_own(serving, scripted_model):
+    model = scripted_model.says("First this.").says("It is 4.").says("Sure.")
+    rollout = serving(Careful()).play("2 + 2?", model)
+    assert (rollout.reward, rollout.scores, rollout.failure) == (1.0, {"turns": 3.0}, None)
+    main, look = rollout.samples
+    assert (main.kind, look.kind) == ("main", "subagent")
+    assert [span.reason for span in main.spans if span.author == "model"] == ["author", None]
+
+
+def test_policies(serving, scripted_model):
+    model = scripted_model.calls_together(("factor", {"number": 12}), ("look_up", {"word": "oak"})).says("Done.")
+    assert serving(Numbers()).play("?", model).tool_results == ["[2, 2, 3]", "oak is a word"]
+
+
+def test_tools_by_request(serving, scripted_model):
+    stage = serving(Moody())
+    model = scripted_model.calls("shout", text="a").says("Done.")
+    assert stage.play("?", model).tool_results == ["A"]
+    assert "Unknown function" in stage.play("?", model, metadata={"quiet": True}).tool_results[0]
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    names = ("shop", "numbers_", "careful", "moody", "test_shop")
+    for name, block in zip(names, BLOCKS, strict=True):
+        (tmp_path / f"{name}.py").write_text(block)
+    (tmp_path / "test_played.py").write_text(PLAYED)
+    return tmp_path
+
+
+def test_the_snippets_run(project: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 passed" in done.stdout
