@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import TypeAlias
 
-from osmosis.rollout.v1 import rollout_service_pb2
+from osmosis.rollout.v1 import rollout_service_pb2, trainer_service_pb2
 
 from rollout_server.runtime.wish import Caller
 
@@ -15,12 +15,14 @@ Admit: TypeAlias = "Callable[[str | None], Caller]"
 
 _caller: ContextVar[Caller] = ContextVar("caller")
 _SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+_TRAINERS = trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
+_GUARDED = (f"/{_SERVICE}/", f"/{_TRAINERS}/")
 _OPEN = f"/{_SERVICE}/GetServerInfo"
 
 
 def admit(admit: Admit, method: str, metadata: Mapping[str, str | bytes]) -> None:
     """Establishes who calls for the rest of this call. Health checks and GetServerInfo are open to everybody."""
-    if method.startswith(f"/{_SERVICE}/") and method != _OPEN:
+    if method.startswith(_GUARDED) and method != _OPEN:
         header = metadata.get("authorization")
         _caller.set(admit(header if isinstance(header, str) else None))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -26,7 +27,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class Boundary(grpc.aio.ServerInterceptor):
-    """Wraps every rpc that answers one request, with one response or a stream."""
+    """Wraps every rpc that answers one request, with one response or a stream, and those that take and give streams."""
 
     def __init__(self, admit: Admit) -> None:
         self._admit = admit
@@ -38,9 +39,13 @@ class Boundary(grpc.aio.ServerInterceptor):
     ) -> _Handler | None:
         """Wraps the handler of one call."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
+        if handler is None or (handler.request_streaming and not handler.response_streaming):
             return handler
         wrapped = _Wrapped(handler, handler_call_details.method, self._admit)
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                wrapped.streams, request_deserializer=None, response_serializer=handler.response_serializer
+            )
         make = (
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
@@ -58,7 +63,7 @@ class _Wrapped:
     def __init__(self, handler: _Handler, method: str, admit: Admit) -> None:
         self._parse: Any = handler.request_deserializer
         self._unary: Any = handler.unary_unary
-        self._stream: Any = handler.unary_stream
+        self._stream: Any = handler.unary_stream or handler.stream_stream
         self._method = method
         self._admit = admit
 
@@ -74,21 +79,37 @@ class _Wrapped:
 
     async def stream(self, payload: bytes, context: _Context) -> AsyncIterator[object]:
         """Answers one request with a stream."""
+        async with aclosing(self._streamed(lambda: self._parsed(payload), context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def streams(self, payloads: AsyncIterator[bytes], context: _Context) -> AsyncIterator[object]:
+        """Answers a stream with a stream."""
+        async with aclosing(self._streamed(lambda: self._each_parsed(payloads), context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _streamed(self, given: Callable[[], object], context: _Context) -> AsyncGenerator[object, None]:
         request_id = _identify(context)
         await context.send_initial_metadata(((REQUEST_ID, request_id),))
         try:
             self._let_in(context)
-            responses = self._stream(self._parsed(payload), context)
+            responses = self._stream(given(), context)
             if isinstance(responses, Awaitable):  # a handler that writes to the context
                 await responses
                 return
-            async for response in responses:
-                yield response
+            async with aclosing(responses):
+                async for response in responses:
+                    yield response
         except (Exception, asyncio.CancelledError) as error:
             await _end(context, error, self._method, request_id)
 
     def _let_in(self, context: _Context) -> None:
         admit(self._admit, self._method, dict(context.invocation_metadata() or ()))
+
+    async def _each_parsed(self, payloads: AsyncIterator[bytes]) -> AsyncIterator[object]:
+        async for payload in payloads:
+            yield self._parsed(payload)
 
     def _parsed(self, payload: bytes) -> object:
         try:

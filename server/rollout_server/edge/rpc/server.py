@@ -10,14 +10,21 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
-from osmosis.rollout.v1 import rollout_service_pb2, rollout_service_pb2_grpc
+from osmosis.rollout.v1 import (
+    rollout_service_pb2,
+    rollout_service_pb2_grpc,
+    trainer_service_pb2,
+    trainer_service_pb2_grpc,
+)
 
 from rollout_server.edge.rpc.caller import Admit
 from rollout_server.edge.rpc.interceptor import Boundary
 from rollout_server.edge.rpc.service import RolloutService
 from rollout_server.edge.rpc.tls import ServerTls, server_credentials
+from rollout_server.edge.rpc.train import TrainerService
 
 SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+TRAINERS = trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -35,15 +42,21 @@ class RpcSettings:
 
 
 class RpcServer:
-    """Serves RolloutService, health and reflection."""
+    """Serves RolloutService, TrainerService where there is one, health and reflection."""
 
-    def __init__(self, service: RolloutService, settings: RpcSettings, admit: Admit) -> None:
+    def __init__(
+        self, service: RolloutService, settings: RpcSettings, admit: Admit, trainers: TrainerService | None = None
+    ) -> None:
         self._settings = settings
         self._health = HealthServicer()
         self._server = grpc.aio.server(interceptors=[Boundary(admit)], options=_options(settings))
         rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(service, self._server)
+        self._names = [SERVICE]
+        if trainers is not None:
+            trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server(trainers, self._server)
+            self._names.append(TRAINERS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        names = (*self._names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> Sequence[int]:
@@ -55,8 +68,8 @@ class RpcServer:
         credentials = server_credentials(tls) if tls is not None else None
         ports = [self._listen(address, credentials) for address in self._settings.addresses]
         await self._server.start()
-        await self._health.set("", _SERVING)
-        await self._health.set(SERVICE, _SERVING)
+        for name in ("", *self._names):
+            await self._health.set(name, _SERVING)
         return ports
 
     async def say_not_serving(self) -> None:
@@ -102,4 +115,7 @@ def _options(settings: RpcSettings) -> list[tuple[str, int]]:
         ("grpc.server.max_pending_requests_hard_limit", 100_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        # A trainer whose machine is gone says nothing: its stream would never be cut.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
     ]

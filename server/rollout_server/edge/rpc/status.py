@@ -18,6 +18,7 @@ from rollout_server.core.error import (
     NotFound,
     NotPossible,
     RolloutError,
+    Superseded,
     Unauthenticated,
 )
 
@@ -29,6 +30,7 @@ _CODES: dict[type[RolloutError], StatusCode] = {
     NotFound: StatusCode.NOT_FOUND,
     Conflict: StatusCode.ALREADY_EXISTS,
     NotPossible: StatusCode.FAILED_PRECONDITION,
+    Superseded: StatusCode.ABORTED,
     Gone: StatusCode.OUT_OF_RANGE,
     Busy: StatusCode.RESOURCE_EXHAUSTED,
     Draining: StatusCode.UNAVAILABLE,

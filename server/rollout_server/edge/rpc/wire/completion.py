@@ -25,10 +25,12 @@ from rollout_server.core.ledger import (
 )
 from rollout_server.core.message import MalformedMessage, Message, tool_calls
 from rollout_server.core.record import Asked
+from rollout_server.core.segment import Plane
 from rollout_server.core.spec import Sampling, Spec
 from rollout_server.edge.rpc.wire import enums
 from rollout_server.edge.rpc.wire.message import message_from_proto, messages_to_proto, tool_to_proto
 from rollout_server.edge.rpc.wire.outcome import origin_to_proto
+from rollout_server.edge.rpc.wire.plane import extra_from_proto, planes_from_proto
 from rollout_server.edge.rpc.wire.spec import sampling_to_proto
 from rollout_server.edge.rpc.wire.text import utf8
 from rollout_server.runtime.port import Tool
@@ -73,6 +75,8 @@ class Completion:
     usage: tuple[int, int] | None
     policy_version: str
     tool_calls: int
+    planes: tuple[Plane, ...] = ()
+    extra_json: str = ""
 
     @property
     def shows_prompt(self) -> bool:
@@ -187,6 +191,11 @@ def completion_from_proto(proto: pb.CompleteResponse) -> Completion:
         if len(text) > _MOST_CHARACTERS:
             raise MalformedCompletion(f"{field}: has {len(text)} characters, at most {_MOST_CHARACTERS} are allowed")
     ids = _ids(proto.token_ids, "token_ids") if proto.token_ids or _says_empty(proto) else None
+    try:
+        planes = planes_from_proto(proto.planes, len(ids)) if ids is not None else ()
+        extra = extra_from_proto(proto.extra_json)
+    except ValueError as error:
+        raise MalformedCompletion(str(error)) from None
     seen = proto.WhichOneof("prompt")
     return Completion(
         message=message,
@@ -199,6 +208,8 @@ def completion_from_proto(proto: pb.CompleteResponse) -> Completion:
         usage=_usage(proto),
         policy_version=proto.policy_version,
         tool_calls=calls,
+        planes=planes,
+        extra_json=extra,
     )
 
 

@@ -14,6 +14,10 @@ DIALECTS = {
     Dialect.GRPC: spec_pb2.DIALECT_GRPC,
     Dialect.HTTP_MASKED: spec_pb2.DIALECT_HTTP_MASKED,
     Dialect.HTTP_PLAIN: spec_pb2.DIALECT_HTTP_PLAIN,
+    Dialect.OPENAI: spec_pb2.DIALECT_OPENAI,
+    Dialect.VLLM: spec_pb2.DIALECT_VLLM,
+    Dialect.SGLANG: spec_pb2.DIALECT_SGLANG,
+    Dialect.STREAM: spec_pb2.DIALECT_STREAM,
 }
 DRIFT_POLICIES = {
     DriftPolicy.WARN: spec_pb2.DRIFT_POLICY_WARN,

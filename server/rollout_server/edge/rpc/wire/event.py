@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from operator import attrgetter
+
 from google.protobuf.timestamp_pb2 import Timestamp
 from osmosis.rollout.v1 import event_pb2, token_pb2
 
@@ -12,9 +15,14 @@ from rollout_server.core.record import (
     Answered,
     Appended,
     Asked,
+    Deed,
     DriftFound,
     Ended,
+    Forked,
+    GivenUp,
+    Masked,
     Note,
+    Observed,
     SegmentOpened,
     ToolReturned,
     ToolStarted,
@@ -80,6 +88,8 @@ class _View:
                 proto.segment_opened.CopyFrom(opened)
             case DriftFound():
                 proto.drift_found.CopyFrom(_drift(record))
+            case Forked() | GivenUp() | Masked() | Observed():
+                self._deed(proto, record)
             case Note(_, code, text):
                 proto.note.CopyFrom(event_pb2.Note(code=utf8(code), text=utf8(text)))
             case Ended():
@@ -99,6 +109,7 @@ class _View:
             verified=record.reported is not None,
             policy_version=record.policy_version,
             mask_length=record.mask_length,
+            extra_json=utf8(record.extra_json) if self._messages else "",
         )
 
     def _prompt_tokens(self, record: Answered) -> int:
@@ -115,9 +126,11 @@ class _View:
 
     def _spans_of(self, turn: int) -> tuple[Segment | None, list[Span]]:
         for segment in reversed(self._rollout.machine.ledger.segments):
-            spans = [span for span in segment.spans if span.turn == turn]
-            if spans:
-                return segment, spans
+            spans = segment.spans  # their turns rise
+            start = bisect_left(spans, turn, key=attrgetter("turn"))
+            stop = bisect_right(spans, turn, key=attrgetter("turn"))
+            if start < stop:
+                return segment, list(spans[start:stop])
         return None, []
 
     def _returned(self, record: ToolReturned) -> event_pb2.ToolReturned:
@@ -128,6 +141,28 @@ class _View:
             failed=record.failed,
             elapsed_ms=record.elapsed_ms,
             message=message_to_proto(record.message, typed=self._typed) if self._messages else None,
+        )
+
+    def _deed(self, proto: event_pb2.RolloutEvent, record: Deed) -> None:
+        match record:
+            case Forked():
+                proto.forked.CopyFrom(self._forked(record))
+            case GivenUp():
+                proto.given_up.SetInParent()
+            case Masked(_, reason):
+                proto.masked.CopyFrom(event_pb2.Masked(reason=utf8(reason)))
+            case Observed(what, value):
+                told = utf8(value) if self._messages else ""
+                proto.observed.CopyFrom(event_pb2.Observed(what=what, value_json=told))
+
+    def _forked(self, record: Forked) -> event_pb2.Forked:
+        shown = messages_to_proto(record.messages, typed=self._typed) if self._messages else ()
+        return event_pb2.Forked(
+            of_segment_id=record.of,
+            origin=origin_to_proto(record.origin),
+            count=record.count,
+            messages=shown,
+            tools=[utf8(name) for name in record.tools],
         )
 
     def _finished(self, proto: event_pb2.RolloutEvent) -> None:

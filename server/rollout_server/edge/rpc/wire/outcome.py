@@ -84,6 +84,7 @@ def span_to_proto(segment: Segment, span: Span) -> token_pb2.Span:
         token_ids=segment.ids(span.start, span.stop),
         logprobs=token_pb2.Logprobs(values=segment.logprobs(span.start, span.stop)) if known else None,
         policy_version=span.policy_version,
+        planes=[token_pb2.TokenPlane(name=each.name, dtype=each.dtype, values=each.values) for each in span.planes],
     )
 
 

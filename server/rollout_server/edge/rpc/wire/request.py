@@ -37,11 +37,13 @@ _DELIVERY_STATES = {value: state for state, value in enums.DELIVERY_STATES.items
 MAX_SELECTED = 1000
 
 
-def wish(request: rollout_service_pb2.StartRolloutRequest, caller: Caller) -> Wish:
-    """A request for a rollout. Raises `InvalidRequest`."""
+def wish(request: rollout_service_pb2.StartRolloutRequest, caller: Caller, completes: Target | None = None) -> Wish:
+    """A request for a rollout. `completes` says who does where the request may not. Raises `InvalidRequest`."""
     messages, typed, wrong = messages_from_proto(request.spec.messages, "spec.messages")
-    if not request.spec.HasField("completions"):
+    if completes is None and not request.spec.HasField("completions"):
         wrong.append(Violation("spec.completions", "is needed: who completes?"))
+    if completes is not None and request.spec.HasField("completions"):
+        wrong.append(Violation("spec.completions", "must be unset on TrainerService.Train: its caller completes"))
     if len(request.request_id) > 256:
         wrong.append(Violation("request_id", "has at most 256 characters"))
     wrong += _unknown_words(request)
@@ -49,7 +51,7 @@ def wish(request: rollout_service_pb2.StartRolloutRequest, caller: Caller) -> Wi
         raise InvalidRequest(*wrong)
     credentials = request.credentials
     return Wish(
-        spec=_spec(request.spec, messages, typed),
+        spec=_spec(request.spec, messages, typed, completes or _target(request.spec.completions)),
         caller=caller.name,
         request_id=request.request_id,
         until_received=request.request_memory == rollout_service_pb2.REQUEST_MEMORY_UNTIL_RECEIVED,
@@ -68,9 +70,12 @@ def _unknown_words(request: rollout_service_pb2.StartRolloutRequest) -> list[Vio
     ]
     targets = [(name, getattr(spec, name)) for name in ("completions", "outcome", "tools")]
     words += [(f"spec.{name}.dialect", target.dialect, spec_pb2.Dialect) for name, target in targets]
-    return [
-        Violation(where, f"{value} is not known here") for where, value, kind in words if value not in kind.values()
+    here = "is spoken on TrainerService.Train only, where `completions` stays unset"
+    wrong = [
+        Violation(f"spec.{name}.dialect", here) for name, target in targets if target.dialect == spec_pb2.DIALECT_STREAM
     ]
+    unknown = [(where, value) for where, value, kind in words if value not in kind.values()]
+    return wrong + [Violation(where, f"{value} is not known here") for where, value in unknown]
 
 
 def selection(proto: rollout_service_pb2.Selection, caller: Caller) -> Selection:
@@ -141,11 +146,11 @@ def _digest(proto: rollout_service_pb2.Selection) -> str:
     return hashlib.sha256(proto.SerializeToString(deterministic=True)).hexdigest()[:16]
 
 
-def _spec(proto: spec_pb2.RolloutSpec, messages: tuple[Message, ...], typed: bool) -> Spec:
+def _spec(proto: spec_pb2.RolloutSpec, messages: tuple[Message, ...], typed: bool, completions: Target) -> Spec:
     return Spec(
         rollout_id=proto.rollout_id,
         messages=messages,
-        completions=_target(proto.completions),
+        completions=completions,
         group_id=proto.group_id,
         agent=proto.agent,
         typed=typed,
@@ -169,7 +174,7 @@ def _target(proto: spec_pb2.Target, over_http: Dialect = Dialect.HTTP_MASKED) ->
     dialect = _DIALECTS.get(proto.dialect)
     if dialect is None:
         dialect = Dialect.GRPC if _scheme(proto.url).startswith("grpc") else over_http
-    return Target(proto.url.rstrip("/"), dialect, proto.replays_turn_keys)
+    return Target(proto.url.rstrip("/"), dialect, proto.replays_turn_keys, proto.model)
 
 
 def _scheme(url: str) -> str:

@@ -62,7 +62,7 @@ def started(rollout: Rollout, *, attached: bool) -> rollout_service_pb2.StartRol
     return rollout_service_pb2.StartRolloutResponse(
         rollout=rollout_to_proto(rollout, rollout_service_pb2.ROLLOUT_VIEW_BASIC),
         attached=attached,
-        tools=[tool_to_proto(tool) for tool in rollout.agent.tools],
+        tools=[tool_to_proto(tool) for tool in rollout.tools],
     )
 
 

@@ -62,7 +62,10 @@ def limits_to_proto(limits: Limits) -> spec_pb2.Limits:
 
 def _target(target: Target) -> spec_pb2.Target:
     return spec_pb2.Target(
-        url=target.url, dialect=enums.DIALECTS[target.dialect], replays_turn_keys=target.replays_turn_keys
+        url=target.url,
+        dialect=enums.DIALECTS[target.dialect],
+        replays_turn_keys=target.replays_turn_keys,
+        model=target.model,
     )
 
 

@@ -1,0 +1,60 @@
+"""Completions that are asked for on a trainer's own stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.spec import Spec
+from rollout_server.edge.rpc.wire.completion import Request, Response
+from rollout_server.edge.stream.streams import Streams
+from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.trainer.calling import LEDGER_SECONDS, Call, Held, Rejection, ended, put_off
+from rollout_server.edge.trainer.completion import CompletionSampler
+from rollout_server.runtime.port import Failed, Tool
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTrainers:
+    """What all samplers of trainers on streams share."""
+
+    streams: Streams
+    tokenizers: Tokenizers
+
+    def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> CompletionSampler:
+        """The sampler of one rollout."""
+        return CompletionSampler(StreamCaller(self.streams, uid), self.tokenizers, uid, spec, tools)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCaller:
+    """Asks the trainer on whose stream a rollout is, whichever that is at the time."""
+
+    streams: Streams
+    uid: str
+
+    async def complete(self, request: Request, call: Call) -> Response:
+        """As `edge.trainer.calling.Completes`."""
+        while True:
+            call.attempts += 1
+            said = await self._ask(request, call)
+            if not isinstance(said, Rejection):
+                return said
+            pause = put_off(said, call)
+            if pause is None:
+                raise ended(said, call)
+            await asyncio.sleep(pause)
+
+    async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> Held | None:
+        """As `edge.trainer.calling.Completes`."""
+        seat = self.streams.seat(uid)
+        return await seat.read(segment_id, LEDGER_SECONDS) if seat is not None else None
+
+    async def _ask(self, request: Request, call: Call) -> Response | Rejection:
+        seat = self.streams.seat(self.uid)
+        if seat is None:
+            text = f"turn {call.turn}: the rollout is on no stream any more, so nobody completes"
+            raise Failed(Failure(Category.NETWORK, text, call.turn))
+        return await seat.ask(request, call)

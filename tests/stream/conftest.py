@@ -1,0 +1,127 @@
+"""A server of an agent that talks, a channel to it, and trainers on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from osmosis.rollout.v1 import rollout_service_pb2 as rpb
+from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
+from rollout_server import Agent, Run, tool
+from rollout_server.app import Server
+from rollout_server.settings import Settings
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+from transformers import AutoTokenizer
+
+from tests.stream.trainer import Trainer
+
+TURNS = 3
+OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+)
+
+
+@tool
+async def noop() -> str:
+    """Does nothing."""
+    return "nothing"
+
+
+class Talk(Agent):
+    """Says something after each answer."""
+
+    name = "talk"
+    tools = (noop,)
+
+    async def play(self, run: Run) -> None:
+        for number in range(TURNS):
+            await run.sample()
+            if number < TURNS - 1:
+                await run.append({"role": "user", "content": f"And {number}?"})
+
+
+class Held(Agent):
+    """Waits for its gate, then asks once. Leaves `metadata.notes` notes before."""
+
+    name = "held"
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+
+    async def play(self, run: Run) -> None:
+        notes = run.metadata.get("notes", 0)
+        assert isinstance(notes, int)
+        for number in range(notes):
+            run.note("note", str(number))
+        await self.gate.wait()
+        await run.sample()
+
+
+@dataclass
+class Place:
+    """A server, a channel to it, and what it is told in settings."""
+
+    server: Server
+    channel: grpc.aio.Channel
+    held: Held
+    answer: list[int]
+
+    @property
+    def stub(self) -> Any:
+        """RolloutService."""
+        return RolloutServiceStub(self.channel)
+
+    def trainer(self, **hello: Any) -> Trainer:
+        """A trainer that was not connected yet."""
+        return Trainer(self.channel, self.answer, **hello)
+
+    async def get(self, uid: str, view: Any = rpb.ROLLOUT_VIEW_SAMPLES) -> rpb.Rollout:
+        """A rollout as RolloutService has it."""
+        response: rpb.GetRolloutResponse = await self.stub.GetRollout(rpb.GetRolloutRequest(uid=uid, view=view))
+        return response.rollout
+
+    async def finished(self, uid: str) -> rpb.Rollout:
+        """The same, once it has finished."""
+        await self.stub.WaitRollout(rpb.WaitRolloutRequest(uid=uid))
+        return await self.get(uid)
+
+
+OpenPlace = Callable[..., Awaitable[Place]]
+
+
+@pytest.fixture(scope="session")
+def toy() -> Any:
+    return AutoTokenizer.from_pretrained(TOY_TOKENIZER)
+
+
+@pytest.fixture
+async def open_place(toy: Any) -> AsyncIterator[OpenPlace]:
+    """Starts servers, with settings by name."""
+    async with AsyncExitStack() as stack:
+
+        async def opened(**changes: Any) -> Place:
+            ports: dict[str, Any] = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False}
+            tokens: dict[str, Any] = {"tokenizers": {"t": TOY_TOKENIZER}, "tokenizers_offline": True}
+            held = Held()
+            settings = Settings(_env_file=None, **(ports | tokens | changes))
+            server = await stack.enter_async_context(Server([Talk(), held], settings))
+            address = f"127.0.0.1:{server.grpc_port}"
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=OPTIONS))
+            answer = list(toy.encode("Yes.<|im_end|>", add_special_tokens=False))
+            return Place(server, channel, held, answer)
+
+        yield opened
+
+
+@pytest.fixture
+async def place(open_place: OpenPlace) -> Place:
+    """A server with settings as they are."""
+    return await open_place()
