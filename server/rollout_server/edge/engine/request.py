@@ -1,0 +1,117 @@
+"""What engines are sent.
+
+Fields are those of the engines' own documentation: OpenAI's chat completions; for vLLM `return_token_ids` (0.10.2 and later); for
+SGLang `return_prompt_token_ids` and `return_meta_info` (0.5.13 and later) and `return_token_ids`, which is younger and tells the
+same without logprobs. Engines leave out what they do not know.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+
+from rollout_server.core.ledger import Tokens
+from rollout_server.core.message import Message
+from rollout_server.core.spec import Dialect, Spec, Target
+from rollout_server.edge.trainer.chat import RequestWriter
+from rollout_server.edge.trainer.parameters import engine_parameters
+from rollout_server.edge.trainer.rendering import as_function
+from rollout_server.runtime.port import Tool
+
+LIMIT: Final = "max_tokens"
+OTHER_LIMIT: Final = "max_completion_tokens"
+"""What OpenAI calls the most tokens of an answer for models that reason, which refuse the older name."""
+
+_TRUE: Final = msgspec.Raw(b"true")
+_ASKED: Final = MappingProxyType(
+    {
+        Dialect.OPENAI: (),
+        Dialect.VLLM: ("return_token_ids",),
+        Dialect.SGLANG: ("return_token_ids", "return_prompt_token_ids", "return_meta_info"),
+    }
+)
+_KEPT: Final = 1000
+_TAIL: Final = 64
+
+
+class LimitNames:
+    """How engines were found to call the most tokens of an answer, by address and model. The oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._other: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def of(self, target: Target) -> str:
+        """The name to use."""
+        return OTHER_LIMIT if (target.url, target.model) in self._other else LIMIT
+
+    def remember_other(self, target: Target) -> None:
+        """This engine takes the other name."""
+        self._other[target.url, target.model] = None
+        while len(self._other) > _KEPT:
+            self._other.popitem(last=False)
+
+
+class ChatWriter:
+    """Writes the chat completion requests of one rollout. Raises `WrongParameter`."""
+
+    def __init__(self, spec: Spec, tools: Sequence[Tool], limit: str = LIMIT) -> None:
+        self.limit = limit
+        own = _own_members(spec, tools)
+        self._writer = RequestWriter(None, engine_parameters(spec.sampling, own, limit))
+
+    def written(self, messages: Sequence[Message], input_ids: Tokens | None = None) -> bytes:
+        """The body for a conversation that extends the one written before. `input_ids`: SGLang is to take them for its prompt."""
+        more = b"" if input_ids is None else b',"input_ids":' + _json(input_ids)
+        return self._writer.plain(messages, more)
+
+
+class TokenWriter:
+    """Writes the bodies of vLLM's token routes: from ids to ids, and from those to a message. Raises `WrongParameter`."""
+
+    def __init__(self, spec: Spec) -> None:
+        model = json.dumps(spec.completions.model)
+        own = {} if spec.sampling.logprobs is False else {"logprobs": msgspec.Raw(b"0")}  # of the sampled token alone
+        # What else vLLM's chat completions take is ignored among the parameters of its sampler.
+        parameters = engine_parameters(replace(spec.sampling, logprobs=None), own)
+        self._head = (
+            f'{{"model":{model},"return_token_ids":true,"sampling_params":{{{parameters}}},"token_ids":'.encode()
+        )
+        self._model = model.encode()
+
+    def generation(self, prompt: Tokens) -> bytes:
+        """Asks for what follows the prompt."""
+        return b"".join((self._head, _json(prompt), b"}"))
+
+    def rendering(self, prompt: Tokens, generated: bytes, chat: bytes) -> bytes:
+        """Asks for the message in an answer, `generated`, to the request `chat`. Of the prompt its end is all that is looked at."""
+        return b"".join(
+            (
+                b'{"model":' + self._model + b',"prompt_tokens":' + str(len(prompt)).encode(),
+                b',"prompt_token_ids":' + _json(prompt[-_TAIL:]),
+                b',"generate_response":' + generated + b',"chat_request":' + chat + b"}",
+            )
+        )
+
+
+def _own_members(spec: Spec, tools: Sequence[Tool]) -> Mapping[str, msgspec.Raw]:
+    """The members that are ours to set, as JSON."""
+    dialect = spec.completions.dialect
+    own = {"model": msgspec.Raw(json.dumps(spec.completions.model).encode())}
+    own |= dict.fromkeys(_ASKED[dialect], _TRUE)
+    if dialect is not Dialect.OPENAI and spec.sampling.logprobs is not False:
+        own["logprobs"] = _TRUE
+    if tools:
+        own["tools"] = msgspec.Raw(json.dumps([as_function(tool) for tool in tools]).encode())
+    if dialect is not Dialect.OPENAI and spec.tokenizer is not None and spec.tokenizer.template_kwargs_json:
+        own["chat_template_kwargs"] = msgspec.Raw(spec.tokenizer.template_kwargs_json.encode())
+    return own
+
+
+def _json(ids: Tokens) -> bytes:
+    return msgspec.json.encode(ids.tolist())

@@ -1,0 +1,196 @@
+"""The samplers of rollouts whose answers come from an inference engine.
+
+In message mode the engine renders, and the prompt that it reports is the truth, as with any trainer: history that it tokenises in
+another way than it sampled it shows as drift. In token mode this side renders, sends ids, and nothing that was sampled is ever
+tokenised again. The engine's own parsers read the messages in either mode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+
+from rollout_server.core.ledger import SegmentKind, pack_tokens
+from rollout_server.core.message import Message
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.record import Answered
+from rollout_server.core.spec import Dialect, Spec
+from rollout_server.edge.engine.answer import Sampled
+from rollout_server.edge.engine.asking import Access
+from rollout_server.edge.engine.completing import Chat, Completed, Completes, Generation
+from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.parting import Parting
+from rollout_server.edge.tokens.render import Rendered, Renderer
+from rollout_server.edge.trainer.forms import Forms
+from rollout_server.edge.trainer.notes import notes_on
+from rollout_server.edge.trainer.rendering import open_renderer
+from rollout_server.runtime.port import Ask, Failed, Fork, Sampler, Tool
+
+_REPORTS = {
+    Dialect.VLLM: "vLLM sends them from version 0.10.2 on (return_token_ids)",
+    Dialect.SGLANG: "SGLang sends them from version 0.5.13 on (return_prompt_token_ids and return_meta_info)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What all samplers of inference engines share."""
+
+    access: Access
+    tokenizers: Tokenizers
+    forms: Forms = field(default_factory=Forms)
+
+    def open(self, spec: Spec, tools: Sequence[Tool], *, tokens: bool) -> Sampler:
+        """The sampler of one rollout. `tokens`: this side renders."""
+        if not tokens:
+            return MessageSampler(self, spec, tools)
+        return TokenSampler(self, spec, tools)
+
+
+class MessageSampler:
+    """The engine renders. Where the rollout names a tokenizer its prompts are predicted here, and compared with what it reports."""
+
+    def __init__(self, engines: Engines, spec: Spec, tools: Sequence[Tool]) -> None:
+        self._engines = engines
+        self._spec = spec
+        self._tools = tools
+        self._chat = Chat(engines.access, spec, tools)
+        self._opened: tuple[Renderer, Parting] | None = None
+        self._missed = False
+
+    async def sample(self, ask: Ask) -> Answered:
+        """Asks and checks. Raises `Failed`."""
+        messages = ask.messages[: ask.asked.messages]
+        rendering = await self._open()
+        rendered = None if rendering is None else await _rendered(rendering[0], messages, ask)
+        started = time.monotonic()
+        completed = await self._chat.complete(messages, ask)
+        answered = _answered(ask, completed, started)
+        answered = replace(answered, notes=tuple(self._notes(completed.sampled, ask)))
+        if rendering is None or rendered is None:
+            return answered
+        renderer, parting = rendering
+        predicted, reported = rendered.predicted, answered.reported
+        if reported is not None:
+            predicted = await renderer.learn(predicted, reported)
+            self._engines.forms.remember(self._spec, renderer.form)
+        around = await parting.around(predicted, reported, answered.token_ids or pack_tokens())
+        return replace(answered, predicted=predicted, around=around)
+
+    def fork(self, fork: Fork) -> MessageSampler:
+        """Engines remember nothing: any conversation may begin, with any tools. A branch goes on from what was predicted here."""
+        other = MessageSampler(self._engines, self._spec, self._tools if fork.tools is None else fork.tools)
+        other._missed = self._missed
+        if fork.origin.kind is SegmentKind.BRANCH and self._opened is not None:
+            renderer, parting = self._opened
+            other._opened = copy(renderer), copy(parting)
+        return other
+
+    async def _open(self) -> tuple[Renderer, Parting] | None:
+        if self._opened is None and self._spec.tokenizer is not None:
+            known = self._engines.forms.of(self._spec)
+            renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools, known)
+            self._opened = renderer, Parting(renderer.loaded)
+        return self._opened
+
+    def _notes(self, sampled: Sampled, ask: Ask) -> Iterator[tuple[str, str]]:
+        turn, since = ask.asked.turn, _REPORTS.get(self._spec.completions.dialect)
+        yield from notes_on(sampled.token_ids, sampled.logprobs, self._spec.sampling, turn)
+        if sampled.token_ids is not None and (sampled.reported is not None or self._opened is not None):
+            if sampled.reported is None:
+                text = "the engine sent no prompt_token_ids; prompt and environment tokens are our rendering"
+                yield "unverified", f"turn {turn}: {text}"
+        elif since is not None and not self._missed:
+            self._missed = True
+            missing = "token_ids" if sampled.token_ids is None else "prompt_token_ids"
+            yield "tokens_unknown", f"turn {turn}: the engine sent no {missing}, which it was asked for; {since}"
+
+
+class TokenSampler:
+    """This side renders: what follows the last answer is added to the ids that the engine has seen and sampled."""
+
+    def __init__(self, engines: Engines, spec: Spec, tools: Sequence[Tool]) -> None:
+        self._engines = engines
+        self._spec = spec
+        self._tools = tools
+        by_ids = Generation if spec.completions.dialect is Dialect.VLLM else Chat
+        self._by_ids: Completes = by_ids(engines.access, spec, tools)
+        self._renderer: Renderer | None = None
+        self._held = pack_tokens()
+
+    async def sample(self, ask: Ask) -> Answered:
+        """Renders, asks and checks. Raises `Failed`."""
+        turn, messages = ask.asked.turn, ask.messages[: ask.asked.messages]
+        if self._renderer is None:
+            self._renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools)
+        predicted = await self._renderer.append(messages, ask.last, ask.last_messages)
+        if predicted is None:
+            raise Failed(_unending(turn))
+        held = self._held if ask.last is not None else pack_tokens()
+        prompt = held + predicted.closing + predicted.environment
+        started = time.monotonic()
+        completed = await self._by_ids.complete(messages, ask, prompt)
+        answered = replace(_answered(ask, completed, started), predicted=predicted)
+        if answered.token_ids is None:
+            raise Failed(_unknown(turn, self._spec.completions.dialect))
+        saw = prompt if answered.reported is None else answered.reported
+        self._held = saw + answered.token_ids
+        return replace(answered, notes=tuple(self._notes(completed.sampled, turn)))
+
+    def fork(self, fork: Fork) -> TokenSampler:
+        """A branch goes on from the ids that are held; any other conversation begins with nothing."""
+        other = TokenSampler(self._engines, self._spec, self._tools if fork.tools is None else fork.tools)
+        if fork.origin.kind is SegmentKind.BRANCH:
+            other._renderer, other._held = copy(self._renderer), self._held
+        return other
+
+    def _notes(self, sampled: Sampled, turn: int) -> Iterator[tuple[str, str]]:
+        yield from notes_on(sampled.token_ids, sampled.logprobs, self._spec.sampling, turn)
+        if sampled.reported is None:
+            yield (
+                "unverified",
+                f"turn {turn}: the engine does not repeat the ids that it was sent, so nothing proves that it generated from them",
+            )
+
+
+async def _rendered(renderer: Renderer, messages: Sequence[Message], ask: Ask) -> Rendered:
+    """The turn as it is expected. That it cannot be rendered here is a failure, though the engine might render it."""
+    try:
+        return await renderer.predict(messages, ask.last, ask.last_messages)
+    except Failed as failed:
+        text = f"{failed.failure.message}; without `tokenizer` the engine's own rendering is taken as it is"
+        raise Failed(replace(failed.failure, message=text)) from None
+
+
+def _answered(ask: Ask, completed: Completed, started: float) -> Answered:
+    """The answer as a record, with what the engine says and nothing else. `started` is monotonic."""
+    sampled = completed.sampled
+    return Answered(
+        turn=ask.asked.turn,
+        message=completed.message,
+        finish_reason=completed.finish_reason,
+        token_ids=sampled.token_ids,
+        logprobs=sampled.logprobs,
+        reported=sampled.reported,
+        attempts=completed.attempts,
+        elapsed_ms=1000 * (time.monotonic() - started),
+        usage=sampled.usage,
+        policy_version=sampled.policy_version,
+        tool_calls=completed.tool_calls,
+    )
+
+
+def _unending(turn: int) -> Failure:
+    text = (
+        f"turn {turn}: the chat template shows no place at which the last answer ends, so nobody can say which tokens follow it; "
+        "use message mode, or a template that closes answers with a special token"
+    )
+    return Failure(Category.TOKENIZER, text, turn)
+
+
+def _unknown(turn: int, dialect: Dialect) -> Failure:
+    since = _REPORTS.get(dialect, "")
+    text = f"turn {turn}: the engine sent no ids of its answer, and in token mode nothing can follow it without them; {since}"
+    return Failure(Category.VALIDATION, text, turn)
