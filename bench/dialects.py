@@ -7,6 +7,8 @@ Of the turns after it are told, as medians:
 * CPU of this process with all its threads, from asking for an answer to having it: rendering, encoding, writing and reading.
 * Bytes of the requests' bodies, of those that were repeated too; no headers, nothing of TCP, nothing of the answers.
 
+The rows of whole servers (`bench.whole`) also hold the rollout around the sampler, over a stream of the trainer's and without.
+
 In token mode both should stay flat. Elsewhere an answer brings the ids of its whole prompt, and reading them is CPU too.
 """
 
@@ -46,6 +48,7 @@ from rollout_server.runtime.port import Ask, Failed, Sampler
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 from bench.tokens import SIZES
+from bench.whole import Timed, play
 
 _WARM_UP = 1
 _TURNS = 9
@@ -206,6 +209,13 @@ async def _measure(directory: Path, urls: Mapping[str, str], sizes: Sequence[int
                     statistics.median(values) for values in zip(*((c.cpu, c.sent) for c in costs), strict=True)
                 )
                 table.add_row(form.name, f"{tokens:,}", f"{cpu:.2f}", f"{sent:,.0f}")
+        firsts = [_first(loaded, size) for size in sizes]
+        texts = [str(message.fields()["content"]) for message, _ in firsts]
+        prompts = [f"{tokens:,}" for _, tokens in firsts] * 2
+        whole = [each async for each in play(directory, Timed(_TURNS, _HEARD), texts)]
+        for played, tokens in zip(whole, prompts, strict=True):
+            cpu, sent = (statistics.median(values[_WARM_UP:]) for values in (played.cpu, played.sent))
+            table.add_row(played.name, tokens, f"{cpu:.2f}", f"{sent:,.0f}")
     return table
 
 

@@ -39,15 +39,23 @@ class AsyncCalls:
         self._closed = False
 
     @property
-    def stub(self) -> RolloutServiceAsyncStub:
-        """The rpcs. Raises RuntimeError where nothing can be called."""
+    def channel(self) -> grpc.aio.Channel:
+        """The channel, for stubs of one's own. Raises RuntimeError where nothing can be called."""
         self.check()
-        if self._stub is None:
+        if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._channel = self._channel or self._open()
-            self._stub = RolloutServiceStub(self._channel)
         elif asyncio.get_running_loop() is not self._loop:
             raise RuntimeError(_ANOTHER_LOOP)
+        if self._channel is None:
+            self._channel = self._open()
+        return self._channel
+
+    @property
+    def stub(self) -> RolloutServiceAsyncStub:
+        """The rpcs. Raises RuntimeError where nothing can be called."""
+        channel = self.channel
+        if self._stub is None:
+            self._stub = RolloutServiceStub(channel)
         return self._stub
 
     async def answer(

@@ -178,6 +178,7 @@ _KINDS: Final[Mapping[StatusCode, type[RolloutError]]] = MappingProxyType(
         StatusCode.DATA_LOSS: ServerFault,
     }
 )
+_CODES: Final[Mapping[int, StatusCode]] = MappingProxyType({each.value[0]: each for each in StatusCode})
 # What gRPC reports when a connection breaks or a stream is reset, if nobody on this side cancelled the call.
 _BROKEN: Final = frozenset({StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.CANCELLED})
 
@@ -210,6 +211,13 @@ def failure_of(error: grpc.RpcError, request_id: str) -> RolloutError:
     if isinstance(failure, EventsGone) and told is not None:
         failure.oldest, failure.newest = (_number(told.metadata[key]) for key in ("oldest", "newest"))
     return failure
+
+
+def told(code: int, message: str, reason: str) -> RolloutError:
+    """The exception for what a server refused within a stream, with a google.rpc.Code and a word of ours as the reason."""
+    status = _CODES.get(code, StatusCode.UNKNOWN)
+    later = 0.0 if status is StatusCode.RESOURCE_EXHAUSTED else None
+    return _kind(status, message, from_server=True)(status, message, reason=reason, retry_after=later)
 
 
 def _kind(code: StatusCode, message: str, *, from_server: bool) -> type[RolloutError]:

@@ -13,7 +13,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 
 from rollout_client.values import fill
 
-Dialect: TypeAlias = Literal["grpc", "http_masked", "http_plain"]
+Dialect: TypeAlias = Literal["grpc", "http_masked", "http_plain", "openai", "vllm", "sglang", "stream"]
 MessageLike: TypeAlias = Mapping[str, Any] | str | message_pb2.Message | message_pb2.ChatMessage
 JsonLike: TypeAlias = Mapping[str, Any] | str
 
@@ -26,11 +26,13 @@ class Target:
         url: http:, https:, grpc: or grpcs:, without user name or password: those go into `Credentials`.
         dialect: the protocol spoken there; None: taken from the URL.
         replays_turn_keys: a repeated turn gets the same answer there and generates nothing anew.
+        model: the model's name at an engine ("openai", "vllm" or "sglang"), which needs one; None for trainers.
     """
 
     url: str
     dialect: Dialect | None = None
     replays_turn_keys: bool = False
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The same fifty turns with trainers that speak gRPC: in token mode every template comes to the end of every conversation.
 
-The trainer judges each prompt by its own plain means; what it accumulated is what the server has recorded, element by element.
+The trainer judges each prompt by its own plain means; what it accumulated is what the server has recorded, element by element. What
+the trainer library yields over a stream is, too, in token mode and where the trainer renders.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from typing import Any
 
 import pytest
 from osmosis.rollout.v1 import outcome_pb2
-from rollout_client import AsyncClient, samples
+from rollout_client import AsyncClient, TrainingSample, samples
 from rollout_server.app import Server
 from rollout_server.settings import Settings
 from rollout_server.testing.renderer import PlainRenderer
 from rollout_server.testing.script import tool_call
 from rollout_server.testing.trainer import StrictTrainer
+from rollout_server.testing.verdict import Sample
 from transformers import AutoTokenizer
 
 from tests.exact.conversations import Conversation, Guided, written
 from tests.exact.families import EVERYTHING, Family, families
+from tests.exact.library import by_library, sayable
 
 KIND = "mixed"
 # Without ROLLOUT_EXACT=all, each tokenizer with its own template.
@@ -31,10 +34,24 @@ PLAYED = [each for each in families() if EVERYTHING or each.values[0] is None or
 CALLED = {"role": "assistant", "content": "", "tool_calls": [tool_call("a1b2c3d4e", "look", '{"r": 0}')]}
 
 
+def tool_of(tool: Any) -> Mapping[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": json.loads(tool.parameters_json_schema),
+    }
+    return {"type": "function", "function": function}
+
+
+TOOLS = [tool_of(tool) for tool in Guided.tools]
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """A server, a client of it, and a trainer of one tokenizer. `rendered`: its template writes what tools answer."""
 
+    address: str
+    tokenizer: Any
     client: AsyncClient
     trainer: StrictTrainer
     conversation: Conversation
@@ -47,26 +64,18 @@ async def world(directory: Path) -> AsyncIterator[World]:
     settings = Settings(_env_file=None, tokenizers={"model": directory}, tokenizers_offline=True, **ports)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(Server([Guided()], settings))
-        client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{server.grpc_port}"))
-        tools = [tool_of(tool) for tool in Guided.tools]
-        renderer = PlainRenderer(AutoTokenizer.from_pretrained(directory, local_files_only=True))
-        conversation = written(KIND, renderer, tools)
-        trainer = await stack.enter_async_context(StrictTrainer(directory, tools=tools))
+        address = f"127.0.0.1:{server.grpc_port}"
+        client = await stack.enter_async_context(AsyncClient(address))
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        renderer = PlainRenderer(tokenizer)
+        conversation = written(KIND, renderer, TOOLS)
+        trainer = await stack.enter_async_context(StrictTrainer(directory, tools=TOOLS))
         heard = [
             {"role": "user", "content": "?"},
             CALLED,
             {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "Zq9"},
         ]
-        yield World(client, trainer, conversation, "Zq9" in renderer.text(heard, tools))
-
-
-def tool_of(tool: Any) -> Mapping[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": json.loads(tool.parameters_json_schema),
-    }
-    return {"type": "function", "function": function}
+        yield World(address, tokenizer, client, trainer, conversation, "Zq9" in renderer.text(heard, TOOLS))
 
 
 async def play(at: World, rollout_id: str, **spec: Any) -> outcome_pb2.Outcome:
@@ -101,9 +110,21 @@ async def test_token_mode(family: Family, tmp_path: Path) -> None:
         assert len(verdict.turns) == len(at.conversation.exchanges)
         assert [warning.code for warning in outcome.warnings] == []
         (sample,) = samples(outcome)
-        theirs = verdict.sample
-        assert sample.prompt_ids == list(theirs.prompt_ids)
-        assert sample.response_ids == list(theirs.response_ids)
-        assert sample.response_mask == list(theirs.response_mask)
-        assert sample.logprobs == pytest.approx(list(theirs.logprobs))
-        assert sample.verified
+        assert equal(sample, verdict.sample)
+        written_anew = sayable(PlainRenderer(at.tokenizer), at.conversation.asked, TOOLS)
+        for mode in ("tokens", "messages"):
+            finished = await by_library(at.client, at.tokenizer, written_anew, mode)
+            assert (finished.error, finished.mismatch, finished.checked) == ("", None, True), mode
+            assert finished.rollout.outcome.metrics.turns == len(written_anew.exchanges)
+            kept = samples(await at.client.get(finished.uid, view="full"))
+            assert list(finished.samples) == kept
+            assert len(kept) == 1 or mode == "messages"  # there a template may rewrite what was said
+
+
+def equal(sample: TrainingSample, theirs: Sample) -> bool:
+    """Whether a sample is what the trainer accumulated, element by element."""
+    assert sample.prompt_ids == list(theirs.prompt_ids)
+    assert sample.response_ids == list(theirs.response_ids)
+    assert sample.response_mask == list(theirs.response_mask)
+    assert sample.logprobs == pytest.approx(list(theirs.logprobs))
+    return bool(sample.verified)

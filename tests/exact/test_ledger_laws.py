@@ -136,9 +136,9 @@ class Rollout:
         assert turn.predicted is not None
         environment = list(turn.predicted.closing + turn.predicted.environment)
         prompt = list(turn.reported) if turn.reported is not None else self._held() + environment
-        drift = self._ledger.commit(turn)
+        drift = self._ledger.main.commit(turn)
         told = None if drift is None else (drift.kind.value, drift.index, drift.expected, drift.reported)
-        assert told == self._naive.commit(turn)
+        assert told == self._naive.main.commit(turn)
         assert_laws(self._ledger, self._naive)
         self._turns.append((prompt, list(turn.answer), [0.0] * len(turn.answer)))
         samples = [segment.sample() for segment in self._ledger.segments]

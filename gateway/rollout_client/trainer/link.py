@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from osmosis.rollout.v1.rollout_service_pb2 import ROLLOUT_STATE_FINISHED, Rollout
@@ -12,6 +13,8 @@ from rollout_client.errors import NotFound
 from rollout_client.spec import Credentials, Target
 from rollout_client.trainer.serving import Listener
 
+LEFT = "its trainer let go of it"
+
 
 class Link(Protocol):
     """How rollouts are started. Their turns come to `Turns` and their outcomes to `Outcomes`, by whichever way this is."""
@@ -19,11 +22,14 @@ class Link(Protocol):
     async def open(self) -> None:
         """Makes the way. Raises OSError or RolloutError where there is none."""
 
-    async def start(self, fields: Mapping[str, Any]) -> str:
-        """Starts a rollout and returns its uid. Raises RolloutError, TypeError and ValueError."""
+    async def start(self, fields: Mapping[str, Any], name: str, n: int) -> Mapping[str, str]:
+        """Starts the `n` rollouts that are called `names(name, n)`, and returns their uids by these names.
 
-    async def look(self, uid: str) -> Rollout | None:
-        """A rollout with its samples, if it has finished; None: it has not. Raises NotFound for one that the server lost."""
+        Raises RolloutError, TypeError and ValueError; then some of them may run.
+        """
+
+    async def ended(self, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
+        """A rollout once it has finished; a delivered one is in `outcome`. Raises RolloutError where its end cannot be known."""
 
     async def cancel(self, rollout_id: str) -> None:
         """Ends a rollout, if it runs."""
@@ -32,38 +38,51 @@ class Link(Protocol):
         """Ends what is under way."""
 
 
-class ServedLink:
-    """The server is asked over `client`, and calls back at `listener`."""
+def names(name: str, n: int) -> Sequence[str]:
+    """The ids of a group's rollouts, as `TrainStart` has them."""
+    return [f"{name}/{index}" for index in range(n)] if n > 1 else [name]
 
-    def __init__(self, client: AsyncClient, listener: Listener, *, own: bool) -> None:
+
+class ServedLink:
+    """The server is asked over `client`, and calls back at `listener`. Where outcomes do not get through, it looks for them.
+
+    Args:
+        look: seconds between two looks.
+        own: the client is closed with the link.
+    """
+
+    def __init__(self, client: AsyncClient, listener: Listener, look: float, *, own: bool) -> None:
         self._client = client
         self._listener = listener
+        self._look = look
         self._own = own
 
     async def open(self) -> None:
         await self._listener.open()
 
-    async def start(self, fields: Mapping[str, Any]) -> str:
-        listener = self._listener
-        started = await self._client.start(
-            **fields,
-            request_id=fields["rollout_id"],
-            completions=Target(listener.url, "grpc", replays_turn_keys=True),
-            outcome=Target(listener.url, "grpc"),
-            credentials=Credentials(completions_bearer=listener.bearer, outcome_bearer=listener.bearer),
-        )
-        return started.uid
+    async def start(self, fields: Mapping[str, Any], name: str, n: int) -> Mapping[str, str]:
+        rollout_ids = names(name, n)
+        tasks = [asyncio.create_task(self._start(fields, rollout_id)) for rollout_id in rollout_ids]
+        try:
+            return dict(zip(rollout_ids, await asyncio.gather(*tasks), strict=True))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def look(self, uid: str) -> Rollout | None:
-        if (await self._client.get(uid)).state != ROLLOUT_STATE_FINISHED:
-            return None
-        rollout = await self._client.get(uid, view="samples")
-        await self._client.acknowledge(uid)
-        return rollout
+    async def ended(self, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
+        while True:
+            await asyncio.wait((outcome,), timeout=self._look)
+            if outcome.done():
+                return outcome.result()
+            if (await self._client.get(uid)).state == ROLLOUT_STATE_FINISHED:
+                rollout = await self._client.get(uid, view="samples")
+                await self._client.acknowledge(uid)
+                return rollout
 
     async def cancel(self, rollout_id: str) -> None:
         try:
-            await self._client.cancel(rollout_ids=[rollout_id], reason="its trainer let go of it", timeout=5)
+            await self._client.cancel(rollout_ids=[rollout_id], reason=LEFT, timeout=5)
         except NotFound:
             return
 
@@ -71,3 +90,15 @@ class ServedLink:
         await self._listener.close()
         if self._own:
             await self._client.aclose()
+
+    async def _start(self, fields: Mapping[str, Any], rollout_id: str) -> str:
+        listener = self._listener
+        started = await self._client.start(
+            **fields,
+            rollout_id=rollout_id,
+            request_id=rollout_id,
+            completions=Target(listener.url, "grpc", replays_turn_keys=True),
+            outcome=Target(listener.url, "grpc"),
+            credentials=Credentials(completions_bearer=listener.bearer, outcome_bearer=listener.bearer),
+        )
+        return started.uid

@@ -8,6 +8,8 @@ from typing import Final
 
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
+from rollout_client.errors import RolloutError
+
 _REMEMBERED: Final = 10_000
 
 
@@ -22,6 +24,10 @@ class Outcomes:
         """The outcome of a rollout that is about to be started."""
         return self._awaited.setdefault(rollout_id, asyncio.get_running_loop().create_future())
 
+    def awaits(self, rollout_id: str) -> bool:
+        """Whether somebody still waits."""
+        return rollout_id in self._awaited
+
     def settle(self, rollout: Rollout) -> bool:
         """Takes an outcome in. False: nobody here ever waited for it."""
         rollout_id = rollout.spec.rollout_id
@@ -29,6 +35,13 @@ class Outcomes:
         if future is not None and not future.done():
             future.set_result(rollout)
         return future is not None or rollout_id in self._settled
+
+    def fail(self, rollout_id: str, error: RolloutError) -> None:
+        """Nobody will ever tell the outcome."""
+        future = self._awaited.get(rollout_id)
+        if future is not None and not future.done():
+            future.set_exception(error)
+            future.exception()  # looked at, also where nobody waits any more
 
     def close(self, rollout_id: str) -> None:
         """Nobody waits any more; what still comes is acknowledged."""

@@ -92,7 +92,8 @@ def _at_base(record: Record, request: pb.CompleteRequest) -> SegmentLedger:
     for segment_id, ledger in record.segments.items():
         if any(mark.is_at(base) for mark in ledger.marks):
             record.conversations[request.segment_id] = record.conversations.get(segment_id, ())
-            if ledger.restarted and ledger.marks[-1].is_at(base):
+            forked = request.origin.kind == token_pb2.SEGMENT_KIND_BRANCH
+            if not forked and ledger.restarted and ledger.marks[-1].is_at(base):
                 # The server gave the prompt that began anew a segment of its own.
                 record.segments[request.segment_id] = record.segments.pop(segment_id)
                 return ledger

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from osmosis.rollout.v1.completion_service_pb2 import ReadLedgerRequest, ReadLedgerResponse
+
 from rollout_client.trainer.ledger import Mark, Run, SegmentLedger
 from rollout_client.trainer.refusal import mismatch
 
@@ -109,6 +111,14 @@ class Records:
     def find(self, uid: str) -> Record | None:
         """A rollout that is known."""
         return self._records.get(uid)
+
+    def ledger(self, request: ReadLedgerRequest) -> ReadLedgerResponse | None:
+        """A segment as it is held here; None: it is not known, or not any more."""
+        record = self.find(request.uid)
+        held = record.segments.get(request.segment_id) if record else None
+        if held is None:
+            return None
+        return ReadLedgerResponse(spans=held.spans(request.offset), checkpoints=[mark.proto() for mark in held.marks])
 
     def open(self, uid: str) -> Record:
         """A rollout, known or not."""

@@ -100,13 +100,11 @@ class Listener:
 
     async def read_ledger(self, request: pb.ReadLedgerRequest) -> pb.ReadLedgerResponse:
         """A segment as it is held here."""
-        record = self._records.find(request.uid)
-        ledger = record.segments.get(request.segment_id) if record else None
+        ledger = self._records.ledger(request)
         if ledger is None:
             text = f"segment {request.segment_id!r} of rollout {request.uid!r} is not known here, or not any more"
             raise Refused(grpc.StatusCode.NOT_FOUND, "SEGMENT_UNKNOWN", text)
-        checkpoints = [mark.proto() for mark in ledger.marks]
-        return pb.ReadLedgerResponse(spans=ledger.spans(request.offset), checkpoints=checkpoints)
+        return ledger
 
     async def deliver(self, request: outcome_service_pb2.DeliverOutcomeRequest) -> Message:
         """Takes an outcome in, once; again it is acknowledged and nothing else."""

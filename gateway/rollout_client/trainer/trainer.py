@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Required, Self, TypedDict, TypeVar, Unpack
 
@@ -19,11 +19,13 @@ from rollout_client.spec import Limits, Sampling, Target, Tokenizer
 from rollout_client.trainer.answer import Parse, plain
 from rollout_client.trainer.finished import Finished, Group, Prompt, PromptLike, RecordMismatch, finished_of, prompt_of
 from rollout_client.trainer.generation import Decode, Generate
-from rollout_client.trainer.link import Link, ServedLink
+from rollout_client.trainer.link import Link, ServedLink, names
 from rollout_client.trainer.outcomes import Outcomes
 from rollout_client.trainer.prompting import Render
 from rollout_client.trainer.records import Records
 from rollout_client.trainer.serving import Listener, Serving
+from rollout_client.trainer.stream.link import StreamLink
+from rollout_client.trainer.stream.stream import Side
 from rollout_client.trainer.turns import Model, Turns
 
 _FAREWELL_SECONDS: Final = 1.0
@@ -74,7 +76,7 @@ class Trainer:
 
     Args:
         server: its address, or an AsyncClient, for keys and TLS, that stays yours to close.
-        serving: where the server calls back.
+        serving: where the server calls back. None: everything goes over one stream to the server, and nothing listens here.
         on_mismatch: what to do when a sample is not what was generated: "raise" `RecordMismatch`, or "flag" the rollout, which then
             has no samples.
         model: how to generate, and what ids and texts mean; see `ModelFields`.
@@ -84,17 +86,17 @@ class Trainer:
         self,
         server: str | AsyncClient,
         *,
-        serving: Serving = Serving(),  # noqa: B008 - a frozen value
+        serving: Serving | None = None,
         on_mismatch: Literal["raise", "flag"] = "raise",
         **model: Unpack[ModelFields],
     ) -> None:
         if on_mismatch not in ("raise", "flag"):
             raise ValueError('on_mismatch must be "raise" or "flag"')
-        generating = _count(model.get("generating", 256), "generating")
+        self._generating = _count(model.get("generating", 256), "generating")
         self._remembered = _count(model.get("remembered", 1024), "remembered")
         self._records = Records(self._remembered)
         self._outcomes = Outcomes()
-        self._turns = Turns(_model(model), self._records, generating)
+        self._turns = Turns(_model(model), self._records, self._generating)
         self._renders = model.get("render") is not None
         self._raises = on_mismatch == "raise"
         self._server = server
@@ -104,13 +106,10 @@ class Trainer:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        """Listens. Raises OSError if the address cannot be had."""
+        """Connects, or listens. Raises RolloutError where the server cannot be reached, OSError if an address cannot be had."""
         if self._link is not None:
             raise RuntimeError("a Trainer can be entered once; make another one")
-        server = self._server
-        client = AsyncClient(server) if isinstance(server, str) else server
-        listener = Listener(self._serving, self._turns, self._records, self._outcomes)
-        self._link = ServedLink(client, listener, own=client is not server)
+        self._link = self._made_link()
         try:
             await self._link.open()
         except BaseException:
@@ -176,36 +175,34 @@ class Trainer:
         if prompt.metadata is not None:
             common = fields.get("metadata") or {}
             spec["metadata"] = {**common, **prompt.metadata}
-        tasks = [asyncio.create_task(self._rollout(spec)) for _ in range(n)]
+        link, name = self._running_link(), uuid.uuid4().hex
+        outcomes = {rollout_id: self._outcomes.expect(rollout_id) for rollout_id in names(name, n)}
+        uids: Mapping[str, str] = {}
         try:
-            return Group(group_id, prompt, await asyncio.gather(*tasks))
-        finally:
-            await _cancelled(tasks)
-
-    async def _rollout(self, spec: Mapping[str, Any]) -> Finished:
-        link, rollout_id = self._running_link(), uuid.uuid4().hex
-        outcome = self._outcomes.expect(rollout_id)
-        try:
-            uid = await link.start({**spec, "rollout_id": rollout_id})
-            rollout = await self._ended(link, uid, outcome)
+            uids = await link.start(spec, name, n)
+            return Group(group_id, prompt, await self._finished(link, uids, outcomes))
         except BaseException as error:
-            await self._let_go(link, rollout_id, outcome if isinstance(error, asyncio.CancelledError) else None)
+            runs = bool(uids) or isinstance(error, asyncio.CancelledError)
+            left = [each for each in outcomes if self._outcomes.awaits(each)]
+            await asyncio.gather(*(self._let_go(link, each, outcomes[each] if runs else None) for each in left))
             raise
+
+    async def _finished(
+        self, link: Link, uids: Mapping[str, str], outcomes: Mapping[str, asyncio.Future[Rollout]]
+    ) -> Sequence[Finished]:
+        rollouts = [asyncio.create_task(self._rollout(link, each, uids[each], outcomes[each])) for each in outcomes]
+        try:
+            return await asyncio.gather(*rollouts)
+        finally:
+            await _cancelled(rollouts)
+
+    async def _rollout(self, link: Link, rollout_id: str, uid: str, outcome: asyncio.Future[Rollout]) -> Finished:
+        rollout = await link.ended(uid, outcome)
         self._outcomes.close(rollout_id)
         finished = finished_of(rollout, self._records.forget(uid))
         if finished.mismatch is not None and self._raises:
             raise RecordMismatch(finished)
         return finished
-
-    async def _ended(self, link: Link, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
-        """The finished rollout: as it is delivered, or, should deliveries not get through, as it is found from time to time."""
-        while True:
-            await asyncio.wait((outcome,), timeout=self._serving.look)
-            if outcome.done():
-                return outcome.result()
-            found = await link.look(uid)
-            if found is not None:
-                return found
 
     async def _let_go(self, link: Link, rollout_id: str, outcome: asyncio.Future[Rollout] | None) -> None:
         """Ends a rollout on the server. Goes on also where whoever waits for it does not."""
@@ -225,8 +222,17 @@ class Trainer:
 
     def _running_link(self) -> Link:
         if self._link is None:
-            raise RuntimeError("the trainer does not listen yet: use it within `async with`")
+            raise RuntimeError("the trainer has no server yet: use it within `async with`")
         return self._link
+
+    def _made_link(self) -> Link:
+        server, serving = self._server, self._serving
+        client = AsyncClient(server) if isinstance(server, str) else server
+        own = client is not server
+        if serving is None:
+            return StreamLink(client, Side(self._turns, self._records, self._outcomes, self._generating), own=own)
+        listener = Listener(serving, self._turns, self._records, self._outcomes)
+        return ServedLink(client, listener, serving.look, own=own)
 
 
 def _model(fields: ModelFields) -> Model:

@@ -23,7 +23,7 @@ class Call:
     then only the messages are judged. The asynchronous dialect is `keyed` as well, and its history verbatim. `tools` are
     those that the prompt is rendered with. `judged_as` is the name under which the conversation is judged, where that is
     not the rollout's id: a rollout may hold several conversations. In token mode `given` are the ids to answer from, and
-    `max_tokens` the most that the answer may have.
+    `max_tokens` the most that the answer may have. `again`: the last turn is asked for anew, to be answered anew.
     """
 
     rollout_id: str
@@ -35,6 +35,7 @@ class Call:
     judged_as: str = ""
     given: Given | None = None
     max_tokens: int | None = None
+    again: bool = False
 
     @property
     def key(self) -> str:

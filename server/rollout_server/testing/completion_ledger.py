@@ -1,5 +1,6 @@
 """What a gRPC trainer holds of each segment: messages, tokens with their authors, a checkpoint after each turn."""
 
+import copy
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
@@ -58,7 +59,8 @@ class SegmentLedger:
 
     `rollout_key` names the rollout to the judge; `typed` says that the segment began with typed messages, `in_tokens` that
     it began in token mode, `drifted` that a prompt did not extend it, so that a new sample began with that prompt, `begun`
-    that a turn of it was answered. With `forgotten` the trainer plays one that lost the segment: no base is known, while
+    that a turn of it was answered, `before` what it was before the last answer, `undone` the turn whose
+    answer was taken back. With `forgotten` the trainer plays one that lost the segment: no base is known, while
     the judge still knows what a whole history has to be.
     """
 
@@ -71,6 +73,8 @@ class SegmentLedger:
         self.drifted = False
         self.forgotten = False
         self.begun = False
+        self.before: SegmentLedger | None = None
+        self.undone = 0
         self.last_was_cut = False
         self._runs: list[Run] = []
         self._words: list[int] = []
@@ -90,6 +94,14 @@ class SegmentLedger:
     def last_turn(self) -> int:
         """The turn that was answered last; 0 before the first one."""
         return self._runs[-1].turn if self._runs else 0
+
+    def copy(self) -> "SegmentLedger":
+        """Another ledger that holds the same."""
+        other = copy.copy(self)
+        other.messages, other.marks = self.messages[:], self.marks[:]
+        other._runs, other._words, other._digest = self._runs[:], self._words[:], self._digest.copy()
+        other.before = None
+        return other
 
     def add(self, turn: int, messages: Sequence[Message], answer: Answer, policy_version: str) -> Mark:
         """Takes a turn of message mode in. A prompt that does not extend the ledger replaces what it held."""

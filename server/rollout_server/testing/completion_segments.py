@@ -47,7 +47,8 @@ class Segments:
         parent = next(parents, None)
         if parent is None:
             raise base_unknown(f"segment {request.segment_id!r} of rollout {request.uid!r} is not known here")
-        continues = parent.drifted and parent.marks[-1].digest == request.base.digest
+        forked = request.origin.kind == token_pb2.SEGMENT_KIND_BRANCH
+        continues = not forked and parent.drifted and parent.marks[-1].digest == request.base.digest
         branch = parent.branch(request.base.digest, parent.rollout_key if continues else _key(rollout, request))
         rollout.segments[request.segment_id] = _at_base(branch, request.base)
         return branch
@@ -55,6 +56,13 @@ class Segments:
     def parent(self, request: pb.CompleteRequest) -> SegmentLedger | None:
         """The segment that the call's segment comes from, as far as it is known here."""
         return self.find(request.uid, request.origin.parent_id) if request.origin.parent_id else None
+
+    def step_back(self, request: pb.CompleteRequest) -> None:
+        """Makes the segment what it was before its last answer, if that is the turn that is asked for again."""
+        held = self.find(request.uid, request.segment_id)
+        if held is not None and held.before is not None and held.last_turn == request.turn:
+            held.before.undone = request.turn
+            self._rollouts[request.uid].segments[request.segment_id] = held.before
 
     def forget(self, uid: str) -> None:
         """Makes all bases and tools of a rollout unknown, until its whole history comes."""

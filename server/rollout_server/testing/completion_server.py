@@ -26,10 +26,9 @@ def target(host: str, port: int) -> str:
 
 
 class CompletionServer:
-    """Serves one CompletionService, from `open` to `close`."""
+    """Serves a CompletionService, from `open` to `close`."""
 
     def __init__(self, service: CompletionService) -> None:
-        self._service = service
         self._server = grpc.aio.server(options=_OPTIONS)
         completion_service_pb2_grpc.add_CompletionServiceServicer_to_server(service, self._server)
 
@@ -45,4 +44,3 @@ class CompletionServer:
     async def close(self) -> None:
         """Stops at once; calls that are held back are cancelled."""
         await self._server.stop(None)
-        await self._service.close()

@@ -55,7 +55,8 @@ class Judge:
         begins = tally.next_turn == 1 or over
         try:
             self._check_keyed(call, Tally(call.key) if over else tally)
-            if call.keyed and tally.turn_keys[-1:] == [call.keyed.turn_key]:
+            if call.again or (call.keyed and tally.turn_keys[-1:] == [call.keyed.turn_key]):
+                self._check_again(call, tally)
                 return Prompt(call, tally.last_prompt, tally.last_turn.new_tokens, tally.last_turn.number, repeats=True)
             return self._first(call) if begins else self._later(call, tally)
         except RefusedError as error:
@@ -170,6 +171,11 @@ class Judge:
         """All that are kept, the one called least recently first."""
         with self._lock:
             return tuple(tally.verdict() for tally in self._tallies.values())
+
+    def _check_again(self, call: Call, tally: Tally) -> None:
+        if call.again and not tally.asked_alike(call.messages):
+            text = f"turn {tally.last_turn.number} is asked for again, but the messages are others"
+            raise _refused(tally.last_turn.number, RefusalReason.KEY, text)
 
     def _first(self, call: Call) -> Prompt:
         if call.masked and (fault := first_mask_fault(call.mask)):

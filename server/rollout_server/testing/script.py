@@ -57,6 +57,9 @@ class Lie(StrEnum):
     """`prompt_checkpoint` has another digest than the `after` of the request. In token mode only."""
     AFTER_DIGEST = "after_digest"
     """`after` has another digest than prompt and `token_ids` give."""
+    ANSWERED_TWICE = "answered_twice"
+    """A second answer to the same turn follows the honest one, with one id changed. Over a stream only, where the contract has it
+    ignored; elsewhere a call has one answer."""
     NO_CHECKPOINTS = "no_checkpoints"
     """`prompt_checkpoint` and `after` are unset: in token mode nothing proves what the model saw, and an answer without
     proof is no answer. In message mode only `after` is missing, and the ids that came are the truth."""

@@ -16,7 +16,8 @@ from rollout_server.testing.app import SeenRequest, Speech, TrainerApp
 from rollout_server.testing.bearer import Bearer
 from rollout_server.testing.calculator_model import CalculatorModel, Model
 from rollout_server.testing.completion_server import CompletionServer, target
-from rollout_server.testing.completion_service import CompletionService, SeenCompletion
+from rollout_server.testing.completion_service import CompletionService
+from rollout_server.testing.completions import Completions, SeenCompletion
 from rollout_server.testing.desk import Desk, ToolsTold
 from rollout_server.testing.dialect import Dialect
 from rollout_server.testing.engine import Engine, Scripts
@@ -26,6 +27,7 @@ from rollout_server.testing.renderer import PlainRenderer, Tools
 from rollout_server.testing.script import Script
 from rollout_server.testing.serving import Listener
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
+from rollout_server.testing.train_stream import TrainStream
 from rollout_server.testing.verdict import Outcome, Verdict
 
 
@@ -41,7 +43,9 @@ class StrictTrainer:
     * ``GET /health``; ``GET /verdicts``, one summary for each rollout; ``GET /verdict?rollout_id=``, everything.
     * ``PUT /script?rollout_id=``: a script as JSON, see `script_json`.
     * gRPC at `grpc_target`: `osmosis.rollout.v1.CompletionService` in message and in token mode, see
-      `completion_service` and `continuation`; answered turn keys are always replayed there.
+      `completions` and `continuation`.
+
+    With `async with trainer.connected("host:port") as stream` it is a client instead, see `TrainStream`.
 
     The arguments:
 
@@ -50,7 +54,8 @@ class StrictTrainer:
       a thread of the trainer's.
     * `dialect`: see `Dialect`.
     * `replays_keys`: a turn that is asked for again under its ``Idempotency-Key`` gets the answer that it had, and the key
-      is repeated in the answer's header; else the turn is generated anew. In the asynchronous dialect only.
+      is repeated in the answer's header; else the turn is generated anew. By default keys are replayed over gRPC, and not in
+      the asynchronous dialect.
     * `reuses_ids`: an id of that dialect may begin anew once its outcome is settled; else a rollout is refused after it.
     * `settled` is called with the verdict of each rollout whose outcome is acknowledged or refused for good.
     * `tools` are rendered into every prompt; or those of `tools_from`, the base URL of a gateway whose ``GET /tools`` is
@@ -70,7 +75,7 @@ class StrictTrainer:
     scripts: Mapping[str, Script] = field(default_factory=dict)
     script: Script = field(default_factory=lambda: Script(then_model=True))
     dialect: Dialect = Dialect.MASKED
-    replays_keys: bool = False
+    replays_keys: bool | None = None
     reuses_ids: bool = False
     settled: Callable[[Verdict], None] = lambda _verdict: None
     model: Model = field(default_factory=CalculatorModel)
@@ -87,6 +92,7 @@ class StrictTrainer:
     _requests: "deque[SeenRequest]" = field(init=False, repr=False)
     _completions: "deque[SeenCompletion]" = field(init=False, repr=False)
     _desk: Desk = field(init=False, repr=False)
+    _answers: Completions = field(init=False, repr=False)
     _receiver: Receiver = field(init=False, repr=False)
     _app: ASGIApp = field(init=False, repr=False)
     _listener: Listener = field(init=False, repr=False)
@@ -101,13 +107,16 @@ class StrictTrainer:
             self._desk = await self._make_desk(thread)
             bearer = Bearer(self.api_key)
             self._receiver = Receiver(self._desk, bearer, self.settled)
-            speech = Speech(Dialect(self.dialect), self.replays_keys)
+            speech = Speech(Dialect(self.dialect), bool(self.replays_keys))
             self._app = TrainerApp(self._desk, speech, bearer, self._receiver, self._requests).asgi()
             self._listener = await Listener.open(self._app, self.host, self.port)
             stack.push_async_callback(self._stop_listening)
             self.port = self._listener.port
+            replays = self.replays_keys is None or self.replays_keys
+            self._answers = Completions(self._desk, self._completions, replays_keys=replays)
+            stack.push_async_callback(self._answers.close)
             if self.grpc_port is not None:
-                server = CompletionServer(CompletionService(self._desk, self.api_key, self._completions))
+                server = CompletionServer(CompletionService(self._answers, self.api_key))
                 self.grpc_port = await server.open(self.host, self.grpc_port)
                 stack.push_async_callback(server.close)
             self._open = stack.pop_all()
@@ -168,6 +177,13 @@ class StrictTrainer:
         assert outcome is not None  # noqa: S101 - just waited for
         return outcome.body
 
+    def connected(self, server: str, *, credit: int = 256, api_key: str = "") -> TrainStream:
+        """A stream to a rollout server at host:port, on which at most `credit` asks are to be under way, to be entered.
+
+        `api_key` is what the server wants.
+        """
+        return TrainStream(self._answers, server, credit, api_key)
+
     @asynccontextmanager
     async def down(self) -> AsyncIterator[None]:
         """While the block lasts nobody listens on the HTTP port: connections are closed, and new ones refused."""
@@ -203,5 +219,5 @@ class StrictTrainer:
         )
         judge = Judge(await load, reuses_ids=self.reuses_ids)
         scripts = Scripts(self.scripts, self.script)
-        engine = Engine(judge, self.model, scripts, replays_keys=self.replays_keys)
+        engine = Engine(judge, self.model, scripts, replays_keys=bool(self.replays_keys))
         return Desk(judge, engine, scripts, ToolsTold(self.tools, self.tools_from, rendered=self.render_tools), thread)
