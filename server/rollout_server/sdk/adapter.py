@@ -1,0 +1,163 @@
+"""The one adapter: an `Agent` that plays as an agent loop of the earlier SDK does."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollout_server.agent import Agent
+from rollout_server.core.message import JSON
+from rollout_server.core.outcome import Category, End, Failure, Verdict
+from rollout_server.runtime.port import ToolError
+from rollout_server.runtime.run import Run
+from rollout_server.sdk.access import spec_of
+from rollout_server.sdk.asked import request_of, sample_request, told_tools
+from rollout_server.sdk.core.base import RolloutAgentLoop, RolloutContext, RolloutResult
+from rollout_server.sdk.core.exceptions import OsmosisRolloutError, OsmosisValidationError, ToolExecutionError
+from rollout_server.sdk.core.schemas import MessageDict, OpenAIFunctionToolSchema, RolloutRequest, RolloutStatus
+from rollout_server.sdk.run_client import RunClient
+
+_REASON_LENGTH = 256
+_KEPT_LENGTH = 1024 * 1024
+
+
+def as_agent(agent_loop: RolloutAgentLoop, *, debug_dir: str | None = None) -> Agent:
+    """The agent that plays as this loop does, for `serve` and whatever else takes agents.
+
+    `debug_dir` is where `log_event` writes, one file for each rollout. Raises TypeError or ValueError for a loop that cannot be
+    served, naming the class, its file and line.
+    """
+    if not isinstance(agent_loop, RolloutAgentLoop):
+        hint = ", make one of it: create_app(MyAgent())" if isinstance(agent_loop, type) else ""
+        raise TypeError(f"an instance of RolloutAgentLoop is needed, not {agent_loop!r}{hint}")
+    if not inspect.iscoroutinefunction(agent_loop.run):
+        raise TypeError(f"{place_of(agent_loop, 'run')}: run must be `async def`")
+    return LoopAgent(agent_loop, debug_dir)
+
+
+def place_of(agent_loop: RolloutAgentLoop, method: str) -> str:
+    """`Class.method (file:line)`, for what is wrong with it."""
+    kind = type(agent_loop)
+    function = inspect.unwrap(getattr(kind, method, kind))
+    try:
+        where = f" ({inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]})"
+    except (OSError, TypeError):
+        where = ""
+    return f"{kind.__name__}.{method}{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class ToldTool:
+    """A tool that the model is told of and that the loop runs itself."""
+
+    name: str
+    description: str
+    parameters_json_schema: str
+    strict: bool = False
+
+    @classmethod
+    def of(cls, schema: OpenAIFunctionToolSchema) -> ToldTool:
+        """The tool of a schema."""
+        function = schema.function
+        parameters = json.dumps(function.parameters.model_dump(exclude_none=True), ensure_ascii=False)
+        return cls(function.name, function.description, parameters, function.strict)
+
+    async def run(self, arguments: Mapping[str, JSON]) -> str:
+        """Never called by a loop: it answers the model itself."""
+        raise ToolError(f"The agent loop runs {self.name} itself")
+
+
+class LoopAgent(Agent):
+    """Plays as an agent loop of the earlier SDK."""
+
+    replayable = False
+
+    def __init__(self, agent_loop: RolloutAgentLoop, debug_dir: str | None) -> None:
+        self.name = agent_loop.name
+        self.description = inspect.getdoc(type(agent_loop)) or ""
+        self._loop = agent_loop
+        self._debug_dir = debug_dir
+        # By the rollout's end, which all its conversations share and which is forgotten with it.
+        self._verdicts: weakref.WeakKeyDictionary[asyncio.Future[End], Verdict] = weakref.WeakKeyDictionary()
+        self.tools = [ToldTool.of(schema) for schema in self._told(sample_request())]
+
+    async def play(self, run: Run) -> None:
+        """Lets the loop run, and ends the rollout as its result says."""
+        request = request_of(spec_of(run))
+        client = RunClient(run, request)
+        tools = self._told(request)
+        if [ToldTool.of(schema) for schema in tools] != list(self.tools):
+            run.note("tools_not_told", "get_tools gave this rollout other tools than the model was told of")
+        context = RolloutContext(
+            request=request,
+            tools=tools,
+            llm=client,
+            _debug_dir=self._debug_dir,
+            _note=run.note,
+            _took=client.tool_call_took,
+        )
+        try:
+            result = await self._loop.run(context)
+            await self._conclude(run, client, result)
+        except OsmosisRolloutError as error:
+            run.close(_failure(error, client.run.turn))
+
+    async def reward(self, run: Run) -> Verdict:
+        """What the loop's result says."""
+        return self._verdicts.get(run.over, Verdict())
+
+    def _told(self, request: RolloutRequest) -> list[OpenAIFunctionToolSchema]:
+        where = place_of(self._loop, "get_tools")
+        return told_tools(self._loop.get_tools(request), where)
+
+    async def _conclude(self, run: Run, client: RunClient, result: object) -> None:
+        result = self._checked(result)
+        extra = ""
+        if result.final_messages and not await client.conclude(result.final_messages):
+            extra = _kept(client.run, result.final_messages)
+        if result.status == RolloutStatus.ERROR:
+            text = result.error_message or "the agent loop ended with an error and said nothing about it"
+            run.close(Failure(Category.INTERNAL, text, client.run.turn))
+            return
+        self._verdicts[run.over] = Verdict(result.reward, extra_json=extra)
+        await client.run.finish(result.finish_reason)
+
+    def _checked(self, result: object) -> RolloutResult:
+        where = place_of(self._loop, "run")
+        if not isinstance(result, RolloutResult):
+            raise TypeError(f"{where} returned {result!r:.100}; return ctx.complete(...) or ctx.error(...)")
+        if result.status not in (RolloutStatus.COMPLETED, RolloutStatus.ERROR):
+            raise ValueError(f"{where}: status is {result.status!r}, COMPLETED or ERROR is needed")
+        reason = result.finish_reason
+        if not isinstance(reason, str) or not reason.strip() or len(reason) > _REASON_LENGTH:
+            raise ValueError(
+                f"{where}: finish_reason must be a text of 1 to {_REASON_LENGTH} characters, not {reason!r:.100}"
+            )
+        reward = result.reward
+        if isinstance(reward, float) and not math.isfinite(reward):
+            raise ValueError(f"{where}: reward is {reward}; a finite number or None is needed")
+        return result
+
+
+def _kept(run: Run, messages: Sequence[MessageDict]) -> str:
+    """The outcome holds what was said; a last list that is another conversation goes along with it."""
+    run.note(
+        "final_messages", "final_messages is not the conversation so far with more appended; the outcome holds both"
+    )
+    text = json.dumps({"final_messages": messages}, default=str, ensure_ascii=False)
+    return text if len(text) <= _KEPT_LENGTH else ""
+
+
+def _failure(error: OsmosisRolloutError, turn: int) -> Failure:
+    """What a loop means that lets one of the SDK's errors out: its text is for whoever asked for the rollout."""
+    category = Category.INTERNAL
+    if isinstance(error, ToolExecutionError):
+        category = Category.TOOL
+    elif isinstance(error, OsmosisValidationError):
+        category = Category.VALIDATION
+    return Failure(category, str(error) or type(error).__name__, turn)

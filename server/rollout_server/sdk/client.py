@@ -1,0 +1,205 @@
+"""Completions: their result, and a client for trainers outside of rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
+
+from rollout_server.sdk.config.settings import RolloutClientSettings, get_settings
+from rollout_server.sdk.core.exceptions import OsmosisRolloutError
+from rollout_server.sdk.core.schemas import MessageDict, RolloutMetrics
+from rollout_server.sdk.post import Post, Posted, read_completion
+from rollout_server.sdk.utils import normalize_stop, parse_tool_calls
+
+if TYPE_CHECKING:
+    import httpx
+
+
+@dataclass(frozen=True)
+class CompletionsResult:
+    """An answer of the model.
+
+    Args:
+        message: the answer as it came; a copy of your own, to be appended to your messages.
+        token_ids: the sampled tokens; empty where the trainer sends none.
+        logprobs: one for each of them, or none.
+        usage: `prompt_tokens`, `completion_tokens` and `total_tokens`.
+        finish_reason: the trainer's word for why it ended.
+    """
+
+    message: MessageDict
+    token_ids: list[int]
+    logprobs: list[float]
+    usage: dict[str, int]
+    finish_reason: str
+
+    @property
+    def has_tool_calls(self) -> bool:
+        """The answer calls tools."""
+        return bool(self.tool_calls)
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The tool calls as they came; an empty list for none."""
+        return parse_tool_calls(self.message)
+
+    @property
+    def content(self) -> str | None:
+        """The content of the message, None where there is none."""
+        return self.message.get("content")
+
+
+class ClientOptions(TypedDict, total=False):
+    """What a client can be told beside whom it asks; settings stand in for what is None."""
+
+    api_key: str | None
+    timeout_seconds: float | None
+    max_retries: int | None
+    complete_rollout_retries: int | None
+    settings: RolloutClientSettings | None
+
+
+class OsmosisLLMClient:
+    """A client for a trainer of the asynchronous dialect: `async with OsmosisLLMClient(url, rollout_id) as client: ...`.
+
+    Agent loops need none: in a rollout `ctx.llm` completes, and the server tells the trainer of the end. This is for programs
+    that speak to a trainer themselves, and what they sample is in no ledger. Retries 5xx, timeouts and transport errors, every
+    attempt under one `Idempotency-Key` (http-wire.md, B).
+    """
+
+    def __init__(self, server_url: str, rollout_id: str, **options: Unpack[ClientOptions]) -> None:
+        settings = options.get("settings") or get_settings().client
+        timeout, retries = options.get("timeout_seconds"), options.get("max_retries")
+        final = options.get("complete_rollout_retries")
+        self.server_url = server_url.rstrip("/")
+        self.rollout_id = rollout_id
+        self.timeout_seconds = settings.timeout_seconds if timeout is None else timeout
+        self.max_retries = settings.max_retries if retries is None else retries
+        self.complete_rollout_retries = settings.complete_rollout_retries if final is None else final
+        self._settings = settings
+        self._api_key = options.get("api_key")
+        self._http: httpx.AsyncClient | None = None
+        self._metrics = RolloutMetrics()
+        self._turn = 0
+
+    async def chat_completions(
+        self,
+        messages: list[MessageDict],
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        max_tokens: int = 512,
+        stop: Any = None,
+        logprobs: bool = True,
+        **kwargs: Any,
+    ) -> CompletionsResult:
+        """Asks for the answer to the whole conversation. Other parameters are ignored.
+
+        Raises `OsmosisTransportError`, `OsmosisTimeoutError`, `OsmosisServerError` or `OsmosisValidationError`.
+        """
+        self._turn += 1
+        body = {
+            "model": "default",
+            "rollout_id": self.rollout_id,
+            "messages": messages,
+            "temperature": temperature,
+            "top_p": top_p,
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+        }
+        texts = normalize_stop(stop)
+        key = f"{self.rollout_id}/0/{self._turn}"
+        posted = await self._post("/v1/chat/completions", body if texts is None else body | {"stop": texts}, key)
+        completion = read_completion(posted.body)
+        usage = completion.usage.model_dump() if completion.usage is not None else {}
+        prompt = usage.get("prompt_tokens") or len(completion.prompt_token_ids or ())
+        generated = usage.get("completion_tokens") or len(completion.token_ids or ())
+        self._count(posted, prompt, generated)
+        choice = completion.choices[0]
+        return CompletionsResult(
+            message=choice.message,
+            token_ids=completion.token_ids or [],
+            logprobs=completion.logprobs or [],
+            usage=usage,
+            finish_reason=choice.finish_reason,
+        )
+
+    async def complete_rollout(
+        self,
+        status: str,
+        final_messages: list[MessageDict],
+        finish_reason: str = "stop",
+        error_message: str | None = None,
+        metrics: RolloutMetrics | None = None,
+        reward: float | None = None,
+    ) -> None:
+        """Tells the trainer of the end. Any 2xx acknowledges. Raises as `chat_completions`."""
+        body = {
+            "rollout_id": self.rollout_id,
+            "status": status,
+            "final_messages": final_messages,
+            "finish_reason": finish_reason,
+            "error_message": error_message,
+            "metrics": (metrics or self.get_metrics()).model_dump(),
+            "reward": reward,
+            "extra_fields": {},
+        }
+        said = {name: value for name, value in body.items() if value is not None}
+        await self._post("/v1/rollout/completed", said, f"{self.rollout_id}/outcome", final=True)
+
+    def get_metrics(self) -> RolloutMetrics:
+        """What this client has used so far."""
+        return self._metrics.model_copy()
+
+    async def close(self) -> None:
+        """Closes its connections; it opens others when it is used again."""
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _post(self, path: str, body: dict[str, Any], key: str, *, final: bool = False) -> Posted:
+        retries = self.complete_rollout_retries if final else self.max_retries
+        headers = {"authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        post = Post(f"{self.server_url}{path}", body, {**headers, "idempotency-key": key})
+        for attempt in range(retries):
+            try:
+                return await post.send(self._open())
+            except OsmosisRolloutError as error:
+                if not post.may_repeat(error):
+                    raise
+            wait = self._settings.retry_base_delay * 2**attempt
+            await asyncio.sleep(min(wait, self._settings.retry_max_delay))
+        return await post.send(self._open())
+
+    def _open(self) -> httpx.AsyncClient:
+        if self._http is None:
+            import httpx
+
+            settings = self._settings
+            limits = httpx.Limits(
+                max_connections=settings.max_connections,
+                max_keepalive_connections=settings.max_keepalive_connections,
+            )
+            self._http = httpx.AsyncClient(timeout=self.timeout_seconds, limits=limits, trust_env=False)
+        return self._http
+
+    def _count(self, posted: Posted, prompt: int, generated: int) -> None:
+        used = self._metrics
+        self._metrics = used.model_copy(
+            update={
+                "llm_latency_ms": used.llm_latency_ms + posted.elapsed_ms,
+                "num_llm_calls": used.num_llm_calls + 1,
+                "prompt_tokens": used.prompt_tokens + prompt,
+                "response_tokens": used.response_tokens + generated,
+                "max_context_tokens": max(used.max_context_tokens, prompt + generated),
+            }
+        )

@@ -1,0 +1,80 @@
+"""The server and the gateway inside a host application's event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from rollout_gateway.app import create_app
+from rollout_gateway.channel import open_channel
+from rollout_gateway.settings import GatewaySettings
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollout_server.agent import Agent
+from rollout_server.app import Server
+from rollout_server.sdk.server.app import Hook
+from rollout_server.settings import Settings, load
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the host does before the server takes requests, and after it has stopped."""
+
+    on_startup: Hook | None = None
+    on_shutdown: Hook | None = None
+
+
+class _Inside:
+    """The gateway's application while the lifespan lasts."""
+
+    def __init__(self) -> None:
+        self.gateway: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        if self.gateway is None:
+            text = "the server has not started: it does with the application's lifespan, in tests `with TestClient(app) as client:`"
+            await JSONResponse({"detail": text}, 503)(scope, receive, send)
+            return
+        await self.gateway(scope, receive, send)
+
+
+def hosted(agent: Agent, given: Mapping[str, object], hooks: Hooks) -> FastAPI:
+    """An application that serves this agent for as long as its lifespan. Raises ValueError for settings that cannot be used.
+
+    Routes that its owner adds go first; everything else is the gateway's.
+    """
+    # gRPC is for the gateway inside alone: nobody was told of a port.
+    settings = load(**given, http=False, host="127.0.0.1", grpc_port=0)
+    inside = _Inside()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            if hooks.on_startup is not None:
+                await hooks.on_startup()
+            if hooks.on_shutdown is not None:
+                stack.push_async_callback(hooks.on_shutdown)
+            server = await stack.enter_async_context(Server([agent], settings))
+            channel = await stack.enter_async_context(open_channel(server.address))
+            inside.gateway = create_app(channel, _gateway_settings(settings), metrics=server.exposition)
+            try:
+                yield
+            finally:
+                inside.gateway = None
+
+    app = FastAPI(title=agent.name, lifespan=lifespan, openapi_url=None)
+    app.router.default = inside
+    return app
+
+
+def _gateway_settings(settings: Settings) -> GatewaySettings:
+    return GatewaySettings(
+        detach_grace_seconds=settings.detach_grace_seconds,
+        max_body_bytes=settings.max_request_bytes,
+        max_metadata_bytes=settings.max_metadata_bytes,
+    )

@@ -1,0 +1,68 @@
+"""Small questions about messages and parameters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_server.runtime.run import text_of
+
+__all__ = [
+    "count_messages_by_role",
+    "get_message_content",
+    "get_message_role",
+    "is_assistant_message",
+    "is_tool_message",
+    "is_user_message",
+    "normalize_stop",
+    "parse_tool_calls",
+]
+
+
+def parse_tool_calls(assistant_message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tool calls of an answer; an empty list where there are none, or no list of them."""
+    calls = assistant_message.get("tool_calls")
+    return calls if isinstance(calls, list) else []
+
+
+def normalize_stop(stop: Any) -> list[str] | None:
+    """Stop sequences as a list of texts; None for none. A text becomes a list of it, other members become texts."""
+    if stop is None:
+        return None
+    if isinstance(stop, str):
+        return [stop]
+    if isinstance(stop, list | tuple):
+        return [str(each) for each in stop]
+    return [str(stop)]
+
+
+def get_message_content(message: Mapping[str, Any]) -> str:
+    """The text of a message; text parts are joined, and nothing reads as empty."""
+    return text_of(message.get("content"))
+
+
+def get_message_role(message: Mapping[str, Any]) -> str:
+    """Its role; "unknown" where there is none."""
+    role = message.get("role")
+    return role if isinstance(role, str) else "unknown"
+
+
+def is_assistant_message(message: Mapping[str, Any]) -> bool:
+    """The model wrote it."""
+    return message.get("role") == "assistant"
+
+
+def is_tool_message(message: Mapping[str, Any]) -> bool:
+    """It is a tool's result."""
+    return message.get("role") == "tool"
+
+
+def is_user_message(message: Mapping[str, Any]) -> bool:
+    """A user wrote it."""
+    return message.get("role") == "user"
+
+
+def count_messages_by_role(messages: list[dict[str, Any]]) -> dict[str, int]:
+    """How many messages there are of each role, in the order in which roles appear."""
+    return dict(Counter(get_message_role(message) for message in messages))

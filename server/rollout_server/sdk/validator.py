@@ -1,0 +1,171 @@
+"""Checks an agent loop before a trainer waits for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError as PydanticError
+
+from rollout_server.core.admission import ID_LENGTH
+from rollout_server.sdk.asked import sample_request
+from rollout_server.sdk.core.base import RolloutAgentLoop
+from rollout_server.sdk.core.schemas import OpenAIFunctionToolSchema, RolloutRequest
+
+__all__ = ["AgentLoopValidationError", "ValidationError", "ValidationResult", "validate_agent_loop"]
+
+
+@dataclass
+class ValidationError:
+    """One thing that is wrong: a stable `code`, a text, and where there is one the field and more about it."""
+
+    code: str
+    message: str
+    field: str | None = None
+    details: dict[str, Any] | None = None
+
+    def __str__(self) -> str:
+        where = f" ({self.field})" if self.field else ""
+        return f"[{self.code}] {self.message}{where}"
+
+
+class AgentLoopValidationError(Exception):
+    """A loop cannot be served; `errors` say why."""
+
+    def __init__(self, message: str, errors: list[ValidationError] | None = None) -> None:
+        super().__init__(message)
+        self.errors = errors or []
+
+
+@dataclass
+class ValidationResult:
+    """What was found. True where the loop can be served; `warnings` do not stop it."""
+
+    valid: bool
+    errors: list[ValidationError] = field(default_factory=list)
+    warnings: list[ValidationError] = field(default_factory=list)
+    agent_name: str | None = None
+    tool_count: int = 0
+
+    def __bool__(self) -> bool:
+        return self.valid
+
+    def raise_if_invalid(self) -> None:
+        """Raises `AgentLoopValidationError`, which names everything, where the loop cannot be served."""
+        if not self.valid:
+            name = self.agent_name or "without a name"
+            found = "; ".join(map(str, self.errors))
+            raise AgentLoopValidationError(f"agent loop {name} cannot be served: {found}", self.errors)
+
+
+def validate_agent_loop(agent_loop: RolloutAgentLoop, *, request: RolloutRequest | None = None) -> ValidationResult:
+    """Looks at the name, at the tools for `request` (by default one such as trainers send) and at `run`. Raises nothing."""
+    tools, errors = _tools(agent_loop, request or sample_request())
+    checked = [_checked(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    schemas = [tool for tool in checked if isinstance(tool, OpenAIFunctionToolSchema)]
+    errors = [
+        *_name(agent_loop),
+        *errors,
+        *(each for each in checked if isinstance(each, ValidationError)),
+        *_doubled(schemas),
+        *_run(agent_loop),
+    ]
+    name = getattr(agent_loop, "name", None)
+    return ValidationResult(
+        valid=not errors,
+        errors=errors,
+        warnings=list(_warnings(schemas)),
+        agent_name=name if isinstance(name, str) else None,
+        tool_count=len(tools),
+    )
+
+
+def _name(agent_loop: object) -> Iterator[ValidationError]:
+    name = getattr(agent_loop, "name", None)
+    if name is None:
+        yield ValidationError("MISSING_NAME", 'the loop has no name; give its class one: name = "my_agent"', "name")
+    elif not isinstance(name, str):
+        yield ValidationError("INVALID_NAME_TYPE", f"the name is {name!r}, a text is needed", "name")
+    elif not name.strip():
+        yield ValidationError("EMPTY_NAME", "the name is blank", "name")
+    elif len(name) > ID_LENGTH:
+        yield ValidationError(
+            "NAME_TOO_LONG", f"the name has {len(name)} characters, at most {ID_LENGTH} are allowed", "name"
+        )
+
+
+def _run(agent_loop: object) -> Iterator[ValidationError]:
+    run = getattr(agent_loop, "run", None)
+    if not callable(run):
+        yield ValidationError("MISSING_RUN", "the loop has no method run", "run")
+    elif not inspect.iscoroutinefunction(run):
+        yield ValidationError("RUN_NOT_ASYNC", "run must be `async def`", "run")
+
+
+def _tools(agent_loop: object, request: RolloutRequest) -> tuple[list[Any], list[ValidationError]]:
+    get_tools = getattr(agent_loop, "get_tools", None)
+    if not callable(get_tools):
+        return [], [ValidationError("MISSING_GET_TOOLS", "the loop has no method get_tools", "get_tools")]
+    try:
+        tools = get_tools(request)
+    except Exception as error:  # the boundary to an author's code
+        text = f"get_tools raised {type(error).__name__}: {error}"
+        return [], [ValidationError("GET_TOOLS_EXCEPTION", text, "get_tools", {"exception": type(error).__name__})]
+    if tools is None:
+        return [], [ValidationError("GET_TOOLS_RETURNS_NONE", "get_tools returned None; [] is no tools", "get_tools")]
+    if inspect.iscoroutine(tools):
+        tools.close()
+    if not isinstance(tools, list | tuple):
+        text = f"get_tools returned {type(tools).__name__}, a list is needed"
+        return [], [ValidationError("GET_TOOLS_INVALID_TYPE", text, "get_tools")]
+    return list(tools), []
+
+
+def _checked(tool: Any, where: str) -> OpenAIFunctionToolSchema | ValidationError:
+    """The tool's schema, or what is wrong with it."""
+    if isinstance(tool, OpenAIFunctionToolSchema):
+        tool = tool.model_dump()
+    if not isinstance(tool, Mapping):
+        return ValidationError("INVALID_TOOL_TYPE", f"a tool is {type(tool).__name__}, a tool schema is needed", where)
+    lacking = _lacking(tool, where)
+    if lacking is not None:
+        return lacking
+    try:
+        return OpenAIFunctionToolSchema.model_validate(tool)
+    except PydanticError as error:
+        first = error.errors(include_url=False)[0]
+        return ValidationError("INVALID_TOOL_SCHEMA", first["msg"], ".".join((where, *map(str, first["loc"]))))
+
+
+def _lacking(tool: Mapping[str, Any], where: str) -> ValidationError | None:
+    """What a tool lacks that has a code of its own."""
+    kind, function = tool.get("type"), tool.get("function")
+    if not kind:
+        return ValidationError("MISSING_TOOL_TYPE", 'the tool has no type; it is "function"', f"{where}.type")
+    if kind != "function":
+        return ValidationError("INVALID_TOOL_TYPE", f'type is {kind!r}, "function" is needed', f"{where}.type")
+    if not isinstance(function, Mapping):
+        return ValidationError("MISSING_FUNCTION", "the tool has no function", f"{where}.function")
+    name = function.get("name")
+    if not isinstance(name, str) or not name.strip():
+        return ValidationError("MISSING_FUNCTION_NAME", "the function has no name", f"{where}.function.name")
+    return None
+
+
+def _doubled(tools: list[OpenAIFunctionToolSchema]) -> Iterator[ValidationError]:
+    names = [tool.function.name for tool in tools]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield ValidationError("DUPLICATE_TOOL_NAME", f"more than one tool has the name {name!r}", "tools")
+
+
+def _warnings(tools: list[OpenAIFunctionToolSchema]) -> Iterator[ValidationError]:
+    for index, tool in enumerate(tools):
+        function, where = tool.function, f"tools[{index}].function"
+        if not function.description.strip():
+            yield ValidationError("MISSING_DESCRIPTION", f"the model is not told what {function.name!r} does", where)
+        unknown = [name for name in function.parameters.required if name not in function.parameters.properties]
+        if unknown:
+            text = f"{function.name!r} requires parameters that it does not have: {', '.join(unknown)}"
+            yield ValidationError("UNKNOWN_REQUIRED", text, f"{where}.parameters.required")

@@ -1,0 +1,107 @@
+"""Which lists are the conversation so far with more appended, for any conversation."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout_server.sdk.following import Following
+
+TEXTS = st.text(max_size=5)
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | TEXTS, lambda inner: st.lists(inner, max_size=2))
+ENVIRONMENT = st.fixed_dictionaries({"role": st.sampled_from(["user", "tool", "system"]), "content": TEXTS})
+CALLS = st.fixed_dictionaries(
+    {
+        "id": TEXTS,
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries(
+            {"name": TEXTS, "arguments": st.dictionaries(TEXTS, VALUES, max_size=2).map(json.dumps) | TEXTS}
+        ),
+    }
+)
+ANSWERS = st.fixed_dictionaries(
+    {"role": st.just("assistant"), "content": st.none() | TEXTS},
+    optional={"tool_calls": st.none() | st.lists(CALLS, max_size=2), "reasoning_content": TEXTS, "refusal": st.none()},
+)
+
+
+def written_anew(answer: dict[str, Any]) -> dict[str, Any]:
+    """The same, as another JSON writer has it, without what says nothing and with nulls of its own."""
+    anew: dict[str, Any] = json.loads(json.dumps(answer, sort_keys=True))
+    for call in anew.get("tool_calls") or []:
+        with contextlib.suppress(ValueError):
+            call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=2)
+    return {"audio": None, **{key: value for key, value in anew.items() if value not in (None, [])}}
+
+
+@given(st.lists(ENVIRONMENT, max_size=3), st.lists(st.tuples(ANSWERS, st.lists(ENVIRONMENT, max_size=3)), max_size=4))
+def test_what_is_appended_is_found(start: list[Any], turns: list[tuple[Any, list[Any]]]) -> None:
+    following, shown = Following(start), list(start)
+    assert following.new_messages(shown) == []
+    for answer, appended in turns:
+        following.answered(copy.deepcopy(shown), answer)
+        for form in (answer, written_anew(answer)):
+            assert following.new_messages([*shown, form, *appended]) == appended
+        assert following.new_messages(shown) is None
+        shown = [*shown, written_anew(answer), *appended]
+
+
+@given(st.lists(ENVIRONMENT, min_size=1, max_size=3), ANSWERS, st.data())
+def test_a_change_anywhere_is_seen(start: list[Any], answer: dict[str, Any], drawn: Any) -> None:
+    following = Following(start)
+    following.answered(start, answer)
+    changed = copy.deepcopy([*start, answer])
+    message = changed[drawn.draw(st.integers(0, len(changed) - 1))]
+    message[drawn.draw(st.sampled_from(["content", "name", "role"]))] = "something else entirely"
+    assert following.new_messages(changed) is None
+    assert following.new_messages([*start, answer][1:]) is None
+
+
+def answered(**answer: Any) -> Following:
+    following = Following([])
+    following.answered([], {"role": "assistant", **answer})
+    return following
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 5, "b": 3}'}}
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"arguments": '{"b":3,"a":5}'}, True),
+        ({"arguments": {"a": 5, "b": 3}}, True),
+        ({"arguments": '{"a": 5, "b": 4}'}, False),
+        ({"arguments": '{"a": 5}'}, False),
+        ({"arguments": "{"}, False),
+        ({"name": "sub"}, False),
+    ],
+)
+def test_arguments_are_compared_by_what_they_say(change: dict[str, Any], same: bool) -> None:
+    following = answered(content="Adding.", tool_calls=[CALL])
+    call = CALL | {"function": {**CALL["function"], **change}}  # type: ignore[dict-item]
+    found = following.new_messages([{"role": "assistant", "content": "Adding.", "tool_calls": [call]}])
+    assert (found is not None) is same
+
+
+def test_a_key_that_was_dropped_is_taken_as_unchanged_until_it_has_been_seen() -> None:
+    following = answered(content="Yes.", reasoning_content="Hm.")
+    bare = {"role": "assistant", "content": "Yes."}
+    full = {**bare, "reasoning_content": "Hm."}
+    assert following.new_messages([bare]) == []
+    assert following.new_messages([full]) == []
+    following.answered([full], {"role": "assistant", "content": "Also."})
+    assert following.new_messages([bare, {"role": "assistant", "content": "Also."}]) is None
+    assert following.new_messages([full, {"role": "assistant", "content": "Also."}]) == []
+
+
+def test_calls_that_were_dropped_are_another_answer() -> None:
+    assert (
+        answered(content="Adding.", tool_calls=[CALL]).new_messages([{"role": "assistant", "content": "Adding."}])
+        is None
+    )
