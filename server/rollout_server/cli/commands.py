@@ -2,32 +2,81 @@
 
 from __future__ import annotations
 
-import typer
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
 
+import typer
+from typer.core import TyperGroup
+
+from rollout_server.cli.answer import AsJson, error_document, in_json
 from rollout_server.cli.config import config
 from rollout_server.cli.demo import demo
 from rollout_server.cli.gateway import gateway
 from rollout_server.cli.inspect import inspect
 from rollout_server.cli.keys import keys
+from rollout_server.cli.new import new
+from rollout_server.cli.run import run
 from rollout_server.cli.serve import serve
+from rollout_server.cli.test import test
 from rollout_server.cli.tokens import tokens
 from rollout_server.cli.trainer import trainer
+from rollout_server.cli.validate import validate
+
+
+class Commands(TyperGroup):
+    """All commands. Where JSON is asked for, a wrong command line is told in JSON, too."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Runs a command line and exits, where it is not told otherwise."""
+        given = sys.argv[1:] if args is None else list(args)
+        parsed = super().main
+        with in_json(given) as as_json:
+            if not as_json or not standalone_mode:
+                return parsed(given, prog_name, complete_var, standalone_mode, windows_expand_args, **extra)
+            try:
+                code = parsed(given, prog_name, complete_var, False, windows_expand_args, **extra)
+            except Exception as error:
+                code = _complained(error, given)
+            sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complained(error: Exception, given: Sequence[str]) -> int:
+    """Tells of a wrong command line, which is the library's exception; every other one is ours."""
+    told = getattr(error, "format_message", None)
+    if told is None:
+        raise error
+    names = [word for word in given[:1] if not word.startswith("-")]
+    typer.echo(json.dumps(error_document(" ".join(names), "usage", told())))
+    code: int = getattr(error, "exit_code", 2)
+    return code
+
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Runs agent rollouts for RL training and knows who wrote every token.",
+    help="Runs agent rollouts for RL training and knows who wrote every token. Each command answers in JSON with --json.",
 )
-for command in (serve, gateway, trainer, demo, inspect, config):
+for command in (new, serve, validate, run, test, gateway, trainer, demo, inspect, config):
     app.command()(command)
 app.add_typer(keys, name="keys")
 app.add_typer(tokens, name="tokens")
 
 
 @app.command()
-def version() -> None:
+def version(as_json: AsJson = False) -> None:
     """Print the version."""
     from rollout_server import __version__
 
-    typer.echo(__version__)
+    typer.echo(json.dumps({"version": __version__}) if as_json else __version__)

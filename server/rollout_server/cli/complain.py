@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
 
+from rollout_server.cli.answer import error_document, is_json
+
+
+class Interrupted(RuntimeError):
+    """The user ended the command."""
+
+    exit_code = 130  # a shell's own for Ctrl-C
+
 
 @contextmanager
 def complaining(command: str, code: int = 1) -> Iterator[None]:
-    """Turns what a user can mend (settings, ports, files, tokenizers) into a line and an exit code."""
+    """Turns what a user can mend (settings, ports, files, agents, tokenizers) into a line, or JSON, and an exit code."""
     from rollout_server.runtime.port import Failed
 
     try:
         yield
     except (Failed, OSError, RuntimeError, ValueError) as error:
+        _complain(command, error)
+        raise typer.Exit(error.exit_code if isinstance(error, Interrupted) else code) from None
+
+
+def _complain(command: str, error: Exception) -> None:
+    """Says what is wrong."""
+    if is_json():
+        where = {"file": getattr(error, "file", ""), "line": getattr(error, "line", 0)}
+        typer.echo(json.dumps(error_document(command, "failed", str(error), **where)))
+    else:
         typer.secho(f"rollout {command}: {error}", fg=typer.colors.RED, err=True)
-        raise typer.Exit(code) from None
 
 
 def hush_transformers() -> None:

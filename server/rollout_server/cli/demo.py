@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from rollout_server.cli.answer import AsJson, answering
 from rollout_server.cli.complain import hush_transformers
 from rollout_server.cli.shown import event_line, show_judgement, show_ledger, show_messages, show_metrics
 
@@ -36,13 +37,19 @@ QUESTION = "Please calculate 5 plus 3, and then multiply the result by 2."
 SYSTEM = "You are a helpful calculator assistant with access to calculator tools."
 
 
-def demo() -> None:
-    """Run a rollout over gRPC and both HTTP dialects against a strict trainer, and show who wrote every token."""
+def demo(as_json: AsJson = False) -> None:
+    """Run a rollout over gRPC and both HTTP dialects against a strict trainer, and show who wrote every token.
+
+    With --json: {"agreed": bool, "rollouts": {how it was asked for: whether every token agrees}}.
+    """
     hush_transformers()
-    raise typer.Exit(asyncio.run(_demo()))
+    with answering(as_json=as_json) as answers:
+        agreed = asyncio.run(_demo())
+        answers.give({"agreed": all(agreed.values()), "rollouts": agreed})
+    raise typer.Exit(0 if all(agreed.values()) else 1)
 
 
-async def _demo() -> int:
+async def _demo() -> dict[str, bool]:
     import httpx
     from rich.console import Console
 
@@ -59,13 +66,13 @@ async def _demo() -> int:
         _stub(grpc_port) as stub,
     ):
         console.print(f"strict trainer on {trainer.url}: it counts every token itself and refuses a wrong mask\n")
-        agreed = [
-            await _over_grpc(console, stub, trainer),
-            await _over_http(console, http, trainer),
-            await _over_callbacks(console, http, stub, trainer),
-        ]
-    console.print("[green]every token agrees[/]" if all(agreed) else "[red]the records differ[/]")
-    return 0 if all(agreed) else 1
+        agreed = {
+            "RunRollout": await _over_grpc(console, stub, trainer),
+            "POST /rollout": await _over_http(console, http, trainer),
+            "POST /v1/rollout/init": await _over_callbacks(console, http, stub, trainer),
+        }
+    console.print("[green]every token agrees[/]" if all(agreed.values()) else "[red]the records differ[/]")
+    return agreed
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
 import typer
 from pydantic import SecretStr
@@ -15,12 +15,14 @@ from rollout_server.cli.complain import complaining
 _REPEATED = {"servers": "--server"}
 
 
-def gateway(**flags: object) -> None:
+def gateway(as_json: bool = False, **flags: object) -> None:
     """Serve HTTP before one or several rollout servers until SIGTERM or Ctrl-C.
 
     A flag goes before the environment, and that before .env. API keys are set there only: a command line can be read by others.
     """
     given = {name: value for name, value in flags.items() if value not in (None, [])}
+    if as_json:
+        given.setdefault("log_format", "json")
     with complaining("gateway"):
         options = load_options(**given)
         from rollout_gateway import alone  # gRPC takes its time
@@ -34,7 +36,11 @@ def gateway(**flags: object) -> None:
 def _flags() -> inspect.Signature:
     """A flag for each setting that is no secret, for typer, which reads flags off a function's parameters."""
     fields = {name: field for name, field in Options.model_fields.items() if field.annotation is not SecretStr}
-    return inspect.Signature([_flag(name, field) for name, field in fields.items()])
+    as_json = typer.Option("--json", help="Logs in JSON, and what is wrong, too.")
+    last = inspect.Parameter(
+        "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, as_json]
+    )
+    return inspect.Signature([*(_flag(name, field) for name, field in fields.items()), last])
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:

@@ -7,14 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from inspect import Parameter, Signature
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rollout_server.cli.complain import complaining, hush_transformers
+from rollout_server.cli.flags import taken, takes
 
 if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2 import Rollout
@@ -48,6 +48,7 @@ class Options:
     tls_name: Annotated[str, typer.Option(help="The name in the server's certificate, if not the host.")] = ""
 
 
+@takes(Options)
 def inspect(**given: Any) -> None:
     """Print who wrote which token of a finished rollout.
 
@@ -55,7 +56,7 @@ def inspect(**given: Any) -> None:
     JSON or binary. An API key is taken from ROLLOUT_API_KEY, never from the command line, which others can read.
     """
     hush_transformers()
-    options = Options(**given)
+    options = taken(Options, given)
     with complaining("inspect"):
         from rollout_server.inspection.draw import Look, draw
         from rollout_server.inspection.told import as_json
@@ -154,20 +155,3 @@ def _loaded(name: str, revision: str, directories: Mapping[str, Path]) -> Decode
     settings = tokenizer_settings(load(tokenizers=tokenizers, tokenizers_offline=True))
     tokenizer = read_tokenizer(TokenizerName(name, revision), settings)
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _flags() -> Signature:
-    """The options as parameters: typer reads flags off a function's."""
-    hints = get_type_hints(Options, include_extras=True)
-    kinds = [(field.name, field.default) for field in fields(Options)]
-    return Signature(
-        [
-            Parameter(name, Parameter.KEYWORD_ONLY, annotation=hints[name])
-            if name == "target"
-            else Parameter(name, Parameter.KEYWORD_ONLY, annotation=hints[name], default=default)
-            for name, default in kinds
-        ]
-    )
-
-
-inspect.__dict__["__signature__"] = _flags()

@@ -2,51 +2,96 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout_server.agent import Agent
+from rollout_server.cli.answer import Answers, answering
 from rollout_server.cli.complain import complaining
+from rollout_server.cli.flags import taken, takes
+
+if TYPE_CHECKING:
+    from rollout_server.agent import Agent
+    from rollout_server.app import Server
 
 
-def serve(
+@dataclass(frozen=True, slots=True)
+class ServeFlags:
+    """What `rollout serve` takes."""
+
     agents: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Agents as MODULE:OBJECT or FILE.py:OBJECT; the first is the default. None: the calculator."
+            metavar="[TARGET...]",
+            help="Agents: MODULE[:OBJECT] or FILE.py[:OBJECT]; the first is the default. None: the calculator.",
         ),
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    http_port: Annotated[int | None, typer.Option(help="HTTP port; 0: any.")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: any.")] = None,
+    ] = None
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None
+    http_port: Annotated[int | None, typer.Option(help="HTTP port; 0: any.")] = None
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: any.")] = None
     tokenizer: Annotated[
         list[str] | None, typer.Option(help="NAME=DIRECTORY, repeatable; the directory 'toy' is the built-in one.")
-    ] = None,
-    log_format: Annotated[str | None, typer.Option(help="text or json.")] = None,
-) -> None:
+    ] = None
+    log_format: Annotated[str | None, typer.Option(help="text or json.")] = None
+    reload: Annotated[
+        bool, typer.Option("--reload", help="For development: serve anew when a Python file near the agents changes.")
+    ] = False
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object on a line once it serves; logs in JSON.")] = (
+        False
+    )
+
+
+@takes(ServeFlags)
+def serve(**given: Any) -> None:
     """Serve agents over gRPC and HTTP until SIGTERM or Ctrl-C.
 
-    Everything else is set through the environment or .env: see `rollout config`.
-    """
-    flags: dict[str, object] = {"host": host, "http_port": http_port, "grpc_port": grpc_port, "log_format": log_format}
-    if tokenizer:
-        flags["tokenizers"] = dict(_pair(text) for text in tokenizer)
-    given = {name: value for name, value in flags.items() if value is not None}
-    chosen = [_agent(name) for name in agents or []]
-    with complaining("serve"):
-        from rollout_server import app  # gRPC takes its time
-        from rollout_server.calculator import Calculator
-        from rollout_server.settings import load
+    OBJECT is an Agent, or a class of one that is made without arguments; without it the only agent there is is meant.
 
-        app.serve(*(chosen or [Calculator(delay=load(**given).calculator_delay_seconds)]), **given)
+    Everything else is set through the environment or .env: see `rollout config`.
+
+    With --json: {"serving": {"grpc_port", "http_port", "agents"}} on a line, with --reload one each time that it serves anew.
+    """
+    flags = taken(ServeFlags, given)
+    with complaining("serve"), answering(as_json=flags.as_json) as answers:
+        settings = _settings(flags)
+        if flags.reload:
+            from rollout_server.cli.reload import serve_anew
+
+            serve_anew(flags.agents or [])
+            return
+        from rollout_server.authoring.finding import find_agents
+
+        _serve(find_agents(flags.agents or []), settings, answers)
+
+
+def _serve(found: Sequence[Agent], settings: dict[str, object], answers: Answers) -> None:
+    from rollout_server import app  # gRPC takes its time
+    from rollout_server.calculator import Calculator
+    from rollout_server.settings import load
+
+    agents = found or [Calculator(delay=load(**settings).calculator_delay_seconds)]
+
+    def serving(server: Server) -> None:
+        ports = {"grpc_port": server.grpc_port, "http_port": server.http_port or None}
+        answers.line({"serving": {**ports, "agents": [agent.name for agent in agents]}})
+
+    app.serve_with(agents, settings, serving)
+
+
+def _settings(flags: ServeFlags) -> dict[str, object]:
+    log_format = flags.log_format or ("json" if flags.as_json else None)
+    chosen: dict[str, object] = {
+        "host": flags.host,
+        "http_port": flags.http_port,
+        "grpc_port": flags.grpc_port,
+        "log_format": log_format,
+    }
+    if flags.tokenizer:
+        chosen["tokenizers"] = dict(_pair(text) for text in flags.tokenizer)
+    return {name: value for name, value in chosen.items() if value is not None}
 
 
 def _pair(text: str) -> tuple[str, Path]:
@@ -54,45 +99,3 @@ def _pair(text: str) -> tuple[str, Path]:
     if not separator or not name or not directory:
         raise typer.BadParameter(f"{text!r} is not NAME=DIRECTORY", param_hint="--tokenizer")
     return name, Path(directory)
-
-
-def _agent(name: str) -> Agent:
-    """Imports an agent: an instance, or a class that is made without arguments."""
-    place, _, attribute = name.rpartition(":")
-    if not place:
-        raise typer.BadParameter(f"{name!r} is not MODULE:OBJECT", param_hint="AGENTS")
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-    found = getattr(module, attribute, None)
-    with _importing(name):
-        made = found() if isinstance(found, type) and issubclass(found, Agent) else found
-    if not isinstance(made, Agent):
-        raise typer.BadParameter(f"{attribute!r} in {place} is not an Agent", param_hint="AGENTS")
-    return made
-
-
-def _load_module(name: str) -> object:
-    sys.path.insert(0, str(Path.cwd()))
-    with _importing(name):
-        return importlib.import_module(name)
-
-
-def _load_file(path: Path) -> object:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise typer.BadParameter(f"there is no file {path}", param_hint="AGENTS")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    with _importing(str(path)):
-        spec.loader.exec_module(module)
-    return module
-
-
-@contextmanager
-def _importing(place: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # an author's file may raise anything
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        text = f"{place} cannot be imported: {type(error).__name__}: {error}{where}"
-        raise typer.BadParameter(text, param_hint="AGENTS") from None

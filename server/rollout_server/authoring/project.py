@@ -1,0 +1,64 @@
+"""The project that `rollout new` makes."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from importlib import resources
+from pathlib import Path
+
+from rollout_server.authoring.mistake import Mistake
+
+NEXT = ("python -m pytest", "rollout test agent.py dataset.jsonl --script scripted.py")
+"""What to do in a project that was just made."""
+
+_NAME = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*")
+_LONGEST = 64
+_TEMPLATES = ".jinja"
+
+
+def make_project(name: str, inside: Path) -> list[Path]:
+    """Writes a project into a folder of its name. Returns its files, relative to it.
+
+    Raises `Mistake` for a name that is none, or a folder that holds something; OSError where nothing can be written.
+    """
+    _check_name(name)
+    folder = inside / name
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        what = "is not empty" if folder.is_dir() else "is a file"
+        raise Mistake(f"{folder} {what}, and nothing is overwritten; choose another name, or another place with --in")
+    files = dict(_rendered(name))
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+    return sorted(files)
+
+
+def class_name(name: str) -> str:
+    """An agent's name as a class has it: letter-counter is LetterCounter."""
+    return "".join(part.capitalize() for part in re.split("[_-]", name))
+
+
+def _check_name(name: str) -> None:
+    if len(name) > _LONGEST or not _NAME.fullmatch(name):
+        text = f"a name has small letters, digits and single - or _ between them, and at most {_LONGEST} characters"
+        raise Mistake(f"{name!r} is no name for a project: {text}, such as letter-counter")
+    if keyword.iskeyword(name) or keyword.iskeyword(class_name(name)):
+        raise Mistake(f"{name!r} is a word of Python; choose another name, such as {name}-agent")
+
+
+def _rendered(name: str) -> list[tuple[Path, str]]:
+    from jinja2 import Environment, StrictUndefined
+
+    # Not for HTML: these are sources, and the name holds nothing that would have to be escaped.
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)  # noqa: S701
+    given = {"name": name, "class_name": class_name(name), "commands": NEXT}
+    root = resources.files("rollout_server.authoring") / "project"
+    found = sorted(each.name for each in root.iterdir() if each.name.endswith(_TEMPLATES))
+    texts = {name: environment.from_string((root / name).read_text(encoding="utf-8")).render(given) for name in found}
+    # test_agent.py.jinja becomes tests/test_agent.py: a package of ours has no folder of tests.
+    return [(_place(each.removesuffix(_TEMPLATES)), text) for each, text in texts.items()]
+
+
+def _place(name: str) -> Path:
+    return Path("tests", name) if name.startswith("test_") else Path(name.replace("gitignore", ".gitignore"))

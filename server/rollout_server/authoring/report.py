@@ -1,0 +1,108 @@
+"""The report of an evaluation: one HTML file that needs no network, runs no script, and shows what models wrote as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from rollout_server.authoring.plots import Plot, histogram, tally
+from rollout_server.authoring.result import Result
+from rollout_server.authoring.summary import Summary
+from rollout_server.inspection.visible import visible
+
+MOST_TRANSCRIPTS = 1000
+_LONGEST = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One message: who says it, and what."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A rollout with its transcript. `mark` is "passed", "not passed", "no reward" or "failed"."""
+
+    result: Result
+    mark: str
+    said: tuple[Said, ...]
+
+
+def report(facts: Mapping[str, Any], summary: Summary, results: Sequence[Result]) -> str:
+    """The report as HTML. `facts` are names and values that say what was evaluated, on top of it."""
+    from jinja2 import Environment, StrictUndefined
+
+    text = (resources.files("rollout_server.authoring") / "report.html.jinja").read_text(encoding="utf-8")
+    environment = Environment(undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["seen"] = _seen
+    chosen = sorted(results, key=lambda result: _urgency(result, summary.threshold))[:MOST_TRANSCRIPTS]
+    shown = [_shown(result, summary.threshold) for result in sorted(chosen, key=lambda r: (r.row, r.repeat))]
+    return environment.from_string(text).render(
+        facts={key: _value(value) for key, value in facts.items()},
+        summary=summary,
+        plots=[plot for plot in _plots(summary, results) if plot.bars],
+        shown=shown,
+        left_out=len(results) - len(shown),
+    )
+
+
+def _plots(summary: Summary, results: Sequence[Result]) -> Iterator[Plot]:
+    finished = [result for result in results if result.finished]
+    yield tally("How rollouts ended", _ends(results, summary.threshold))
+    yield histogram("Reward", [result.reward for result in finished if result.reward is not None])
+    yield histogram("Time of a rollout", [result.ms.total / 1000 for result in finished], " s")
+    yield histogram("Tokens generated", [float(result.tokens.generated) for result in finished])
+    yield histogram("Turns", [float(result.turns) for result in finished])
+    yield tally("Failures by category", summary.failures)
+    yield tally("Errors by tool", summary.tool_errors)
+
+
+def _ends(results: Sequence[Result], threshold: float) -> dict[str, int]:
+    marks = [_mark(result, threshold) for result in results]
+    return {mark: marks.count(mark) for mark in dict.fromkeys(marks)}
+
+
+def _mark(result: Result, threshold: float) -> str:
+    if not result.finished:
+        return "failed"
+    if result.reward is None:
+        return "no reward"
+    return "passed" if result.passes(threshold) else "not passed"
+
+
+def _urgency(result: Result, threshold: float) -> tuple[int, float]:
+    """What went wrong is looked at first, then what was rewarded least."""
+    order = {"failed": 0, "not passed": 1, "no reward": 2, "passed": 3}
+    return order[_mark(result, threshold)], result.reward or 0.0
+
+
+def _shown(result: Result, threshold: float) -> Shown:
+    said = tuple(each for message in result.messages for each in _said(message))
+    return Shown(result, _mark(result, threshold), said)
+
+
+def _said(message: Mapping[str, Any]) -> Iterator[Said]:
+    role = str(message.get("role", ""))
+    for key, who in (("reasoning_content", f"{role}, thinking"), ("content", role)):
+        if message.get(key):
+            yield Said(who, _value(message[key]))
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function", {}) if isinstance(call, Mapping) else {}
+        yield Said(f"{role}, call", f"{function.get('name')} {_value(function.get('arguments'))}")
+
+
+def _value(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _seen(text: str) -> str:
+    """Each line of a text made visible: no character turns the direction of writing, or hides others."""
+    cut = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} … ({len(text) - _LONGEST} characters more)"
+    return "\n".join(visible(line) for line in cut.split("\n"))

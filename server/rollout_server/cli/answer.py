@@ -1,0 +1,73 @@
+"""`--json`: what a command answers on standard output, whichever way it ends, and nothing else there.
+
+A command answers with one document, or one on each line where it tells of things as they happen. A command that fails answers
+`{"error": {"command", "kind", "message", ...}}`. What is for people goes to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Annotated, Any, TextIO
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
+_JSON: ContextVar[bool] = ContextVar("json", default=False)
+
+
+def is_json() -> bool:
+    """The command line that runs asks for JSON."""
+    return _JSON.get()
+
+
+@contextlib.contextmanager
+def in_json(arguments: Sequence[str]) -> Iterator[bool]:
+    """Whether the arguments ask for JSON, and so does everything until the end."""
+    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    token = _JSON.set("--json" in before)
+    try:
+        yield _JSON.get()
+    finally:
+        _JSON.reset(token)
+
+
+class Answers:
+    """Where a command's documents go."""
+
+    def __init__(self, out: TextIO, *, as_json: bool) -> None:
+        self._out = out
+        self.as_json = as_json
+
+    def give(self, document: Mapping[str, Any]) -> None:
+        """Writes the command's document, if JSON was asked for."""
+        if self.as_json:
+            self._out.write(json.dumps(document, indent=2) + "\n")
+            self._out.flush()
+
+    def line(self, document: Mapping[str, Any]) -> None:
+        """Writes one of several documents, each on a line."""
+        if self.as_json:
+            self._out.write(json.dumps(document) + "\n")
+            self._out.flush()
+
+
+@contextlib.contextmanager
+def answering(*, as_json: bool) -> Iterator[Answers]:
+    """With JSON, whatever is printed meanwhile, also by an author's code, goes to standard error: the document stays whole."""
+    out = sys.stdout
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows few characters is told of the others
+            stream.reconfigure(errors="backslashreplace")
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield Answers(out, as_json=as_json)
+
+
+def error_document(command: str, kind: str, message: str, **more: object) -> dict[str, Any]:
+    """What a command that failed answers. `kind` is "usage" for a wrong command line, else "failed"."""
+    given = {key: value for key, value in more.items() if value}
+    return {"error": {"command": command, "kind": kind, "message": message, **given}}

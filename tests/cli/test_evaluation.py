@@ -1,0 +1,161 @@
+"""`rollout test`: an agent on a dataset, through the real server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Invoke, complaint, document
+
+SCRIPTED = ("test", "agent.py", "dataset.jsonl", "--script", "scripted.py")
+COUNTED = """
+from pathlib import Path
+from scripted import ScriptedModel
+
+
+class Counting(ScriptedModel):
+    def reply(self, messages):
+        with Path("asked").open("a") as file:
+            file.write("x")
+        return super().reply(messages)
+"""
+SOMETIMES = """
+import random
+from rollout_server import Agent, Run, Verdict
+
+
+class Sometimes(Agent):
+    name = "sometimes"
+
+    async def reward(self, run: Run):
+        if run.metadata["kind"] == "raises":
+            raise LookupError("no such thing")
+        if run.metadata["kind"] == "none":
+            return None
+        return Verdict(run.metadata["ground_truth"], {"style": 0.5})
+"""
+
+
+def row(ground_truth: object, kind: str = "") -> dict[str, Any]:
+    return {"system_prompt": "", "user_prompt": "hi", "ground_truth": ground_truth, "kind": kind}
+
+
+def written(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def results(name: str = "dataset.results.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(name).read_text().splitlines()[1:]]
+
+
+def test_a_dataset_is_played_and_summed_up(project: Path, invoke: Invoke) -> None:
+    told = invoke(*SCRIPTED, "-n", "2", "--min-pass-rate", "1", "--json")
+    found = document(told)
+    summary = found["summary"]
+    assert (told.exit_code, found["passed"], found["unmet"]) == (0, True, [])
+    assert (summary["rows"], summary["rollouts"], summary["pass_rate"], summary["mean_reward"]) == (3, 6, 1.0, 1.0)
+    assert summary["pass_at"] == {"1": 1.0, "2": 1.0}
+    assert summary["tool_calls"] == 6
+    assert summary["seconds"]["p50"] <= summary["seconds"]["p99"]
+    lines = results(found["files"]["results"])
+    assert sorted((line["row"], line["repeat"]) for line in lines) == [(r, n) for r in (1, 2, 3) for n in (1, 2)]
+    assert sum(line["tokens"]["generated"] for line in lines) == summary["tokens"]["generated"]
+    assert "mississippi" in Path(found["files"]["report"]).read_text()
+
+
+def test_what_is_there_is_not_played_again(project: Path, invoke: Invoke) -> None:
+    """Only rows that changed, and those whose result was lost in the middle of its line."""
+    (project / "counted.py").write_text(COUNTED)
+    asked = ("test", "agent.py", "dataset.jsonl", "--script", "counted.py:Counting")
+    assert invoke(*asked).exit_code == 0
+    assert (project / "asked").read_text() == "x" * 6
+    assert "--resume goes on with it" in complaint(invoke(*asked))
+    assert invoke(*asked, "--resume").exit_code == 0
+    assert (project / "asked").read_text() == "x" * 6
+
+    kept = Path("dataset.results.jsonl")
+    kept.write_bytes(kept.read_bytes()[:-20])
+    data = Path("dataset.jsonl").read_text()
+    whole = [json.loads(line) for line in kept.read_text().splitlines()[1:-1]]
+    lost = {1, 2, 3} - {line["row"] for line in whole}
+    Path("dataset.jsonl").write_text(data.replace("strawberry", "raspberry"))
+    again = document(invoke(*asked, "--resume", "--json"))
+    assert (again["summary"]["rollouts"], again["summary"]["pass_rate"]) == (3, 1.0)
+    assert len((project / "asked").read_text()) == 6 + 2 * len(lost | {1})
+    assert all(json.loads(line) for line in kept.read_text().splitlines())
+
+
+def test_results_of_another_evaluation_are_not_mixed_in(project: Path, invoke: Invoke) -> None:
+    assert invoke(*SCRIPTED).exit_code == 0
+    assert "endpoint was" in complaint(invoke(*SCRIPTED, "--resume", "--temperature", "0.5"))
+    assert "exclude each other" in complaint(invoke(*SCRIPTED, "--resume", "--overwrite"))
+    assert invoke(*SCRIPTED, "--overwrite", "--temperature", "0.5").exit_code == 0
+    assert "is no file of results" in complaint(invoke(*SCRIPTED, "--resume", "--results", "dataset.jsonl"))
+
+
+def test_failures_are_counted_told_and_played_again(project: Path, invoke: Invoke) -> None:
+    (project / "sometimes.py").write_text(SOMETIMES)
+    written(project / "d.jsonl", [row(1.0), row(0.25), row(0, "none"), row(0, "raises"), row(0, "raises")])
+    told = invoke("test", "sometimes.py", "d.jsonl", "--json")
+    found = document(told)
+    assert (told.exit_code, found["passed"]) == (1, False)
+    assert found["unmet"] == ["2 of 5 rollouts went wrong"]
+    summary = found["summary"]
+    assert (summary["judged"], summary["passed"], summary["pass_rate"]) == (2, 1, 0.25)
+    assert summary["failures"] == {"internal": 2}
+    assert told.stderr.count("LookupError: no such thing") == 1
+    assert "sometimes.py:11" in told.stderr
+    assert results("d.results.jsonl")[0]["scores"] in ({"style": 0.5}, {})
+    (project / "sometimes.py").write_text(SOMETIMES.replace("raise LookupError", "return 1.0  #"))
+    del sys.modules["sometimes"]
+    mended = document(invoke("test", "sometimes.py", "d.jsonl", "--resume", "--json"))
+    assert (mended["passed"], mended["summary"]["finished"]) == (True, 5)
+
+
+def test_a_pass_rate_that_is_not_reached_is_a_failure(project: Path, invoke: Invoke) -> None:
+    (project / "sometimes.py").write_text(SOMETIMES)
+    written(project / "d.jsonl", [row(1.0), row(0.5)])
+    asked = ("test", "sometimes.py", "d.jsonl", "--overwrite")
+    assert invoke(*asked, "--min-pass-rate", "0.5").exit_code == 0
+    told = invoke(*asked, "--min-pass-rate", "0.6")
+    assert told.exit_code == 1
+    assert "the pass rate is 0.5; --min-pass-rate asks for 0.6" in told.stdout
+    assert invoke(*asked, "--min-pass-rate", "0.6", "--threshold", "0.5").exit_code == 0
+    written(project / "d.jsonl", [row(0, "none")])
+    told = invoke(*asked, "--min-pass-rate", "0")
+    assert (told.exit_code, "the agent gives no reward" in told.stdout) == (1, True)
+
+
+def test_an_endpoint_that_is_not_there_is_given_up(project: Path, invoke: Invoke) -> None:
+    nobody = ("--model-url", "grpc://127.0.0.1:9", "--concurrency", "1", "--max-failures", "2")
+    told = invoke("test", "agent.py", "dataset.jsonl", *nobody, "--json", ROLLOUT_RETRIES="0")
+    found = document(told)
+    assert (told.exit_code, found["summary"]["failures"]) == (1, {"network": 2})
+    assert "given up after 2 rollouts that went wrong" in found["unmet"]
+
+
+def test_columns_limits_and_metadata_reach_the_rollouts(project: Path, invoke: Invoke) -> None:
+    (project / "sometimes.py").write_text(SOMETIMES)
+    (project / "d.csv").write_text("question,truth,kind\nhi,1,none\nho,2,none\n")
+    mapped = ("--column", "user_prompt=question", "--column", "ground_truth=truth", "--column", "system_prompt=")
+    told = invoke(
+        "test", "sometimes.py", "d.csv", *mapped, "--limit", "1", "--results", "out/r", "--report", "out/h", "--json"
+    )
+    assert document(told)["files"] == {"results": "out/r", "report": "out/h"}
+    [line] = results("out/r")
+    assert line["messages"][0] == {"role": "user", "content": "hi"}
+    assert "the columns system_prompt, user_prompt, ground_truth are missing" in complaint(
+        invoke("test", "sometimes.py", "d.csv")
+    )
+
+
+@pytest.mark.parametrize("flags", [("-n", "0"), ("--concurrency", "0"), ("--min-pass-rate", "2")])
+def test_numbers_out_of_range_are_refused(project: Path, invoke: Invoke, flags: tuple[str, ...]) -> None:
+    told = invoke(*SCRIPTED, *flags, "--json")
+    assert (told.exit_code, document(told)["error"]["kind"]) == (2, "usage")
+    assert flags[0] in document(told)["error"]["message"]

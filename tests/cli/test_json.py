@@ -1,0 +1,61 @@
+"""`--json` on each command, and what is said of a command line that is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.conftest import Invoke, complaint, document
+
+COMMANDS = (
+    ("new",),
+    ("serve",),
+    ("validate",),
+    ("run",),
+    ("test",),
+    ("gateway",),
+    ("demo",),
+    ("inspect",),
+    ("config",),
+    ("version",),
+    ("keys", "new"),
+    ("tokens", "check"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_each_command_has_it_and_tells_usage_in_it(invoke: Invoke, command: tuple[str, ...]) -> None:
+    assert "--json" in invoke(*command, "--help").stdout
+    told = invoke(*command, "--no-such-flag", "--json")
+    assert (told.exit_code, told.stderr) == (2, "")
+    error = document(told)["error"]
+    assert (error["command"], error["kind"]) == (command[0], "usage")
+    assert "--no-such-flag" in error["message"]
+
+
+def test_without_it_people_are_told(invoke: Invoke) -> None:
+    told = invoke("run", "--no-such-flag")
+    assert "--no-such-flag" in complaint(told)
+    assert told.stdout == ""
+
+
+def test_what_stands_behind_two_dashes_is_no_flag(invoke: Invoke) -> None:
+    assert "--json" in complaint(invoke("new", "--", "--json"))
+
+
+def test_small_commands_answer(invoke: Invoke) -> None:
+    assert set(document(invoke("version", "--json"))) == {"version"}
+    told = document(invoke("keys", "new", "ci", "--json"))
+    assert set(told) == {"key", "entry"}
+    assert told["key"] not in told["entry"]
+
+
+def test_a_failure_names_its_command(invoke: Invoke) -> None:
+    told = invoke("serve", "gone.py", "--json")
+    assert (told.exit_code, told.stderr) == (1, "")
+    assert json.loads(told.stdout)["error"] == {
+        "command": "serve",
+        "kind": "failed",
+        "message": "there is no file gone.py",
+    }

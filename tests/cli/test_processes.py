@@ -1,0 +1,117 @@
+"""Commands that go on until they are told to stop: `serve --reload`, and an evaluation that is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_client import AsyncClient
+from rollout_server.authoring.project import make_project
+
+from tests.cli.conftest import Invoke, document
+from tests.system.processes import ANY_PORTS, COMMAND, environment
+
+AGENT = "from rollout_server import Agent\n\n\nclass A(Agent):\n    name = '{}'\n"
+
+
+class Running:
+    """A command whose standard output is read line by line."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def document(self) -> dict[str, Any]:
+        """The next line, which is JSON."""
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        assert line, await self.said()
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    async def said_until(self, text: str) -> None:
+        """Reads standard error until a line that has the text."""
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            if text in line.decode():
+                return
+        raise AssertionError(f"{text!r} was never said")
+
+    async def said(self) -> str:
+        """The rest of standard error."""
+        assert self.process.stderr is not None
+        return (await self.process.stderr.read()).decode()
+
+
+@contextlib.asynccontextmanager
+async def running(*arguments: str, cwd: Path) -> AsyncIterator[Running]:
+    """`rollout ARGUMENTS`, ended with the block."""
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND,
+        *arguments,
+        cwd=cwd,
+        env=environment(ROLLOUT_TOKENIZERS_OFFLINE="true"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Running(process)
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+async def served(port: int) -> list[str]:
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
+        return sorted(agent.name for agent in await client.agents())
+
+
+async def test_agents_are_served_anew_when_their_file_changes(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(AGENT.format("one"))
+    (tmp_path / "other.py").write_text(AGENT.format("other"))
+    async with running("serve", *ANY_PORTS, "agent.py", "other.py:A", "--reload", "--json", cwd=tmp_path) as serving:
+        first = (await serving.document())["serving"]
+        assert first["agents"] == ["one", "other"]
+        assert await served(first["grpc_port"]) == ["one", "other"]
+
+        (tmp_path / "agent.py").write_text("def broken(:\n")
+        await serving.said_until("changed: serving anew")
+        error = (await serving.document())["error"]  # the mistake is told, and the watching goes on
+        assert (error["file"], error["line"]) == ("agent.py", 1)
+        (tmp_path / "agent.py").write_text(AGENT.format("two"))
+        second = (await serving.document())["serving"]
+        assert await served(second["grpc_port"]) == ["other", "two"]
+
+        serving.process.terminate()
+        assert await serving.process.wait() == 0
+        with pytest.raises(OSError, match=str(second["grpc_port"])):
+            await asyncio.open_connection("127.0.0.1", second["grpc_port"])
+
+
+async def test_an_evaluation_that_is_interrupted_goes_on(here: Path, invoke: Invoke) -> None:
+    make_project("letters", here)
+    folder = here / "letters"
+    slow = [{"reply": {"content": "3"}}], [{"reply": {"content": "3", "delay": 60}}]
+    asked = ("test", "agent.py", "dataset.jsonl", "--script", "script.json", "--concurrency", "1", "--json")
+    (folder / "script.json").write_text(json.dumps({"lines": slow[1]}))
+    async with running(*asked, cwd=folder) as testing:
+        while not (folder / "dataset.results.jsonl").exists():
+            assert testing.process.returncode is None
+            await asyncio.sleep(0.02)
+        os.kill(testing.process.pid, signal.SIGINT)
+        out, err = await testing.process.communicate()
+    assert testing.process.returncode == 130, err.decode()
+    assert "--resume goes on with dataset.results.jsonl" in json.loads(out)["error"]["message"]
+    assert b"Traceback" not in err
+    (folder / "script.json").write_text(json.dumps({"lines": slow[0]}))
+    os.chdir(folder)
+    again = await asyncio.to_thread(invoke, *asked, "--resume")
+    assert document(again)["summary"]["rollouts"] == 3

@@ -1,0 +1,119 @@
+"""The HTML report: one file, no network, no script, and what models wrote is shown as text."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+from rollout_server.authoring.report import MOST_TRANSCRIPTS, report
+from rollout_server.authoring.result import Result, Times, Tokens
+from rollout_server.authoring.summary import summary_of
+
+HOSTILE = (
+    '</pre><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}{% raw %}"\' onload="x\x1b[2J\u202e\x00'
+)
+VOID = {"meta", "line"}
+
+
+class Tags(HTMLParser):
+    """Reads a page; every element is closed in its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def hostile(row: int, **changes: Any) -> Result:
+    call = {"id": HOSTILE, "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
+    fields: dict[str, Any] = {
+        "end": "failure",
+        "reason": HOSTILE,
+        "message": HOSTILE,
+        "reward": 0.5,
+        "scores": {HOSTILE: 1.0},
+        "tool_errors": {HOSTILE: 2},
+        "tokens": Tokens(1, 2, 3),
+        "ms": Times(10.0),
+        "warnings": [HOSTILE],
+        "messages": [
+            {"role": HOSTILE, "content": HOSTILE, "reasoning_content": HOSTILE},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "user", "content": [{"type": "text", "text": HOSTILE}]},
+        ],
+    }
+    return Result(HOSTILE, row=row, **(fields | changes))
+
+
+def read(page: str) -> Tags:
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == []
+    return tags
+
+
+def made(results: list[Result]) -> str:
+    return report({"agent": HOSTILE, "endpoint": {"name": HOSTILE}}, summary_of(results, 1.0), results)
+
+
+def test_hostile_texts_are_texts() -> None:
+    page = made([hostile(1), hostile(2, end="stop", reason="stop")])
+    tags = read(page)
+    assert {tag for tag, _ in tags.seen}.isdisjoint({"script", "img", "link", "iframe", "object", "form", "base"})
+    assert not any(name.startswith("on") for _, attributes in tags.seen for name in attributes)
+    assert "49" not in re.sub(r"[\d.]*49[\d.]+", "", tags.text)
+    assert "{{ 7 * 7 }}" in tags.text
+    assert not set("\x1b\u202e\x00") & set(page)
+    assert "␛[2J⟨U+202E⟩" in tags.text
+
+
+def test_it_needs_no_network_and_is_told_to_have_none() -> None:
+    tags = read(made([hostile(1)]))
+    assert not any({"src", "href", "srcset", "action"} & set(attributes) for _, attributes in tags.seen)
+    [policy] = [attributes["content"] for tag, attributes in tags.seen if attributes.get("http-equiv")]
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def test_plots_can_be_read_without_seeing_them() -> None:
+    results = [hostile(row, end="stop", reason="stop", reward=row / 20) for row in range(1, 21)]
+    tags = read(made(results))
+    plots = [attributes for tag, attributes in tags.seen if tag == "svg"]
+    assert len(plots) >= 4
+    assert all(plot["role"] == "img" and ":" in str(plot["aria-label"]) for plot in plots)
+    [reward] = [str(plot["aria-label"]) for plot in plots if str(plot["aria-label"]).startswith("Reward")]
+    counts = [int(number) for number in re.findall(r" (\d+)(?:, |$)", reward)]
+    assert sum(counts) == 20
+
+
+def test_of_very_many_rollouts_those_that_went_wrong_are_shown() -> None:
+    right = [hostile(row, end="stop", reason="stop", reward=1.0, messages=[]) for row in range(1, MOST_TRANSCRIPTS + 1)]
+    wrong = hostile(MOST_TRANSCRIPTS + 1)
+    page = made([*right, wrong])
+    assert "1 more rollouts are in the file of results" in page
+    assert f"row {wrong.row}, rollout 1" in page
+    assert page.count("<details>\n<summary>row ") == MOST_TRANSCRIPTS
+
+
+def test_a_long_text_is_cut_and_says_so() -> None:
+    page = made([hostile(1, messages=[{"role": "user", "content": "x" * 50_000}])])
+    assert "(30000 characters more)" in page
+
+
+def test_nothing_was_played_is_a_report_too() -> None:
+    assert "0 of 0" in read(made([])).text

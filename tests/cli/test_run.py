@@ -1,0 +1,229 @@
+"""`rollout run`: one rollout, in words and in JSON, against a script and against trainers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rollout_client import RolloutEvent
+from rollout_server import Limits
+from rollout_server.cli.live import Progress
+from rollout_server.testing.dialect import Dialect
+from rollout_server.testing.script import Reply, Script
+from rollout_server.testing.trainer import StrictTrainer
+
+from tests.cli.conftest import Invoke, complaint, document
+from tests.engines.model import ToyModel
+from tests.engines.served import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
+
+BROKEN = """from rollout_server import Agent
+
+
+class A(Agent):
+    name = "a"
+
+    async def play(self, run):
+        print("hm")
+        {}["key"]
+"""
+QUESTION = "How often does the letter r occur in strawberry?"
+
+
+class Elsewhere:
+    """An event loop in a thread of its own: what commands in this one talk to."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+
+    def open(self, stack: ExitStack, manager: AbstractAsyncContextManager[Any]) -> None:
+        """Enters a context there until the end of the stack."""
+        asyncio.run_coroutine_threadsafe(manager.__aenter__(), self.loop).result()
+        stack.callback(
+            lambda: asyncio.run_coroutine_threadsafe(manager.__aexit__(None, None, None), self.loop).result()
+        )
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Callable[[AbstractAsyncContextManager[Any]], None]]:
+    """`elsewhere(context)`: entered in another thread, left with the test."""
+    with ExitStack() as stack:
+        there = Elsewhere()
+        stack.callback(there.close)
+        yield lambda manager: there.open(stack, manager)
+
+
+@pytest.fixture
+def trainer(elsewhere: Callable[[StrictTrainer], None]) -> StrictTrainer:
+    """A strict trainer that wants a key."""
+    script = Script((Reply(content="It is 3."),), repeat_last=True)
+    strict = StrictTrainer(script=script, dialect=Dialect.EITHER, api_key="sesame-open", render_tools=False)
+    elsewhere(strict)
+    return strict
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_rollout_is_told_as_it_goes(project: Path, invoke: Invoke) -> None:
+    told = invoke(
+        "run", "agent.py", "--script", "scripted.py", "--prompt", QUESTION, "--ground-truth", "3", "--out", "kept"
+    )
+    assert told.exit_code == 0, told.stdout
+    for said in (
+        f"user      │ {QUESTION}",
+        'assistant │ calls count_letter {"letter": "r", "word": "strawberry"}',
+        ": 3",
+        "assistant │ The letter occurs 3 times.",
+        "2 turns, 1 tool calls, 0 of them failed",
+        " of the model, ",
+        "reward 1",
+        "next: rollout inspect kept",
+    ):
+        assert said in told.stdout
+    assert invoke("inspect", "kept", "--tokenizer", "toy=toy").exit_code == 0
+
+
+def test_json_lines_are_the_events_and_then_the_rollout(project: Path, invoke: Invoke) -> None:
+    told = invoke("run", "agent.py", "--script", "scripted.py:ScriptedModel", "--prompt", QUESTION, "--json")
+    *events, last = lines(told.stdout)
+    kinds = [event["event"] for event in events if event["event"] != "segment_opened"]
+    assert kinds == ["accepted", "asked", "answered", "tool_started", "tool_returned", "asked", "answered"]
+    rollout = last["rollout"]
+    assert (rollout["agent"], rollout["end"], rollout["turns"], rollout["reward"]) == (
+        "letter-counter",
+        "stop",
+        2,
+        None,
+    )
+    assert rollout["authors"]["model"] == rollout["tokens"]["generated"]
+    assert [message["role"] for message in rollout["messages"]] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_messages_come_from_a_file_and_an_echo_stands_in(project: Path, invoke: Invoke) -> None:
+    (project / "talk.json").write_text(
+        json.dumps([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}])
+    )
+    (project / "one.json").write_text(json.dumps({"role": "user", "content": "three"}))
+    for name, echoed in (("talk.json", "one"), ("one.json", "three")):
+        told = lines(invoke("run", "agent.py", "--message", name, "--system", "Be kind.", "--json").stdout)[-1]
+        messages = told["rollout"]["messages"]
+        assert (messages[0], messages[-1]["content"]) == ({"role": "system", "content": "Be kind."}, echoed)
+
+
+def test_an_agent_that_fails_is_told_at_its_own_line(project: Path, invoke: Invoke) -> None:
+    (project / "broken.py").write_text(BROKEN)
+    told = invoke("run", "broken.py", "--prompt", "hi", "--json")
+    assert told.exit_code == 1
+    rollout = lines(told.stdout)[-1]["rollout"]
+    assert (rollout["end"], rollout["reason"]) == ("failure", "internal")
+    assert "KeyError: 'key'" in told.stderr
+    assert "broken.py:9" in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+def test_a_limit_ends_it(project: Path, invoke: Invoke) -> None:
+    (project / "script.json").write_text(json.dumps({"lines": [{"reply": {"tool_calls": [
+        {"id": "c", "type": "function", "function": {"name": "count_letter", "arguments": "{}"}}
+    ]}}], "repeat_last": True}))  # fmt: skip
+    told = invoke("run", "agent.py", "--script", "script.json", "--prompt", "hi", "--turns", "2", "--json")
+    rollout = lines(told.stdout)[-1]["rollout"]
+    assert (rollout["reason"], rollout["turns"], rollout["tool_errors"]) == ("max_turns", 2, {"count_letter": 2})
+
+
+@pytest.mark.parametrize(
+    ("dialect", "more"), [("http-plain", ()), ("http-masked", ("--tokenizer", "toy")), ("grpc", ())]
+)
+def test_a_model_is_asked_where_there_is_one(
+    project: Path, invoke: Invoke, trainer: StrictTrainer, dialect: str, more: tuple[str, ...]
+) -> None:
+    url = f"grpc://{trainer.grpc_target}" if dialect == "grpc" else trainer.url
+    (project / "plain.py").write_text("from rollout_server import Agent\n\n\nclass P(Agent):\n    name = 'p'\n")
+    asked = ("run", "plain.py", "--prompt", "hi", "--model-url", url, "--dialect", dialect, *more, "--json")
+    told = invoke(*asked, "--api-key-env", "SESAME", SESAME="sesame-open")
+    rollout = lines(told.stdout)[-1]["rollout"]
+    assert (told.exit_code, rollout["messages"][-1]["content"]) == (0, "It is 3."), told.stderr
+    assert rollout["endpoint"]["dialect"] == dialect
+    assert "sesame" not in told.stdout + told.stderr
+    refused = invoke(*asked)
+    assert (refused.exit_code, lines(refused.stdout)[-1]["rollout"]["end"]) == (1, "failure")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "kind"), [("openai", OpenaiEngine), ("vllm", VllmEngine), ("sglang", SglangEngine)]
+)
+def test_an_engine_is_asked_by_its_models_name(
+    project: Path, invoke: Invoke, elsewhere: Callable[[Any], None], dialect: str, kind: type[Engine]
+) -> None:
+    engine = kind(ToyModel(["It is 3."]))
+    elsewhere(serving(engine))
+    named = ("--model-url", f"{engine.url}/v1", "--dialect", dialect, "--model", engine.model_name)
+    told = invoke("run", "agent.py", "--prompt", "hi", *named, "--temperature", "0.5", "--max-tokens", "64", "--json")
+    rollout = lines(told.stdout)[-1]["rollout"]
+    assert (rollout["end"], rollout["messages"][-1]["content"]) == ("stop", "It is 3."), told.stderr
+    [body] = engine.bodies()
+    assert (body["temperature"], body["model"]) == (0.5, engine.model_name)
+    assert [tool["function"]["name"] for tool in body["tools"]] == ["count_letter"]
+    assert (rollout["authors"] is None) == (dialect == "openai")
+
+
+WRONG = {
+    "no_prompt": ((), "--prompt TEXT or --message FILE"),
+    "both": (("--prompt", "a", "--message", "b"), "--prompt TEXT or --message FILE"),
+    "no_file": (("--message", "gone.json"), "gone.json"),
+    "no_messages": (("--message", "agent.py"), "agent.py: this is no JSON"),
+    "no_metadata": (("--prompt", "a", "--metadata", "["), "--metadata is no JSON"),
+    "no_object": (("--prompt", "a", "--metadata", "[]"), "--metadata must be a JSON object"),
+    "two_models": (("--prompt", "a", "--model-url", "http://x", "--script", "y.json"), "exclude each other"),
+    "no_url": (("--prompt", "a", "--model", "m"), "--model needs --model-url"),
+    "no_scheme": (("--prompt", "a", "--model-url", "localhost:1"), "must begin with http://"),
+    "no_model": (("--prompt", "a", "--model-url", "http://x"), "--dialect openai needs --model NAME"),
+    "no_dialect": (("--prompt", "a", "--model-url", "http://x", "--dialect", "tcp"), "'tcp' is none of openai, vllm"),
+    "wrong_scheme": (("--prompt", "a", "--model-url", "grpc://x", "--dialect", "vllm"), "is not spoken at a URL"),
+    "no_tokenizer": (("--prompt", "a", "--model-url", "http://x", "--dialect", "http-masked"), "needs --tokenizer"),
+    "no_key": (
+        ("--prompt", "a", "--model-url", "http://x", "--model", "m", "--api-key-env", "UNSET"),
+        "UNSET is not set",
+    ),
+    "no_script": (("--prompt", "a", "--script", "agent.py"), "no class with a method reply(messages)"),
+    "broken_script": (("--prompt", "a", "--script", "wrong.json"), "wrong.json: this is no script"),
+}
+
+
+@pytest.mark.parametrize(("flags", "said"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_wrong_with_the_command_line_is_told(
+    project: Path, invoke: Invoke, flags: tuple[str, ...], said: str
+) -> None:
+    (project / "wrong.json").write_text("{}")
+    assert said in complaint(invoke("run", "agent.py", *flags))
+    found = document(invoke("run", "agent.py", *flags, "--json"))["error"]
+    assert (found["command"], found["kind"]) == ("run", "failed")
+    assert said in found["message"]
+
+
+def test_no_text_passes_for_somebody_elses_or_moves_the_cursor() -> None:
+    out = io.StringIO()
+    progress = Progress(Console(file=out, force_terminal=True, width=80, color_system=None), Limits(turns=3))
+    event = RolloutEvent(turn=1)
+    event.answered.message.json = json.dumps({"role": "assistant", "content": "a\nuser      │ b\x1b[2J\u202ec"})
+    with progress.shown():
+        progress.see(event)
+    shown = [line for line in out.getvalue().splitlines() if "│" in line]
+    assert "assistant │ user      │ b␛[2J⟨U+202E⟩c" in "".join(shown)
+    assert "turn 1/3" in out.getvalue()

@@ -1,0 +1,90 @@
+"""`rollout validate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Invoke, complaint, document
+
+AGENT = """
+import pathlib
+from rollout_server import Agent, Limits, Run, ToolError, tool
+
+print("noise on standard output")
+
+@tool
+def touch(name: str) -> str:
+    "Leaves a file behind."
+    pathlib.Path("touched").write_text(name)
+    return name * 2
+
+@tool
+def fails(name: str) -> str:
+    "Always fails."
+    raise ToolError("not today")
+
+class A(Agent):
+    name = "a"
+    tools = (touch, fails)
+"""
+BARE = """
+class Bare:
+    name, description, parameters_json_schema = "bare", "", '{"type": "string"}'
+
+    async def run(self, arguments):
+        return ""
+
+class B(Agent):
+    name = "b"
+    tools = (Bare(),)
+    limits = Limits(turns=3)
+
+    async def reward(self, run):
+        return 1 / 0
+"""
+
+
+def test_tools_run_only_when_that_is_asked_for(here: Path, invoke: Invoke) -> None:
+    Path("agent.py").write_text(AGENT)
+    told = invoke("validate", "agent.py", "--json")
+    found = document(told)
+    assert (found["valid"], found["agents"][0]["dry_run"]["end"]) == (True, "stop")
+    assert "--call-tools" in found["next"]
+    assert "noise on standard output" in told.stderr
+    assert not Path("touched").exists()
+    called = document(invoke("validate", "agent.py:A", "--call-tools", "--json"))["agents"][0]
+    assert [(tool["name"], tool["called"]) for tool in called["tools"]] == [
+        ("touch", "aa"),
+        ("fails", "Error: not today"),
+    ]
+    assert Path("touched").read_text() == "a"
+
+
+def test_what_is_wrong_and_what_would_be_better_is_told(here: Path, invoke: Invoke) -> None:
+    Path("agent.py").write_text(AGENT + BARE)
+    told = invoke("validate", "agent.py")
+    assert told.exit_code == 1
+    assert 'must have "type": "object"' in told.stdout
+    assert "agent's reward failed" in told.stdout
+    assert "ZeroDivisionError: division by zero" in told.stdout
+    assert "agent.py:34" in told.stdout
+    assert "it has no limits" in told.stdout
+    assert "nothing describes name" in told.stdout
+    assert told.stdout.rstrip().splitlines()[-1].startswith("next: mend")
+    found = document(invoke("validate", "agent.py", "--json"))
+    assert [(agent["name"], agent["valid"]) for agent in found["agents"]] == [("a", True), ("b", False)]
+    assert not found["valid"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_what_cannot_be_imported_is_told_in_either_form(here: Path, invoke: Invoke, flags: tuple[str, ...]) -> None:
+    Path("agent.py").write_text("\n\nraise OSError('no luck')\n")
+    told = invoke("validate", "agent.py", *flags)
+    text = "agent.py:3: agent.py cannot be imported: OSError: no luck"
+    if not flags:
+        assert text in complaint(told)
+        return
+    wanted = {"command": "validate", "kind": "failed", "message": text, "file": "agent.py", "line": 3}
+    assert (told.exit_code, document(told)) == (1, {"error": wanted})
