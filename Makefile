@@ -5,7 +5,7 @@ MANIFESTS := $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*.ya
 PROTOS := $(wildcard protos/osmosis/*/v1/*.proto)
 UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate
 
-.PHONY: help setup demo up down test bench bench-tokens bench-dialects mutants check format lint types oldest transformers4 deploy-checks docs protos release-protos lock clean
+.PHONY: help setup demo up down test bench bench-tokens bench-dialects mutants mutants-tokens check format lint types oldest transformers4 deploy-checks docs protos release-protos lock clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -121,6 +121,17 @@ mutants: .venv-mutants/.ready ## Mutate the ledger and the machine and list what
 		&& cosmic-ray init mutants.toml mutants.sqlite && cr-filter-operators mutants.sqlite mutants.toml \
 		&& cosmic-ray baseline mutants.toml && cosmic-ray exec mutants.toml mutants.sqlite \
 		&& cr-report --surviving-only --show-diff mutants.sqlite
+
+mutants-tokens: setup .venv-mutants/.ready ## Mutate the renderer and list what no test noticed (an hour)
+	rm -rf build/mutants-tokens && mkdir -p build/mutants-tokens/tests && ln -sfn ../../shared build/shared
+	cp -r server/rollout_server build/mutants-tokens/
+	cp -r tests/__init__.py tests/tokens build/mutants-tokens/tests/
+	cd build/mutants-tokens && export PATH="$(CURDIR)/.venv-mutants/bin:$$PATH" PYTHONPATH="$(CURDIR)/build/mutants-tokens" \
+		PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false && cp tests/tokens/mutants.toml . \
+		&& cosmic-ray init mutants.toml mutants.sqlite && cr-filter-operators mutants.sqlite mutants.toml \
+		&& { $(CURDIR)/$(BIN)/python -m tests.tokens.forks serve forks.sock >forks.log 2>&1 & } && trap "kill $$!" EXIT \
+		&& cosmic-ray baseline mutants.toml && cosmic-ray exec mutants.toml mutants.sqlite \
+		&& cosmic-ray baseline mutants.toml && cr-report --surviving-only --show-diff mutants.sqlite
 
 clean: ## Remove environments and caches
 	rm -rf .venv .venv-protos .venv-oldest .venv-transformers4 .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -62,6 +62,28 @@ def test_a_template_that_looks_at_both_ends_of_the_content() -> None:
     assert environment(template(head=head), ASKED, SAID, heard) == f"\nuser:<r>8 or nine</r>{STOP}\nassistant:"
 
 
+@pytest.mark.parametrize(
+    ("messages", "first"),
+    [
+        ([ASKED, SAID, ASKED], 2),
+        ([ASKED, SAID, ASKED, SAID, ASKED], 4),
+        ([ASKED, SAID, ASKED, ASKED], 2),
+        ([MORE, SAID, ASKED, SAID, MORE, ASKED], 4),
+        ([ASKED, SAID, MORE, ASKED, MORE, SAID], 2),
+    ],
+)
+def test_a_template_that_looks_for_the_same_message_elsewhere(messages: list[Fields], first: int) -> None:
+    """It puts the tools in front of each message that equals the last of the user, as Mistral's does."""
+
+    def render(said: Sequence[Fields], generation_prompt: bool) -> str:
+        last = next(message for message in reversed(said) if message["role"] == "user")
+        each = (f"{'<tools>' if m == last else ''}{m['role']}:{m['content']}{STOP}\n" for m in said)
+        return "".join(each) + ("assistant:" if generation_prompt else "")
+
+    full = render(messages, True)
+    assert environment(render, *messages, first=first) == full.split(STOP, first)[first]
+
+
 def test_an_answer_without_a_stop_ends_with_its_text() -> None:
     render = template(lambda message: f"{message['role']}:{message['content']}\n")
     messages = [ASKED, SAID, MORE, SAID, MORE]
@@ -74,6 +96,10 @@ def test_an_answer_without_a_stop_ends_with_its_text() -> None:
 def test_an_answer_that_begins_the_text() -> None:
     render = template(lambda message: str(message["content"]) + "\n")
     assert text_after_answer(render, [SAID, MORE], 0, render([SAID, MORE], True)) == "\nAnd twice that?\nassistant:"
+    nothing = {"role": "assistant", "content": ""}
+    assert (
+        text_after_answer(render, [nothing, MORE], 0, render([nothing, MORE], True)) == "\nAnd twice that?\nassistant:"
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,14 +107,25 @@ def test_an_answer_that_begins_the_text() -> None:
     [
         template(head=lambda messages: f"{len(messages[1]['content'])}:"),
         template(head=lambda messages: "long" if len(messages[1]["content"]) > 10 else "short"),
+        template(head=lambda messages: "a lot" if len(messages[1]["content"]) > 10 else "a bit"),
         template(lambda message: f"{message['content']}|{message['content']}\n"),
         template(lambda message: f"{message['content'][:3]}\n"),
     ],
-    ids=["counted in front", "judged in front", "said twice", "cut short"],
+    ids=["counted in front", "judged in front", "judged as shortly", "said twice", "cut short"],
 )
 def test_an_answer_whose_text_is_elsewhere_too(render: Callable[..., str]) -> None:
     messages = [ASKED, SAID, MORE]
     assert text_after_answer(render, messages, 1, render(messages, True)) is None
+
+
+@pytest.mark.parametrize("length", range(15, 30))
+def test_a_text_of_any_length_that_leaves_the_answer_out(length: int) -> None:
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        return "x" * length
+
+    assert text_after_answer(render, [ASKED, SAID, MORE], 1, render([], True)) is None
+    assert environment(render, ASKED, SAID, MORE) is None
+    assert environment(render, ASKED, SAID) is None
 
 
 def test_answers_that_end_with_something_else_than_text() -> None:
@@ -115,12 +152,49 @@ def test_the_longest_of_the_tokens_that_begin_behind_an_answer_is_its_stop() -> 
     assert probed.final == probed.calls == Stop(STOP, 8)
 
 
+def test_what_was_said_may_begin_the_text_and_its_stop_follow_at_once() -> None:
+    render = template(lambda message: f"{message['content']}{STOP}\n" if message["role"] == "assistant" else "")
+    probed = probe(render, {8: STOP, 9: "", 10: "elsewhere"})
+    assert probed.final == probed.calls == Stop(STOP, 8)
+    assert environment(render, ASKED, SAID, SAID) == f"\nEight.{STOP}\nassistant:"
+
+
+def test_a_stop_of_one_character_with_which_the_next_message_begins() -> None:
+    messages = [ASKED, SAID, {"role": "user", "content": "|or more?"}]
+    render = template(lambda message: f"{message['content']}|\n")
+    assert environment_text(render, messages, 2, "|", render(messages, True)) == "\n|or more?|\nassistant:"
+
+
+def test_content_keeps_its_parts() -> None:
+    parts = [{"type": "text", "text": "And twice"}, {"type": "text", "text": "that?"}]
+
+    def each(message: Fields) -> str:
+        content = message["content"]
+        said = [content] if isinstance(content, str) else [part["text"] for part in content]
+        return " ".join(said) + f"{STOP}\n"
+
+    render = template(each, head=lambda messages: str([len(message["content"]) for message in messages[2:]]))
+    expected = f"\nAnd twice that?{STOP}\nassistant:"
+    assert environment(render, ASKED, SAID, {"role": "user", "content": parts}) == expected
+
+
+def test_what_stands_before_an_answer_does_not_keep_its_environment_from_being_mirrored() -> None:
+    """The history may say how it goes on after a tool; what follows an answer is the same behind the short one."""
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        before = ["", *(message["role"] for message in messages[:-1])]
+        pairs = zip(before, messages, strict=True)
+        each = (f"{'so ' if b == 'tool' else ''}{m['content'] or m['tool_calls']}{STOP}" for b, m in pairs)
+        return "".join(each) + ("assistant:" if generation_prompt else "")
+
+    assert probe(render, {8: STOP}).mirrors
+
+
 def test_a_refusal_shows_the_end_of_what_was_rendered() -> None:
     render = template(lambda message: f"{message['content']}\n", head=lambda _: "x" * 500)
     last_only = probe(lambda messages, prompt: render(messages[-1:], prompt), {})
     assert "leaves out what was said before" in last_only.refusal
-    assert last_only.refusal.endswith("xHello\\nassistant:'")
-    assert "x" * 200 not in last_only.refusal
+    assert last_only.refusal.endswith(repr("x" * 144 + "Hello\nassistant:"))
 
 
 def test_a_template_that_only_works_without_a_generation_prompt_is_refused() -> None:

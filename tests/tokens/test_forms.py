@@ -45,6 +45,14 @@ def test_others_are_all_others_the_nearest_first() -> None:
     assert changed == sorted(changed)
 
 
+def test_the_form_with_other_arguments_differs_in_nothing_else() -> None:
+    for form in (Form(), *Form().others()):
+        other = form.with_other_arguments()
+        assert (other.tools, other.measure) == (form.tools, form.measure)
+        assert {other.arguments, form.arguments} == set(Arguments)
+        assert other.with_other_arguments() == form
+
+
 @pytest.mark.parametrize("family", ["qwen2.5", "llama3", "mistral-small-3.2"])
 async def test_parsed_arguments_are_learnt_from_the_first_prompt_with_calls(ours, plain, family) -> None:
     naive, ids = plain(family), [ours(family).probed.calls.id]
@@ -118,3 +126,25 @@ async def test_what_was_rendered_in_another_form_is_forgotten(ours, form) -> Non
     await renderer.predict(packed(ASKED, CALLED, HEARD), answered(CALLED, [5]), 1)
     renderer.adopt(form)
     assert await renderer.predict(*turn) == await Renderer(ours("qwen2.5"), TOOLS, {}, form=form).predict(*turn)
+
+
+async def test_forms_that_the_template_refuses_are_passed_over(ours, plain) -> None:
+    """A template that takes no empty list of tools; the trainer gives it parsed arguments, which is tried after that list."""
+    refusing = "{%- if tools is not none and not tools -%}{{- raise_exception('No tools.') -}}{%- endif -%}"
+    called = "(message.tool_calls[0].function.arguments if message.tool_calls else message.content)"
+    each = "{%- for message in messages -%}{{- '<|im_start|>' ~ CALLED ~ '<|im_end|>' -}}{%- endfor -%}"
+    template = (
+        refusing
+        + each.replace("CALLED", called)
+        + "{%- if add_generation_prompt -%}{{- '<|im_start|>' -}}{%- endif -%}"
+    )
+    loaded, toy = ours("toy", template), plain("toy")
+    renderer, turn = Renderer(loaded, TOOLS, {}), (packed(ASKED, CALLED, HEARD), answered(CALLED, [5]), 1)
+    counts = await renderer.counts(*turn)
+    assert Arguments.PARSED in {form.arguments for form in counts}
+    assert Tools.EMPTY not in {form.tools for form in counts}
+    rendered = await renderer.predict(*turn)
+    reported = pack_tokens(toy.prompt(objects([ASKED, CALLED, HEARD]), TOOLS, chat_template=template))
+    assert reported != pack_tokens(toy.prompt([ASKED, CALLED, HEARD], TOOLS, chat_template=template))
+    assert await renderer.learn(rendered.predicted, reported) == rendered.predicted
+    assert renderer.form == Form(arguments=Arguments.PARSED)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.outcome import Category
-from rollout_server.edge.tokens.form import Arguments
+from rollout_server.edge.tokens.form import Arguments, Form, Tools
 from rollout_server.edge.tokens.loaded import LoadedTokenizer
 from rollout_server.edge.tokens.render import Renderer
 from rollout_server.runtime.port import Failed
@@ -169,6 +169,7 @@ async def test_a_trainer_that_renders_without_the_tools_is_followed(ours, plain,
     reported = pack_tokens(naive.prompt([ASKED]))
     assert predicted.environment == pack_tokens(naive.prompt([ASKED], TOOLS)) != reported
     assert await renderer.learn(predicted, reported) == Prediction(pack_tokens(), reported)
+    assert renderer.form == Form(tools=Tools.NONE)
     turn = [ASKED, CALLED, HEARD]
     rendered = await renderer.predict(packed(*turn), answered(CALLED, [stop]), 1)
     assert rendered.mask_length == len(naive.prompt(turn)) - len(reported) - 1
@@ -201,6 +202,7 @@ async def test_a_prompt_that_nothing_explains_teaches_nothing(ours, plain) -> No
         ),
         ([{"type": "input_audio"}], "messages[1].content[0] is not text (input_audio)"),
         ([{"text": "a"}], "messages[1].content[0] is not text (untyped)"),
+        ([{"type": "x" * 50}], f"messages[1].content[0] is not text ({'x' * 40})"),
         ([5], "messages[1].content[0] is not text (int)"),
     ],
 )
@@ -266,6 +268,19 @@ async def test_a_switch_may_change_what_closes_an_answer(ours, plain) -> None:
         assert rendered.predicted == Prediction(pack_tokens(), pack_tokens(toy.ids(more.replace("STOP", stop))))
     cut = await second_turn(Renderer(loaded, [], {"plain": True}), SAID, toy.ids("Eig"), MORE, finish_reason="length")
     assert cut.predicted.closing == pack_tokens(toy.ids("<|endoftext|>"))
+    for stop in ("<|im_end|>", "<|endoftext|>"):  # the tokenizer's own and the template's
+        renderer = Renderer(loaded, [], {"plain": True})
+        ended = await second_turn(renderer, SAID, toy.ids("Eight." + stop), MORE, finish_reason="length")
+        assert ended.predicted.closing == pack_tokens()
+
+
+def test_so_many_switches_are_remembered_and_no_more(ours) -> None:
+    loaded = ours("toy", "{{ messages | map(attribute='content') | join('<|im_end|>') }}")
+    assert loaded.switched({}) is loaded
+    known = [loaded.switched({"number": number}) for number in range(64)]
+    assert len(set(map(id, known))) == 64
+    assert all(loaded.switched({"number": number}) is each for number, each in enumerate(known))
+    assert loaded.switched({"number": 64}) is not loaded.switched({"number": 64})
 
 
 @pytest.mark.parametrize("family", ["mistral-small-3.2", "toy", "qwen3", "llama3"])

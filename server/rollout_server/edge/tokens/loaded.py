@@ -20,6 +20,7 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.tokens.encoding import AddedToken, Encoded, GrowingEncoder, composes
 from rollout_server.edge.tokens.form import Fields
 from rollout_server.edge.tokens.probe import Probed, probe
+from rollout_server.edge.tokens.template import Options, Templated, Templates
 from rollout_server.runtime.port import Failed
 
 _T = TypeVar("_T")
@@ -27,7 +28,7 @@ _LONGEST_REASON = 300
 _SWITCHES = 64
 
 
-class ChatTokenizer(Protocol):
+class ChatTokenizer(Templated, Protocol):
     """The part of a transformers tokenizer that is used here."""
 
     eos_token_id: int | None
@@ -37,12 +38,6 @@ class ChatTokenizer(Protocol):
     @property
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
         """Added tokens by id."""
-
-    def get_chat_template(self, chat_template: str | None = None, tools: list[Fields] | None = None) -> str:
-        """The template that is used with these tools."""
-
-    def apply_chat_template(self, conversation: list[Fields], **options: object) -> str:
-        """The conversation as text, if `tokenize` is False."""
 
     def encode(self, text: str, **options: object) -> list[int]:
         """The ids of a text."""
@@ -84,7 +79,8 @@ class LoadedTokenizer:
         self._special = {index: token.content for index, token in added.items() if token.special}
         # A truncation that was saved with a tokenizer is switched off by its first use: here, before it is shared.
         self.encode("")
-        self.probed: Probed = probe(partial(self._text, Frame()), self._special)
+        self._templates = Templates(tokenizer)
+        self.probed: Probed = probe(partial(self._compared, Frame()), self._special)
         self._switched: dict[str, LoadedTokenizer] = {}
         self._growing = self._make_growing(added)
 
@@ -96,7 +92,8 @@ class LoadedTokenizer:
         known = self._switched.get(key)
         if known is None:
             known = copy.copy(self)
-            known.probed = probe(partial(self._text, Frame(template_kwargs=template_kwargs)), self._special)
+            known._templates = copy.copy(self._templates)
+            known.probed = probe(partial(known._compared, Frame(template_kwargs=template_kwargs)), self._special)
             if len(self._switched) < _SWITCHES:
                 self._switched[key] = known
         return known
@@ -106,21 +103,8 @@ class LoadedTokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     def text(self, messages: Sequence[Fields], frame: Frame, *, generation_prompt: bool = True) -> str:
-        """The conversation as its template writes it. Raises `Failed` with the template's own reason where it refuses.
-
-        Templates run in a sandbox that lets them change nothing they are given, and transformers 5 hands them a copy.
-        """
-        tools = None if frame.tools is None else list(frame.tools)
-        options = {**frame.template_kwargs, "tools": tools, "add_generation_prompt": generation_prompt}
-        try:
-            template = self._tokenizer.get_chat_template(tools=tools)
-            if "strftime_now" in template:
-                options |= {"chat_template": _DATED + template, _DATES: _dates(_directives(template), frame.date)}
-            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        except Exception as error:  # templates are foreign code: whatever one raises is a refusal
-            reason = " ".join(str(error).split()) or type(error).__name__
-            text = f"the chat template of tokenizer {self.name!r} refuses the conversation: {reason}"
-            raise Failed(Failure(Category.TOKENIZER, text[:_LONGEST_REASON])) from error
+        """The conversation as its template writes it. Raises `Failed` with the template's own reason where it refuses."""
+        return self._rendered(self._templates.text, messages, frame, generation_prompt)
 
     def encode(self, text: str) -> Tokens:
         """The ids of a text as it stands: added tokens are recognised, none are put in front, nothing is cut.
@@ -152,8 +136,27 @@ class LoadedTokenizer:
             return True
         return token_id in self._special and not cut
 
-    def _text(self, frame: Frame, messages: Sequence[Fields], generation_prompt: bool) -> str:
-        return self.text(messages, frame, generation_prompt=generation_prompt)
+    def _compared(self, frame: Frame, messages: Sequence[Fields], generation_prompt: bool) -> str:
+        return self._rendered(self._templates.compared, messages, frame, generation_prompt)
+
+    def _rendered(
+        self,
+        render: Callable[[Sequence[Fields], Options], str],
+        messages: Sequence[Fields],
+        frame: Frame,
+        generation_prompt: bool,
+    ) -> str:
+        tools = None if frame.tools is None else list(frame.tools)
+        options = {**frame.template_kwargs, "tools": tools, "add_generation_prompt": generation_prompt}
+        try:
+            template = self._tokenizer.get_chat_template(tools=tools)
+            if "strftime_now" in template:
+                options |= {"chat_template": _DATED + template, _DATES: _dates(_directives(template), frame.date)}
+            return render(messages, options)
+        except Exception as error:  # templates are foreign code: whatever one raises is a refusal
+            reason = " ".join(str(error).split()) or type(error).__name__
+            text = f"the chat template of tokenizer {self.name!r} refuses the conversation: {reason}"
+            raise Failed(Failure(Category.TOKENIZER, text[:_LONGEST_REASON])) from error
 
     def _make_growing(self, added: Mapping[int, AddedToken]) -> GrowingEncoder | None:
         """None for tokenizers without the Rust library, and for those that turn out not to encode part by part."""
