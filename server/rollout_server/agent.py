@@ -5,19 +5,28 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABCMeta
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from numbers import Real
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from rollout_server.core.admission import ID_LENGTH
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.outcome import Verdict
 from rollout_server.runtime.port import Tool
+from rollout_server.runtime.request import Request
 from rollout_server.runtime.run import Run
+from rollout_server.runtime.where import written_at
 from rollout_server.tool import FunctionTool, tool
 
+_T = TypeVar("_T")
+
+Judgement: TypeAlias = float | Verdict | None
+"""What a reward is: a finite number, a number with named parts, or nothing."""
+
+_METHODS = ("play", "reward", "start", "stop", "choose_tools")
 _CHECKED = ("name", "version", "description", "tools", "limits", "replayable")
 
 
@@ -38,8 +47,11 @@ class _AgentClass(ABCMeta):
 class Agent(metaclass=_AgentClass):
     """An agent: subclass it, give it a name and tools, and where the default loop is not enough, a `play` of its own.
 
-    One object plays many rollouts at the same time: what belongs to one of them lives in `play`, not in `self`. A class is
-    checked where it is defined, an object when it is made; what is wrong is a TypeError or ValueError.
+    One object plays many rollouts at the same time: what belongs to one of them lives in `play` or in `run.state`, not in `self`.
+    A class is checked where it is defined, an object when it is made; what is wrong is a TypeError or ValueError.
+
+    `play`, `reward`, `start` and `stop` may be `async def`, on the event loop, or plain functions, each call in a thread. A
+    thread cannot be cancelled: it is left alone once its rollout has ended, and should look at `run.cancelled` now and then.
 
     Attributes:
         name: unique within a server, at most 256 characters.
@@ -66,26 +78,89 @@ class Agent(metaclass=_AgentClass):
         if "description" not in vars(cls) and cls.__doc__:
             cls.description = inspect.cleandoc(cls.__doc__)
         cls.replayable = _is_replayable(cls)
-        for method in ("play", "reward"):
-            if not inspect.iscoroutinefunction(getattr(cls, method)):
-                raise TypeError(f"agent class {cls.__name__}: {method} must be `async def`")
+        for method in _METHODS:
+            _check_method(f"agent class {cls.__name__}: {method}", method, getattr(cls, method))
 
-    async def play(self, run: Run) -> None:
-        """Plays one rollout: samples and calls tools until the model calls none."""
-        while calls := (await run.sample()).tool_calls:
-            await run.call(calls)
+    if TYPE_CHECKING:
+        # Typed so that one's own may be plain, and that `await super().play(run)` is right.
 
-    async def reward(self, run: Run) -> float | Verdict | None:
-        """Judges a rollout that came to its end: a finite number, a `Verdict`, or None for no judgement."""
-        return None
+        def play(self, run: Run) -> Any: ...
+        def reward(self, run: Run) -> Judgement | Awaitable[Judgement]: ...
+        def start(self) -> Any: ...
+        def stop(self) -> Any: ...
+
+    else:
+
+        async def play(self, run: Run) -> None:
+            """Plays one rollout: samples and calls tools until the model calls none.
+
+            A plain function waits with `run.wait(run.sample())`.
+            """
+            while calls := (await run.sample()).tool_calls:
+                await run.call(calls)
+
+        async def reward(self, run: Run) -> Judgement:
+            """Judges a rollout that came to its end: a finite number, a `Verdict`, or None for no judgement."""
+            return None
+
+        async def start(self) -> None:
+            """Called once, before the server takes requests. A server whose agent cannot start does not."""
+
+        async def stop(self) -> None:
+            """Called once, after the server's rollouts have ended, if `start` came to its end. What it raises is logged."""
+
+    def choose_tools(self, request: Request) -> Sequence[Tool]:
+        """The tools of one rollout: its model is told these only. Called before the rollout is accepted, so it must be quick.
+
+        Trainers of `POST /rollout` know the agent's `tools` and no others; there, a choice of others refuses the request.
+        """
+        return self.tools
 
     async def perform(self, run: object) -> None:
         """How the runtime calls `play`."""
-        await self.play(cast("Run", run))
+        playing = cast("Run", run)
+        await _called(self.play, playing, f"play of agent {self.name}")
 
     async def judge(self, run: object) -> Verdict:
         """How the runtime calls `reward`. Raises TypeError or ValueError for what is no judgement."""
-        return _verdict(await self.reward(cast("Run", run)), f"agent {self.name!r}: reward")
+        judging = cast("Run", run)
+        judgement = await _called(self.reward, judging, f"reward of agent {self.name}")
+        with _placed(self.reward):
+            return _verdict(judgement, f"agent {self.name!r}: reward")
+
+    def tools_for(self, request: Request) -> Sequence[Tool]:
+        """How the runtime calls `choose_tools`. Raises TypeError or ValueError for what are no tools."""
+        chosen = self.choose_tools(request)
+        with _placed(self.choose_tools):
+            return _as_tools(chosen, f"agent {self.name!r}: choose_tools")
+
+
+@contextmanager
+def _placed(function: Callable[..., object]) -> Iterator[None]:
+    """Says of what is wrong with a result where the function is that returned it."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}{written_at(function)}") from None
+
+
+async def _called(function: Callable[[Run], _T | Awaitable[_T]], run: Run, name: str) -> _T:
+    """The result of an author's function, wherever it runs."""
+    if inspect.iscoroutinefunction(function):
+        return cast("_T", await function(run))
+    result = await run.aside(name, lambda: function(run))
+    return await cast("Awaitable[_T]", result) if inspect.isawaitable(result) else result
+
+
+def _check_method(owner: str, name: str, method: object) -> None:
+    """Raises TypeError for what cannot be called as the method of that name is."""
+    if not callable(method):
+        raise TypeError(f"{owner} must be a method, it is {method!r}")
+    where = written_at(method)
+    if inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
+        raise TypeError(f"{owner} must return, it has a `yield`{where}")
+    if name == "choose_tools" and inspect.iscoroutinefunction(method):
+        raise TypeError(f"{owner} must be a plain `def`: a request is answered without waiting{where}")
 
 
 def _is_replayable(cls: type[Agent]) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated, TypeAlias
 
 from rollout_server.agent import Agent
 from rollout_server.core.message import JSON
-from rollout_server.runtime.port import Tool, ToolError
+from rollout_server.runtime.port import Content, Tool, ToolError
 from rollout_server.runtime.run import Run, text_of
 from rollout_server.tool import tool
 
@@ -100,7 +100,7 @@ class _Delayed:
     def parameters_json_schema(self) -> str:
         return self.tool.parameters_json_schema
 
-    async def run(self, arguments: Mapping[str, JSON]) -> str:
+    async def run(self, arguments: Mapping[str, JSON]) -> Content:
         await asyncio.sleep(self.seconds)
         return await self.tool.run(arguments)
 

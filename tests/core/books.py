@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+from rollout_server.core.conversation import State
 from rollout_server.core.ledger import Tokens, Turn
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Metrics
-from rollout_server.core.record import Answered, ToolReturned
+from rollout_server.core.record import Answered, ToolReturned, ToolStarted
 
-from .naive import NaiveLedger
+from .naive import NaiveLedger, NaiveLine
+
+
+@dataclass(eq=False)
+class Talk:
+    """One conversation. `called` counts the calls of its last turn."""
+
+    line: NaiveLine
+    messages: list[Message]
+    state: State = State.OPEN
+    turn: int = 0
+    called: int = 0
+    cut: bool = False
+    running: dict[int, ToolStarted] = field(default_factory=dict)
+    back: dict[int, ToolReturned] = field(default_factory=dict)
 
 
 class Books:
@@ -18,20 +33,25 @@ class Books:
 
     def __init__(self, limits: Limits, start: list[Message]) -> None:
         self.limits = limits
-        self.messages = list(start)
         self.ledger = NaiveLedger()
+        self.main = Talk(self.ledger.main, list(start))
+        self.talks = [self.main]
+        self.said = list(start)
         self.metrics = Metrics()
         self.warnings: list[tuple[str, int, int | None]] = []
         self.turn = 0
-        self.tool_turns: set[int] = set()
-        self.cut = False
+        self.tool_turns = 0
 
     def count(self, **amounts: float) -> None:
         more = {name: getattr(self.metrics, name) + n for name, n in amounts.items()}
         self.metrics = replace(self.metrics, **more)
 
+    def says(self, talk: Talk, messages: list[Message]) -> None:
+        talk.messages += messages
+        self.said += messages
+
     def asking_is_over(self) -> str | None:
-        size = sum(len(m.text.encode()) for m in self.messages)
+        size = sum(len(m.text.encode()) for m in self.said)
         for reason, used, limit in (
             ("max_tokens", self.metrics.generated_tokens, self.limits.generated_tokens),
             ("max_turns", self.turn, self.limits.turns),
@@ -41,25 +61,29 @@ class Books:
                 return reason
         return None
 
-    def calling_is_over(self) -> str | None:
+    def calling_is_over(self, talk: Talk) -> str | None:
         tokens, turns = self.limits.generated_tokens, self.limits.tool_turns
         if tokens is not None and self.metrics.generated_tokens >= tokens:
             return "max_tokens"
-        if turns is not None and self.turn not in self.tool_turns and len(self.tool_turns) >= turns:
+        if turns is not None and not talk.called and self.tool_turns >= turns:
             return "max_turns"
         return None
 
-    def answered(self, record: Answered) -> tuple[str, int, int, int] | None:
+    def asked(self, talk: Talk) -> None:
+        self.turn += 1
+        talk.turn, talk.called, talk.state = self.turn, 0, State.ASKING
+
+    def answered(self, talk: Talk, record: Answered) -> tuple[str, int, int, int] | None:
         drift = None
         prompt, generated = record.usage or (0, 0)
         if record.token_ids is not None:
             generated = len(record.token_ids)
-        known = record.reported is not None or (record.predicted is not None and not self.ledger.missing)
+        known = record.reported is not None or (record.predicted is not None and not talk.line.missing)
         if known and record.token_ids is not None:
-            drift = self.committed(record, record.token_ids)
-            prompt = len(self.ledger.segments[-1].tokens) - generated
+            drift = self.committed(talk, record, record.token_ids)
+            prompt = len(talk.line.ids()) - generated
         else:
-            self.skipped(record)
+            self.skipped(talk, record)
             prompt = prompt if record.reported is None else len(record.reported)
         self.count(turns=1, completion_ms=record.elapsed_ms, completion_attempts=record.attempts)
         self.count(prompt_tokens=prompt, generated_tokens=generated)
@@ -68,12 +92,12 @@ class Books:
         if drift is not None:
             self.warnings.append(("token_drift", record.turn, drift[1]))
         self.warnings += [(code, record.turn, None) for code, _ in record.notes]
-        self.messages.append(record.message)
-        self.cut = record.finish_reason == "length"
+        self.says(talk, [record.message])
+        talk.cut, talk.state = record.finish_reason == "length", State.OPEN
         return drift
 
-    def committed(self, record: Answered, answer: Tokens) -> tuple[str, int, int, int] | None:
-        if self.ledger.missing and not self.ledger.segments:
+    def committed(self, talk: Talk, record: Answered, answer: Tokens) -> tuple[str, int, int, int] | None:
+        if talk.line.missing and talk.line.segment is None:
             self.warnings.append(("tokens_unknown", record.turn, None))
         turn = Turn(
             record.turn,
@@ -83,17 +107,52 @@ class Books:
             record.reported,
             record.policy_version,
         )
-        return self.ledger.commit(turn)
+        return talk.line.commit(turn)
 
-    def skipped(self, record: Answered) -> None:
+    def skipped(self, talk: Talk, record: Answered) -> None:
         """Once for each gap, and only beside turns whose tokens are known."""
-        if self.ledger.segments and not self.ledger.missing:
+        if talk.line.segment is not None and not talk.line.missing:
             self.warnings.append(("tokens_unknown", record.turn, None))
-        self.ledger.skip()
+        talk.line.skip()
 
-    def returned(self, records: list[ToolReturned]) -> None:
+    def started(self, talk: Talk, started: ToolStarted) -> None:
+        self.tool_turns += not talk.called
+        talk.called += 1
+        talk.running[started.index] = started
+        talk.state = State.CALLING
+
+    def returned(self, talk: Talk, record: ToolReturned) -> None:
+        del talk.running[record.index]
+        talk.back[record.index] = record
+        self.said.append(record.message)
+        if not talk.running:
+            talk.messages += [talk.back[index].message for index in sorted(talk.back)]
+            self.count_calls(talk)
+            talk.state = State.OPEN
+
+    def count_calls(self, talk: Talk) -> None:
+        records = list(talk.back.values())
         self.count(
             tool_calls=len(records),
             tool_failures=len([r for r in records if r.failed]),
             tool_ms=max((r.elapsed_ms for r in records), default=0.0),
         )
+        talk.back.clear()
+
+    def branched(self, talk: Talk) -> Talk:
+        other = Talk(talk.line.branch(), list(talk.messages), turn=talk.turn, cut=talk.cut)
+        self.talks.append(other)
+        return other
+
+    def began(self, talk: Talk, kind: str, messages: list[Message]) -> Talk:
+        other = Talk(self.ledger.line(kind, talk.line.id), list(messages))
+        self.said += messages
+        self.talks.append(other)
+        if kind == "compaction":
+            talk.state = State.CLOSED
+            self.main = other if talk is self.main else self.main
+        return other
+
+    def masked(self, turn: int) -> None:
+        for token in (t for segment in self.ledger.segments for t in segment.tokens):
+            token.out = token.out or (token.turn == turn and token.by == "model")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from rollout_server.core.ledger import Author, Ledger, MaskReason, Segment, Turn, pack_logprobs
+from rollout_server.core.ledger import Author, Ledger, Line, MaskReason, Segment, Span, Turn, pack_logprobs
 
 MODEL = "model"
 
@@ -22,12 +22,19 @@ class Token:
     turn: int
     policy: str = ""
     logprob: float | None = None
+    out: bool = False
+    """An author took it out of the training."""
+
+    @property
+    def trains(self) -> bool:
+        return self.by == MODEL and not self.out
 
 
 @dataclass
 class NaiveSegment:
     """A training sample: where it comes from and its tokens, the first `prompt` of them what it opened with."""
 
+    id: str
     kind: str
     parent: str
     shared: int
@@ -46,11 +53,49 @@ class NaiveSegment:
 
 @dataclass
 class NaiveLedger:
-    """Segments, every token that was ever sampled and recorded, and whether the tokens of a turn are missing since."""
+    """Segments in the order in which they opened, every token that was ever sampled and recorded, and how many ids are taken."""
 
     segments: list[NaiveSegment] = field(default_factory=list)
-    sampled: list[int] = field(default_factory=list)
+    sampled: list[tuple[int, int]] = field(default_factory=list)
+    taken: int = 0
+
+    def __post_init__(self) -> None:
+        self.main = self.line("main")
+
+    def line(self, kind: str, parent: str = "") -> NaiveLine:
+        """One that begins with nothing."""
+        return NaiveLine(self, self.take(), kind, parent)
+
+    def take(self) -> str:
+        self.taken += 1
+        return str(self.taken - 1)
+
+
+@dataclass
+class NaiveLine:
+    """The segments of one conversation, and whether the tokens of a turn are missing since.
+
+    `before` is what it holds of others before its first segment, `parent` whose that is.
+    """
+
+    ledger: NaiveLedger
+    id: str
+    kind: str
+    parent: str
+    before: list[Token] = field(default_factory=list)
+    segment: NaiveSegment | None = None
     missing: bool = False
+
+    def tokens(self) -> list[Token]:
+        return list(self.before if self.segment is None else self.segment.tokens)
+
+    def ids(self) -> list[int]:
+        return [t.id for t in self.tokens()]
+
+    def branch(self) -> NaiveLine:
+        """Another one that goes on from here."""
+        parent = self.id if self.segment is not None or not self.before else self.parent
+        return NaiveLine(self.ledger, self.ledger.take(), "branch", parent, self.tokens(), missing=self.missing)
 
     def skip(self) -> None:
         """The tokens of a turn are unknown."""
@@ -61,64 +106,59 @@ class NaiveLedger:
         closing = [] if turn.predicted is None else list(turn.predicted.closing)
         environment = [] if turn.predicted is None else list(turn.predicted.environment)
         reported = None if turn.reported is None else list(turn.reported)
-        predicts = turn.predicted is not None
-        if self.missing:
-            assert reported is not None
-            drift = self._after_gap(turn.number, reported)
-        elif not self.segments:
-            drift = self._first(turn.number, environment if predicts else None, reported)
-        else:
-            drift = self._next(turn.number, (closing, environment) if predicts else None, reported)
-        segment = self.segments[-1]
+        drift = self._prompt(turn.number, (closing, environment) if turn.predicted is not None else None, reported)
+        segment = self.segment
+        assert segment is not None
         segment.verified = segment.verified and reported is not None
         logprobs = [None] * len(turn.answer) if turn.logprobs is None else list(turn.logprobs)
         answer = zip(turn.answer, logprobs, strict=True)
         segment.tokens += [Token(i, MODEL, turn.number, turn.policy_version, p) for i, p in answer]
-        self.sampled += list(turn.answer)
+        self.ledger.sampled += [(turn.number, i) for i in turn.answer]
         return drift
 
-    def _first(
-        self, turn: int, predicted: list[int] | None, reported: list[int] | None
-    ) -> tuple[str, int, int, int] | None:
-        prompt = reported if reported is not None else predicted
-        assert prompt is not None
-        self._open("main", "", 0, prompt, turn)
-        if reported is None or predicted is None or reported == predicted:
-            return None
-        return "prompt", common(predicted, reported), len(predicted), len(reported)
-
-    def _next(
+    def _prompt(
         self, turn: int, predicted: tuple[list[int], list[int]] | None, reported: list[int] | None
     ) -> tuple[str, int, int, int] | None:
-        segment = self.segments[-1]
-        held = segment.ids()
-        closing, environment = predicted or ([], [])
+        held, (closing, environment) = self.ids(), predicted or ([], [])
         expected = held + closing + environment
-        if reported is None or (predicted is not None and reported == expected):
-            segment.tokens += masked(closing, "closing", turn) + masked(environment, "environment", turn)
+        if self.missing:
+            # Nobody knows what stands where in the prompt, so all of it is one, and nothing can have parted.
+            assert reported is not None
+            self.missing = False
+            self._open("gap", common(held, reported), reported, turn)
+            return None
+        if reported is None or (reported == expected and predicted is not None):
+            if self.segment is None:
+                self._open("", len(held), expected, turn)
+            else:
+                self.segment.tokens += masked(closing, "closing", turn) + masked(environment, "environment", turn)
             return None
         index = common(held, reported)
         if index == len(held):
-            segment.tokens += masked(reported[len(held) :], "environment", turn)
-            drifted = predicted is not None
-            return ("environment", common(expected, reported), len(expected), len(reported)) if drifted else None
-        if index == len(reported):
-            kind = "truncated"
-        else:
-            kind = "retokenised" if segment.tokens[index].by == MODEL else "history_rewritten"
-        self._open("drift", str(len(self.segments) - 1), index, reported, turn)
+            began = bool(held)
+            if self.segment is None:
+                self._open("", len(held), reported, turn)
+            else:
+                self.segment.tokens += masked(reported[len(held) :], "environment", turn)
+                began = True
+            if predicted is None:
+                return None
+            kind = "environment" if began else "prompt"
+            return kind, common(expected, reported), len(expected), len(reported)
+        kind = "truncated"
+        if index < len(reported):
+            kind = "retokenised" if self.tokens()[index].by == MODEL else "history_rewritten"
+        self._open("drift", index, reported, turn)
         return kind, index, len(expected), len(reported)
 
-    def _after_gap(self, turn: int, reported: list[int]) -> None:
-        """Nobody knows what stands where in the prompt, so all of it is one, and nothing can have parted."""
-        self.missing = False
-        if not self.segments:
-            return self._open("main", "", 0, reported, turn)
-        shared = common(self.segments[-1].ids(), reported)
-        return self._open("gap", str(len(self.segments) - 1), shared, reported, turn)
-
-    def _open(self, kind: str, parent: str, shared: int, prompt: list[int], turn: int) -> None:
-        self.segments.append(NaiveSegment(kind, parent, shared, len(prompt), True, masked(prompt, "prompt", turn)))
+    def _open(self, kind: str, shared: int, prompt: list[int], turn: int) -> None:
+        if self.segment is None:
+            opened = NaiveSegment(self.id, self.kind, self.parent, shared, len(prompt), True, [])
+        else:
+            opened = NaiveSegment(self.ledger.take(), kind, self.segment.id, shared, len(prompt), True, [])
+        opened.tokens = masked(prompt, "prompt", turn)
+        self.id, self.segment = opened.id, opened
+        self.ledger.segments.append(opened)
 
 
 def masked(ids: list[int], reason: str, turn: int) -> list[Token]:
@@ -132,13 +172,30 @@ def common(a: list[int], b: list[int]) -> int:
 
 def assert_laws(ledger: Ledger, naive: NaiveLedger) -> None:
     """The laws of the ledger, each stated against the naive one."""
-    assert [s.id for s in ledger.segments] == [str(i) for i in range(len(naive.segments))]
-    assert ledger.current_id == (ledger.segments[-1].id if ledger.segments else "0")
-    assert ledger.gap is naive.missing
+    assert [s.id for s in ledger.segments] == [s.id for s in naive.segments]
+    assert len({s.id for s in ledger.segments}) == len(ledger.segments)
     for real, plain in zip(ledger.segments, naive.segments, strict=True):
         _assert_segment(real, plain)
-    trained = [i for s in ledger.segments for i, bit in zip(s.sample().response_ids, s.sample().response_mask) if bit]  # noqa: B905
-    assert trained == naive.sampled, "a sampled token is trained exactly once"
+    trained = [
+        (s.turn, i) for each in ledger.segments for s in each.spans if s.trains for i in each.ids(s.start, s.stop)
+    ]
+    taken_out = [
+        (s.turn, i) for each in ledger.segments for s in each.spans if _by_author(s) for i in each.ids(s.start, s.stop)
+    ]
+    assert sorted(trained + taken_out) == sorted(naive.sampled), (
+        "a sampled token is trained once, or taken out by its author"
+    )
+
+
+def assert_line(line: Line, naive: NaiveLine) -> None:
+    """Where a conversation stands."""
+    assert (line.id, line.gap, list(line.held())) == (naive.id, naive.missing, naive.ids())
+    assert (line.segment is None) is (naive.segment is None)
+    assert line.segment is None or line.segment.id == line.id
+
+
+def _by_author(span: Span) -> bool:
+    return span.reason is MaskReason.AUTHOR
 
 
 def _assert_segment(real: Segment, plain: NaiveSegment) -> None:
@@ -167,8 +224,10 @@ def _assert_spans(real: Segment, plain: NaiveSegment) -> None:
         for s in spans
         for _ in range(s.start, s.stop)
     ]
-    assert told == [(t.by, t.turn, t.policy, t.logprob is not None) for t in trajectory]
-    assert all(s.trains is (s.author is Author.MODEL) is (s.reason is None) for s in spans)
+    assert told == [("author" if t.out else t.by, t.turn, t.policy, t.logprob is not None) for t in trajectory]
+    assert all(s.trains is (s.author is Author.MODEL and s.reason is None) for s in spans)
+    authors = [s.author is Author.MODEL for s in spans for _ in range(s.start, s.stop)]
+    assert authors == [t.by == MODEL for t in trajectory]
     runs = [key for key, _ in groupby(told)]
     assert len([s for s in spans if s.stop > s.start]) == len(runs), "one run of one author in one turn is one span"
 
@@ -181,9 +240,9 @@ def _assert_sample(real: Segment, plain: NaiveSegment) -> None:
     assert sample.segment_id == real.id
     assert list(sample.prompt_ids) == [t.id for t in prompt]
     assert list(sample.response_ids) == [t.id for t in response]
-    assert list(sample.response_mask) == [int(t.by == MODEL) for t in response]
+    assert list(sample.response_mask) == [int(t.trains) for t in response]
     if all(t.logprob is not None for t in response if t.by == MODEL):
-        assert sample.logprobs == pack_logprobs(t.logprob or 0.0 for t in response)
+        assert sample.logprobs == pack_logprobs((t.logprob or 0.0) if t.trains else 0.0 for t in response)
     else:
         assert sample.logprobs is None
     assert not response or response[-1].by == MODEL, "a trajectory ends with what the model wrote last"

@@ -46,7 +46,7 @@ def predicts(*environment: int, closing: Iterable[int] = ()) -> Prediction:
 def begun(*, prompt: tuple[int, ...] = (1, 2, 3), answer: tuple[int, ...] = (10, 11)) -> Ledger:
     """A ledger of one turn whose prompt was reported as predicted."""
     ledger = Ledger()
-    assert ledger.commit(Turn(1, ids(*answer), None, predicts(*prompt), ids(*prompt))) is None
+    assert ledger.main.commit(Turn(1, ids(*answer), None, predicts(*prompt), ids(*prompt))) is None
     return ledger
 
 
@@ -101,13 +101,13 @@ def shown_segment(segment: Segment) -> tuple[object, ...]:
 
 
 def shown_ledger(ledger: Ledger) -> tuple[object, ...]:
-    return (ledger.current_id, *(shown_segment(s) for s in ledger.segments))
+    return (ledger.main.id, *(shown_segment(s) for s in ledger.segments))
 
 
 def shown(machine: Machine) -> tuple[object, ...]:
     """All that a machine lets see, in values that do not change with it."""
     outcome = None if machine.outcome is None else shown_outcome(machine.outcome)
-    told = (machine.ask(), machine.start_calls([CALL]), machine.natural_stop(), machine.last_answer)
+    told = (machine.ask(), machine.start_calls([CALL]), machine.natural_stop(), machine.main.last_answer)
     state = (machine.state, machine.turn, tuple(machine.messages), machine.metrics)
     return (*state, shown_ledger(machine.ledger), *told, outcome)
 

@@ -14,7 +14,6 @@ from rollout_server.core.ledger import (
     Ledger,
     MaskReason,
     Origin,
-    Sample,
     Segment,
     SegmentKind,
     Span,
@@ -23,6 +22,7 @@ from rollout_server.core.ledger import (
     pack_tokens,
 )
 from rollout_server.core.prefix import first_difference
+from rollout_server.core.segment import Sample
 
 from .naive import common
 from .rollouts import begun, ids, predicts, runs, shown_ledger, spans_of
@@ -31,7 +31,7 @@ from .rollouts import begun, ids, predicts, runs, shown_ledger, spans_of
 class TestOneSegment:
     def test_an_untouched_ledger_has_no_segment_and_will_open_segment_0(self) -> None:
         ledger = Ledger()
-        assert (ledger.segments, ledger.current, ledger.current_id) == ((), None, "0")
+        assert (ledger.segments, ledger.main.segment, ledger.main.id) == ((), None, "0")
 
     def test_an_untouched_segment_is_an_empty_sample(self) -> None:
         segment = Segment("7", Origin(SegmentKind.BRANCH, "0", 3))
@@ -44,20 +44,20 @@ class TestOneSegment:
         segment.append_masked(ids(3), MaskReason.ENVIRONMENT, 1)
         assert (len(segment), segment.spans) == (3, ())
         assert segment.sample() == Sample("0", ids(), ids(), b"", pack_logprobs())
-        segment.append_generated(Turn(1, ids(10)))
+        segment.append_generated(ids(10), None, Span(Author.MODEL, None, 1, 0, 0))
         assert [s.reason for s in segment.spans] == [MaskReason.CLOSING, MaskReason.ENVIRONMENT, None]
 
     def test_the_first_turn_opens_the_main_segment(self) -> None:
         ledger = begun()
-        assert (len(ledger.segments), ledger.current_id) == (1, "0")
+        assert (len(ledger.segments), ledger.main.id) == (1, "0")
         segment = ledger.segments[0]
-        assert ledger.current is segment
+        assert ledger.main.segment is segment
         assert (segment.id, segment.origin) == ("0", Origin(SegmentKind.MAIN, "", 0))
         assert spans_of(ledger) == [("prompt", 1, 0, 3), ("model", 1, 3, 5)]
 
     def test_environment_then_answer_extend_it(self) -> None:
         ledger = begun()
-        ledger.commit(Turn(2, ids(30), None, predicts(20, 21)))
+        ledger.main.commit(Turn(2, ids(30), None, predicts(20, 21)))
         assert spans_of(ledger)[2:] == [("environment", 2, 5, 7), ("model", 2, 7, 8)]
         sample = ledger.segments[0].sample()
         assert sample.segment_id == "0"
@@ -67,33 +67,33 @@ class TestOneSegment:
     @pytest.mark.parametrize("reported", [None, ids(1, 2, 3, 10, 11, 9, 20)])
     def test_the_closing_token_of_a_cut_answer_has_its_own_reason(self, reported: array[int] | None) -> None:
         ledger = begun()
-        assert ledger.commit(Turn(2, ids(30), None, predicts(20, closing=[9]), reported)) is None
+        assert ledger.main.commit(Turn(2, ids(30), None, predicts(20, closing=[9]), reported)) is None
         assert spans_of(ledger)[2:] == [("closing", 2, 5, 6), ("environment", 2, 6, 7), ("model", 2, 7, 8)]
 
     def test_without_a_prediction_all_that_the_trainer_added_is_environment(self) -> None:
         ledger = begun()
-        assert ledger.commit(Turn(2, ids(30), None, None, ids(1, 2, 3, 10, 11, 9, 20))) is None
+        assert ledger.main.commit(Turn(2, ids(30), None, None, ids(1, 2, 3, 10, 11, 9, 20))) is None
         assert spans_of(ledger)[2:] == [("environment", 2, 5, 7), ("model", 2, 7, 8)]
 
     def test_nothing_new_makes_no_span(self) -> None:
         ledger = begun()
-        ledger.commit(Turn(2, ids(30), None, predicts()))
+        ledger.main.commit(Turn(2, ids(30), None, predicts()))
         assert spans_of(ledger)[2:] == [("model", 2, 5, 6)]
 
     def test_what_no_answer_followed_is_not_in_the_trajectory_until_one_does(self) -> None:
         ledger = begun()
-        ledger.commit(Turn(2, ids(), None, predicts(20)))
+        ledger.main.commit(Turn(2, ids(), None, predicts(20)))
         segment = ledger.segments[0]
         assert spans_of(ledger) == [("prompt", 1, 0, 3), ("model", 1, 3, 5)]
         assert segment.sample().response_ids == ids(10, 11)
         assert (len(segment), segment.ids()) == (6, ids(1, 2, 3, 10, 11, 20))
-        ledger.commit(Turn(3, ids(30), None, predicts(21)))
+        ledger.main.commit(Turn(3, ids(30), None, predicts(21)))
         assert spans_of(ledger)[2:] == [("environment", 2, 5, 6), ("environment", 3, 6, 7), ("model", 3, 7, 8)]
 
     @pytest.mark.parametrize("prompt", [ids(), ids(5)])
     def test_an_empty_first_answer_leaves_the_prompt_alone(self, prompt: array[int]) -> None:
         ledger = Ledger()
-        ledger.commit(Turn(1, ids(), None, None, prompt))
+        ledger.main.commit(Turn(1, ids(), None, None, prompt))
         assert spans_of(ledger) == [("prompt", 1, 0, len(prompt))]
         sample = ledger.segments[0].sample()
         assert (sample.prompt_ids, sample.response_ids, sample.response_mask) == (prompt, ids(), b"")
@@ -110,7 +110,7 @@ class TestOneSegment:
 
     def test_a_span_knows_the_policy_that_wrote_it(self) -> None:
         ledger = Ledger()
-        ledger.commit(Turn(1, ids(10), pack_logprobs([-1]), predicts(1), None, "step-7"))
+        ledger.main.commit(Turn(1, ids(10), pack_logprobs([-1]), predicts(1), None, "step-7"))
         assert ledger.segments[0].spans == (
             Span(Author.OTHER, MaskReason.PROMPT, 1, 0, 1, "", False),
             Span(Author.MODEL, None, 1, 1, 2, "step-7", True),
@@ -133,17 +133,17 @@ class TestVerified:
         ledger = begun()
         segment = ledger.segments[0]
         assert segment.verified is True
-        ledger.commit(Turn(2, ids(30), None, None, ids(1, 2, 3, 10, 11, 20)))
+        ledger.main.commit(Turn(2, ids(30), None, None, ids(1, 2, 3, 10, 11, 20)))
         assert segment.verified is True
-        ledger.commit(Turn(3, ids(31), None, predicts(21)))
+        ledger.main.commit(Turn(3, ids(31), None, predicts(21)))
         assert segment.verified is False
-        ledger.commit(Turn(4, ids(), None, None, segment.ids()))
+        ledger.main.commit(Turn(4, ids(), None, None, segment.ids()))
         assert segment.verified is False
 
     def test_a_segment_that_drift_opened_is_verified_by_itself(self) -> None:
         ledger = Ledger()
-        ledger.commit(Turn(1, ids(10), None, predicts(1)))
-        ledger.commit(Turn(2, ids(11), None, None, ids(5)))
+        ledger.main.commit(Turn(1, ids(10), None, predicts(1)))
+        ledger.main.commit(Turn(2, ids(11), None, None, ids(5)))
         assert [s.verified for s in ledger.segments] == [False, True]
 
 
@@ -151,7 +151,7 @@ def test_a_turn_without_any_prompt_is_refused_and_leaves_no_trace() -> None:
     for ledger in (Ledger(), begun()):
         before = shown_ledger(ledger)
         with pytest.raises(ValueError, match="predicted or a reported prompt"):
-            ledger.commit(Turn(2, ids(10)))
+            ledger.main.commit(Turn(2, ids(10)))
         assert shown_ledger(ledger) == before
 
 
@@ -175,7 +175,7 @@ def test_words_that_leave_the_process_stay() -> None:
 def test_spans_of_a_long_rollout_lie_end_to_end() -> None:
     ledger = begun()
     for turn in range(2, 50):
-        ledger.commit(Turn(turn, ids(turn), None, predicts(turn, closing=[9] if turn % 3 else [])))
+        ledger.main.commit(Turn(turn, ids(turn), None, predicts(turn, closing=[9] if turn % 3 else [])))
     spans = ledger.segments[0].spans
     assert all(a.stop == b.start for a, b in pairwise(spans))
     assert spans[-1].stop == len(ledger.segments[0])
@@ -187,13 +187,15 @@ class TestLongOnes:
     def test_answers_and_their_logprobs(self) -> None:
         ledger = Ledger()
         count = 600
-        ledger.commit(Turn(1, ids(*range(count)), pack_logprobs([-1.0] * count), predicts(1)))
+        ledger.main.commit(Turn(1, ids(*range(count)), pack_logprobs([-1.0] * count), predicts(1)))
         assert ledger.segments[0].sample().logprobs == pack_logprobs([-1.0] * count)
 
     def test_drift(self) -> None:
         ledger = begun(prompt=tuple(range(300)), answer=tuple(range(300)))
-        assert ledger.commit(Turn(2, ids(1), None, None, ids(*range(290)))) == Drift(DriftKind.TRUNCATED, 290, 600, 290)
+        assert ledger.main.commit(Turn(2, ids(1), None, None, ids(*range(290)))) == Drift(
+            DriftKind.TRUNCATED, 290, 600, 290
+        )
         ledger = begun(prompt=tuple(range(300)), answer=tuple(range(300)))
-        assert ledger.commit(Turn(2, ids(1), None, None, ids(*range(300), *range(280), 9))) == Drift(
+        assert ledger.main.commit(Turn(2, ids(1), None, None, ids(*range(300), *range(280), 9))) == Drift(
             DriftKind.RETOKENISED, 580, 600, 581
         )

@@ -19,8 +19,8 @@ from .rollouts import begun, ids, predicts, shown_ledger, shown_segment
 class TestLogprobs:
     def test_they_stand_beside_the_models_tokens_and_0_beside_the_others(self) -> None:
         ledger = Ledger()
-        ledger.commit(Turn(1, ids(10, 11), pack_logprobs([-0.5, -1.5]), predicts(1, 2)))
-        ledger.commit(Turn(2, ids(12), pack_logprobs([-2.5]), predicts(3)))
+        ledger.main.commit(Turn(1, ids(10, 11), pack_logprobs([-0.5, -1.5]), predicts(1, 2)))
+        ledger.main.commit(Turn(2, ids(12), pack_logprobs([-2.5]), predicts(3)))
         segment = ledger.segments[0]
         assert segment.logprobs() == pack_logprobs([0, 0, -0.5, -1.5, 0, -2.5])
         assert segment.sample().logprobs == pack_logprobs([-0.5, -1.5, 0, -2.5])
@@ -29,7 +29,7 @@ class TestLogprobs:
     def test_one_answer_without_them_leaves_the_sample_without(self, missing: int) -> None:
         ledger = Ledger()
         for turn in (1, 2):
-            ledger.commit(Turn(turn, ids(10), None if turn == missing else pack_logprobs([-1]), predicts(1)))
+            ledger.main.commit(Turn(turn, ids(10), None if turn == missing else pack_logprobs([-1]), predicts(1)))
         assert ledger.segments[0].sample().logprobs is None
         assert [s.logprobs_known for s in ledger.segments[0].spans if s.trains] == [missing == 2, missing == 1]
 
@@ -37,7 +37,7 @@ class TestLogprobs:
     def test_they_keep_every_bit_of_32(self, values: list[float]) -> None:
         ledger = Ledger()
         packed = pack_logprobs(values)
-        ledger.commit(Turn(1, pack_tokens(range(len(values))), packed, predicts(1)))
+        ledger.main.commit(Turn(1, pack_tokens(range(len(values))), packed, predicts(1)))
         kept = ledger.segments[0].sample().logprobs
         assert kept is not None
         assert kept.tobytes() == packed.tobytes()
@@ -48,7 +48,7 @@ class TestLogprobs:
         for ledger in (Ledger(), begun()):
             before = shown_ledger(ledger)
             with pytest.raises(ValueError, match="as many logprobs as tokens"):
-                ledger.commit(Turn(2, ids(10, 11), pack_logprobs([-1] * count), predicts(1)))
+                ledger.main.commit(Turn(2, ids(10, 11), pack_logprobs([-1] * count), predicts(1)))
             assert shown_ledger(ledger) == before
 
 
@@ -71,7 +71,7 @@ class TestIds:
         answer, prompt = ids(10), ids(1)
         values = pack_logprobs([-1])
         ledger = Ledger()
-        ledger.commit(Turn(1, answer, values, None, prompt))
+        ledger.main.commit(Turn(1, answer, values, None, prompt))
         segment = ledger.segments[0]
         before = shown_segment(segment)
         sample = segment.sample()

@@ -33,11 +33,11 @@ class TestDrift:
     ) -> None:
         ledger = begun()
         first = shown_segment(ledger.segments[0])
-        assert ledger.commit(Turn(2, ids(30), None, predicts(20, closing=[8]), ids(*reported))) == drift
+        assert ledger.main.commit(Turn(2, ids(30), None, predicts(20, closing=[8]), ids(*reported))) == drift
         assert drift.opens_segment
-        assert ledger.current_id == "1"
+        assert ledger.main.id == "1"
         segment = ledger.segments[1]
-        assert segment is ledger.current
+        assert segment is ledger.main.segment
         assert (segment.id, segment.origin) == ("1", Origin(SegmentKind.DRIFT, "0", drift.index))
         assert segment.sample().prompt_ids == ids(*reported), "exactly what the model saw"
         assert (segment.sample().response_ids, segment.sample().response_mask) == (ids(30), b"\x01")
@@ -45,7 +45,7 @@ class TestDrift:
         assert shown_segment(ledger.segments[0]) == first, "what was recorded stays as it is"
 
     def test_without_a_prediction_the_ledger_alone_was_expected(self) -> None:
-        drift = begun().commit(Turn(2, ids(30), None, None, ids(1, 9)))
+        drift = begun().main.commit(Turn(2, ids(30), None, None, ids(1, 9)))
         assert drift == Drift(DriftKind.HISTORY_REWRITTEN, 1, 5, 2)
 
     @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ class TestDrift:
         self, added: tuple[int, ...], index: int
     ) -> None:
         ledger = begun()
-        drift = ledger.commit(Turn(2, ids(30), None, predicts(20, closing=[8]), ids(1, 2, 3, 10, 11, *added)))
+        drift = ledger.main.commit(Turn(2, ids(30), None, predicts(20, closing=[8]), ids(1, 2, 3, 10, 11, *added)))
         assert drift == Drift(DriftKind.ENVIRONMENT, index, 7, 5 + len(added))
         assert not drift.opens_segment
         assert len(ledger.segments) == 1
@@ -65,7 +65,7 @@ class TestDrift:
 
     def test_another_first_prompt_than_predicted_is_the_trainers(self) -> None:
         ledger = Ledger()
-        drift = ledger.commit(Turn(1, ids(30), None, predicts(1, 2, 3), ids(1, 9)))
+        drift = ledger.main.commit(Turn(1, ids(30), None, predicts(1, 2, 3), ids(1, 9)))
         assert drift == Drift(DriftKind.PROMPT, 1, 3, 2)
         assert not drift.opens_segment
         assert ledger.segments[0].origin == Origin(SegmentKind.MAIN)
@@ -73,15 +73,15 @@ class TestDrift:
 
     def test_segments_after_drift_follow_the_newest(self) -> None:
         ledger = begun()
-        ledger.commit(Turn(2, ids(30), None, None, ids(7)))
-        assert ledger.commit(Turn(3, ids(31), None, None, ids(7, 30, 40))) is None
-        assert ledger.commit(Turn(4, ids(32), None, None, ids(1, 2, 3, 10, 11))) is not None
+        ledger.main.commit(Turn(2, ids(30), None, None, ids(7)))
+        assert ledger.main.commit(Turn(3, ids(31), None, None, ids(7, 30, 40))) is None
+        assert ledger.main.commit(Turn(4, ids(32), None, None, ids(1, 2, 3, 10, 11))) is not None
         assert [s.origin.parent_id for s in ledger.segments] == ["", "0", "1"]
-        assert ledger.current_id == ledger.segments[-1].id == "2"
+        assert ledger.main.id == ledger.segments[-1].id == "2"
         assert [len(s) for s in ledger.segments] == [5, 4, 6]
 
     def test_tokens_that_no_answer_followed_count_as_seen(self) -> None:
         ledger = begun()
-        ledger.commit(Turn(2, ids(), None, predicts(20)))
-        drift = ledger.commit(Turn(3, ids(30), None, None, ids(1, 2, 3, 10, 11, 99)))
+        ledger.main.commit(Turn(2, ids(), None, predicts(20)))
+        drift = ledger.main.commit(Turn(3, ids(30), None, None, ids(1, 2, 3, 10, 11, 99)))
         assert drift == Drift(DriftKind.HISTORY_REWRITTEN, 5, 6, 6)

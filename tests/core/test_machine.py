@@ -6,8 +6,9 @@ from dataclasses import replace
 from itertools import permutations
 
 import pytest
+from rollout_server.core.conversation import State
 from rollout_server.core.limits import Limits
-from rollout_server.core.machine import Over, State
+from rollout_server.core.machine import Over
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Cancellation, Category, End, Failure, Stop, Verdict, Warned
 from rollout_server.core.record import (
@@ -68,11 +69,11 @@ class TestIntents:
 
     def test_the_newest_answer_is_kept(self) -> None:
         machine = fresh()
-        assert machine.last_answer is None
+        assert machine.main.last_answer is None
         asks(machine)
         answer = answered(1, 5)
         assert machine.accept(answer)[-1] is answer
-        assert machine.last_answer is answer
+        assert machine.main.last_answer is answer
 
     def test_what_is_taken_comes_back_for_the_log(self) -> None:
         machine = fresh()

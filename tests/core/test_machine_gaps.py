@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_server.core.ledger import Origin, SegmentKind, pack_logprobs
-from rollout_server.core.machine import IllegalRecord, Machine, replay
+from rollout_server.core.machine import IllegalRecord, Machine
 from rollout_server.core.outcome import Stop, Warned
 from rollout_server.core.record import Answered, Ended, Record, SegmentOpened
+from rollout_server.core.replay import replay
 
 from .rollouts import (
     answered,
@@ -137,7 +138,7 @@ def test_an_answer_with_too_few_logprobs_after_a_gap_is_refused_and_leaves_no_tr
         asks(machine)
         misfit = answered(2, 5, predicted=None, reported=ids(1, 2, 3), logprobs=pack_logprobs())
         assert_refused(machine, misfit)
-        assert machine.ledger.gap is True
+        assert machine.ledger.main.gap is True
         machine.accept(replace(misfit, logprobs=None))
         assert warnings_of(machine) == [("tokens_unknown", 2)], "told once, of the answer that was taken"
 

@@ -11,8 +11,9 @@ from itertools import pairwise
 
 import pytest
 from rollout_server.core import record as records
+from rollout_server.core.conversation import State
 from rollout_server.core.ledger import Drift, DriftKind, Origin, SegmentKind, pack_logprobs
-from rollout_server.core.machine import IllegalRecord, Machine, State
+from rollout_server.core.machine import IllegalRecord, Machine
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Stop
 from rollout_server.core.record import (
@@ -21,8 +22,11 @@ from rollout_server.core.record import (
     Asked,
     DriftFound,
     Ended,
+    GivenUp,
     Input,
+    Masked,
     Note,
+    Observed,
     Record,
     SegmentOpened,
     ToolReturned,
@@ -56,12 +60,21 @@ Answered          . . x . . . . . x . .
 Appended          x x . x . . . x . x .
 ToolStarted       x x . x x x x x . x .
 ToolReturned      . . . . x x x . . . .
+Forked            x x x x x x x x x x .
+Branched          x x . x . . . x . x .
+Compacted         x x . x . . . x . x .
+GivenUp           . . . . . . . . . . .
+Observed          x x x x x x x x x x .
+Masked            . . . x x x x x x x .
 Note              x x x x x x x x x x .
 Ended             x x x x x x x x x x .
 SegmentOpened     . . . . . . . . . . .
 DriftFound        . . . . . . . . . . .
 """
 STATES = ["OPEN", "OPEN", "ASKING", "OPEN", "CALLING", "CALLING", "CALLING", "OPEN", "ASKING", "OPEN", "ENDED"]
+
+# Rows beside the first for the same kind of record.
+FORKS = {"Branched": "Forked", "Compacted": "Forked"}
 
 # The index of the next call in its turn, by cut.
 NEXT_INDEX = {4: 1, 5: 2, 6: 2, 7: 2}
@@ -89,6 +102,12 @@ FITTING: dict[str, Callable[[Machine, int], Record]] = {
     "Appended": lambda machine, at: Appended((USER,)),
     "ToolStarted": lambda machine, at: ToolStarted(machine.turn, NEXT_INDEX.get(at, 0), CALL),
     "ToolReturned": lambda machine, at: ToolReturned(machine.turn, 0, CALL, RESULT, False),
+    "Forked": lambda machine, at: machine.fork(SegmentKind.SUBAGENT, (USER,)),
+    "Branched": lambda machine, at: machine.fork(SegmentKind.BRANCH),
+    "Compacted": lambda machine, at: machine.fork(SegmentKind.COMPACTION, (USER,)),
+    "GivenUp": lambda machine, at: GivenUp(machine.turn, "0"),
+    "Observed": lambda machine, at: Observed("now", "1"),
+    "Masked": lambda machine, at: Masked(1, "dull"),
     "Note": lambda machine, at: Note(machine.turn, "word", "text"),
     "Ended": lambda machine, at: ROLLOUT[-1],
     "SegmentOpened": lambda machine, at: SegmentOpened(machine.turn, "0", Origin(SegmentKind.MAIN), 1),
@@ -117,7 +136,7 @@ def assert_goes_on(machine: Machine, at: int) -> None:
 def test_every_record_at_every_place(kind: str, at: int, legal: bool) -> None:
     machine = cut(at)
     record = FITTING[kind](machine, at)
-    assert type(record).__name__ == kind
+    assert type(record).__name__ == FORKS.get(kind, kind)
     if legal:
         assert machine.accept(record)[-1] is record  # type: ignore[arg-type]
     else:
@@ -127,10 +146,11 @@ def test_every_record_at_every_place(kind: str, at: int, legal: bool) -> None:
 
 def test_the_table_is_whole() -> None:
     """Every kind of record there is, at every cut, and every state among them."""
-    kinds = {line.split()[0] for line in TABLE.strip().splitlines()[1:]}
-    assert kinds == {kind.__name__ for kind in _arms("Record")} == set(FITTING)
+    rows = {line.split()[0] for line in TABLE.strip().splitlines()[1:]}
+    assert rows == set(FITTING)
+    assert {FORKS.get(row, row) for row in rows} == {kind.__name__ for kind in _arms("Record")}
     assert [cut(at).state.name for at in range(len(ROLLOUT) + 1)] == STATES
-    assert set(STATES) == {state.name for state in State}
+    assert {*STATES, "CLOSED"} == {state.name for state in State}  # the main conversation is never closed
 
 
 def _arms(alias: str) -> Iterator[type]:

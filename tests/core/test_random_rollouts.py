@@ -8,9 +8,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from rollout_server.core.ledger import pack_tokens
+from rollout_server.core.conversation import Conversation, State
+from rollout_server.core.ledger import Origin, SegmentKind, pack_tokens
 from rollout_server.core.limits import Limits
-from rollout_server.core.machine import IllegalRecord, Machine, Over, State, replay
+from rollout_server.core.machine import IllegalRecord, Machine, Over
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Cancellation, Category, Failure, Stop, Verdict, Warned
 from rollout_server.core.record import (
@@ -20,16 +21,20 @@ from rollout_server.core.record import (
     Asked,
     DriftFound,
     Ended,
+    Forked,
+    GivenUp,
     Input,
+    Masked,
     Note,
     Record,
     SegmentOpened,
     ToolReturned,
     ToolStarted,
 )
+from rollout_server.core.replay import replay
 
-from .books import Books
-from .naive import assert_laws, common
+from .books import Books, Talk
+from .naive import assert_laws, assert_line, common
 from .rollouts import assert_refused, draw_turn, shown_outcome
 
 texts = st.sampled_from(("", "8", "ü€😀", "\\ud83d", "a" * 50))
@@ -52,7 +57,8 @@ messages = st.builds(message, st.sampled_from(("user", "system", "critic")), tex
 
 
 class RandomRollouts(RuleBasedStateMachine):
-    """Any legal rollout: drift of each kind, cut and empty answers, missing ids, calls that return in any order, limits met."""
+    """Any legal rollout: several conversations, drift of each kind, cut and empty answers, missing ids, calls that return in any
+    order, limits met."""
 
     @initialize(limits=limits, start=st.lists(messages, max_size=2), plain=st.booleans())
     def accept(self, limits: Limits, start: list[Message], plain: bool) -> None:
@@ -61,9 +67,6 @@ class RandomRollouts(RuleBasedStateMachine):
         self.machine = self._machine()
         self.books = Books(limits, start)
         self.log: list[Record] = []
-        self.running: dict[int, ToolStarted] = {}
-        self.back: dict[int, ToolReturned] = {}
-        self.called: dict[int, int] = {}
         self._take(Accepted(len(start), "agent", "1"))
 
     def _machine(self) -> Machine:
@@ -76,49 +79,65 @@ class RandomRollouts(RuleBasedStateMachine):
         self.log += taken
         return list(taken[:-1])
 
-    def _agrees(self, state: State) -> None:
-        assert self.machine.state is state
-        assert self.machine.turn == self.books.turn
-        assert list(self.machine.messages) == self.books.messages
-        assert self.machine.metrics == self.books.metrics
-        assert_laws(self.machine.ledger, self.books.ledger)
+    def _agrees(self, *, ended: bool = False) -> None:
+        books = self.books
+        assert self.machine.state is (State.ENDED if ended else books.main.state)
+        assert self.machine.turn == books.turn
+        assert list(self.machine.messages) == books.main.messages
+        assert self.machine.metrics == books.metrics
+        assert_laws(self.machine.ledger, books.ledger)
+        for talk in books.talks:
+            real = self._real(talk)
+            assert (real.state, real.turn, real.messages) == (talk.state, talk.turn, talk.messages)
+            assert_line(real.line, talk.line)
 
-    @rule(data=st.data(), wish=st.sampled_from((*["ask"] * 4, "call", "call", "append", "note", "misfit")))
+    def _real(self, talk: Talk) -> Conversation:
+        return self.machine.find(Appended((), talk.line.id))
+
+    @rule(
+        data=st.data(),
+        wish=st.sampled_from((*["ask"] * 5, "call", "call", "append", "note", "misfit", "fork", "give up", "mask")),
+    )
     def go_on(self, data: st.DataObject, wish: str) -> None:
         """One rule for all: hypothesis leaves out whole rules in a run, and a run that never asks tells little."""
+        talk = data.draw(st.sampled_from(self.books.talks))
         if wish == "note":
             self._note()
         elif wish == "misfit":
-            self._try_what_does_not_fit(data)
-        elif self.machine.state is State.ASKING:
-            self._answer(data)
-        elif self.machine.state is State.CALLING:
-            self._return_any(data)
-        elif wish == "call":
-            self._call(data.draw(st.integers(0, 3)))
-        elif wish == "append":
-            self._append(data.draw(st.lists(messages, max_size=2)))
-        else:
-            self._ask()
+            self._try_what_does_not_fit(data, talk)
+        elif wish == "fork" and len(self.books.talks) < 5:
+            self._fork(data, talk)
+        elif wish == "mask":
+            self._mask(data)
+        elif talk.state is State.ASKING:
+            self._give_up(talk) if wish == "give up" else self._answer(data, talk)
+        elif talk.state is State.CALLING:
+            self._return_any(data, talk)
+        elif talk.state is State.OPEN and wish == "call":
+            self._call(talk, data.draw(st.integers(0, 3)))
+        elif talk.state is State.OPEN and wish == "append":
+            self._append(talk, data.draw(st.lists(messages, max_size=2)))
+        elif talk.state is State.OPEN:
+            self._ask(talk)
 
-    def _ask(self) -> None:
-        wish, over = self.machine.ask(), self.books.asking_is_over()
-        segment = max(len(self.books.ledger.segments) - 1, 0)
-        turn = self.books.turn + 1
-        asked = Asked(turn, str(segment), f"u/{segment}/{turn}", len(self.books.messages))
+    def _ask(self, talk: Talk) -> None:
+        wish, over = self.machine.ask(self._real(talk)), self.books.asking_is_over()
+        segment, turn = talk.line.id, self.books.turn + 1
+        asked = Asked(turn, segment, f"u/{segment}/{turn}", len(talk.messages))
         if over is not None:
-            assert wish == Over(Stop(over, self.books.cut))
+            assert wish == Over(Stop(over, self.books.main.cut))
             assert_refused(self.machine, asked)
         else:
             assert wish == asked
             assert self._take(asked) == []
-            self.books.turn = turn
-            self._agrees(State.ASKING)
+            self.books.asked(talk)
+            self._agrees()
 
-    def _answer(self, data: st.DataObject) -> None:
-        segments = self.books.ledger.segments
+    def _answer(self, data: st.DataObject, talk: Talk) -> None:
+        segments, line = self.books.ledger.segments, talk.line
+        begun = line.segment is not None or bool(line.before)
         ids = data.draw(st.sampled_from((True, True, True, False)))
-        turn = draw_turn(data, self.machine.turn, segments[-1].ids() if segments else None)
+        turn = draw_turn(data, talk.turn, line.ids() if begun else None)
         if self.plain:
             turn = replace(turn, predicted=None)
         record = Answered(
@@ -135,19 +154,20 @@ class RandomRollouts(RuleBasedStateMachine):
             policy_version=turn.policy_version,
             notes=data.draw(st.sampled_from(((), (("resampled", "twice"),)))),
         )
-        held = segments[-1].ids() if segments else []
-        before, asked_in = len(segments), self.machine.ledger.current_id
+        held, before, asked_in = line.ids(), len(segments), line.id
         told = self._sharing(data, record, held)
         follows = self._take(told)
-        drift = self.books.answered(record)
-        self._logs_a_prompt_once(told, record, held, opened=len(segments) > before)
+        drift = self.books.answered(talk, record)
+        opened = [] if len(segments) == before else segments[before:]
+        extends = all(each.kind == "branch" and each.shared == len(held) for each in opened)
+        self._logs_a_prompt_once(told, record, held, whole=not extends)
         drifts = [r for r in follows if isinstance(r, DriftFound)]
         found = [(r.drift.kind.value, r.drift.index, r.drift.expected, r.drift.reported) for r in drifts]
         assert found == ([] if drift is None else [drift])
         assert all(r.segment_id == asked_in for r in drifts)
-        opened = [(r.segment_id, r.prompt_tokens, r.turn) for r in follows if isinstance(r, SegmentOpened)]
-        assert opened == [(str(i), segments[i].prompt, record.turn) for i in range(before, len(segments))]
-        self._agrees(State.OPEN)
+        said = [(r.segment_id, r.prompt_tokens, r.turn) for r in follows if isinstance(r, SegmentOpened)]
+        assert said == [(each.id, each.prompt, record.turn) for each in opened]
+        self._agrees()
 
     def _sharing(self, data: st.DataObject, record: Answered, held: list[int]) -> Answered:
         """The same answer, told without some of the prompt's tokens that the segment holds."""
@@ -156,96 +176,125 @@ class RandomRollouts(RuleBasedStateMachine):
         shared = data.draw(st.integers(0, common(held, list(record.reported))))
         return replace(record, reported=record.reported[shared:], shared=shared)
 
-    def _logs_a_prompt_once(self, told: Answered, whole: Answered, held: list[int], *, opened: bool) -> None:
-        """What is logged is the answer as it came, without the tokens of its prompt that the segment held already."""
+    def _logs_a_prompt_once(self, told: Answered, complete: Answered, held: list[int], *, whole: bool) -> None:
+        """What is logged is the answer as it came, without the tokens of its prompt that were held already."""
         logged = self.log[-1]
         assert isinstance(logged, Answered)
-        assert self.machine.last_answer is logged
-        if logged.reported is None or whole.token_ids is None or opened or told.shared:
+        assert self.machine.of_turn(told.turn).last_answer is logged
+        if logged.reported is None or complete.token_ids is None or whole or told.shared:
             assert logged == told
         else:
             prompt = pack_tokens(held) + logged.reported
-            assert (logged.shared, replace(logged, reported=prompt, shared=0)) == (len(held), whole)
+            assert (logged.shared, replace(logged, reported=prompt, shared=0)) == (len(held), complete)
 
-    def _append(self, added: list[Message]) -> None:
-        assert self._take(Appended(tuple(added))) == []
-        self.books.messages += added
-        self._agrees(State.OPEN)
+    def _append(self, talk: Talk, added: list[Message]) -> None:
+        assert self._take(Appended(tuple(added), talk.line.id)) == []
+        self.books.says(talk, added)
+        self._agrees()
 
-    def _call(self, count: int) -> None:
+    def _call(self, talk: Talk, count: int) -> None:
         calls = tuple(ToolCall(f"c{i}", "add", "{}") for i in range(count))
-        wish, over = self.machine.start_calls(calls), self.books.calling_is_over()
+        wish, over = self.machine.start_calls(calls, self._real(talk)), self.books.calling_is_over(talk)
         if over is not None:
-            assert wish == Over(Stop(over, self.books.cut))
+            assert wish == Over(Stop(over, self.books.main.cut))
             return
-        first = self.called.get(self.books.turn, 0)
-        assert wish == tuple(ToolStarted(self.books.turn, first + i, call) for i, call in enumerate(calls))
-        self.called[self.books.turn] = first + count
+        first, segment = talk.called, talk.line.id
+        assert wish == tuple(ToolStarted(talk.turn, first + i, call, segment) for i, call in enumerate(calls))
         for started in wish:
             assert self._take(started) == []
-            self.running[started.index] = started
-            self.books.tool_turns.add(self.books.turn)
-            self._agrees(State.CALLING)
+            self.books.started(talk, started)
+            self._agrees()
 
-    def _return_any(self, data: st.DataObject) -> None:
-        started = self.running.pop(data.draw(st.sampled_from(sorted(self.running))))
+    def _return_any(self, data: st.DataObject, talk: Talk) -> None:
+        started = talk.running[data.draw(st.sampled_from(sorted(talk.running)))]
         result, failed = message("tool", data.draw(texts)), data.draw(st.booleans())
-        record = ToolReturned(started.turn, started.index, started.call, result, failed, data.draw(times))
+        told = (started.turn, started.index, started.call, result, failed, data.draw(times), started.segment_id)
+        record = ToolReturned(*told)
         assert self._take(record) == []
-        self.back[record.index] = record
-        if self.running:
-            self._agrees(State.CALLING)
+        self.books.returned(talk, record)
+        self._agrees()
+
+    def _fork(self, data: st.DataObject, talk: Talk) -> None:
+        kind = data.draw(st.sampled_from((SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)))
+        branches = kind is SegmentKind.BRANCH
+        given = [] if branches else data.draw(st.lists(messages, min_size=1, max_size=2))
+        record = self.machine.fork(kind, tuple(given), self._real(talk))
+        allowed = talk.state is State.OPEN or (kind is SegmentKind.SUBAGENT and talk.state is not State.CLOSED)
+        if not allowed:
+            assert_refused(self.machine, record)
             return
-        results = [self.back[index] for index in sorted(self.back)]
-        self.books.returned(results)
-        self.books.messages += [r.message for r in results]
-        self.back.clear()
-        self._agrees(State.OPEN)
+        assert self._take(record) == []
+        opened = self.books.branched(talk) if branches else self.books.began(talk, kind.value, given)
+        shared = len(opened.line.before)
+        assert (record.segment_id, record.count) == (opened.line.id, len(opened.messages))
+        assert record.origin == Origin(kind, opened.line.parent, shared)
+        self._agrees()
+
+    def _give_up(self, talk: Talk) -> None:
+        record = GivenUp(talk.turn, talk.line.id)
+        if talk is self.books.main:
+            assert_refused(self.machine, record)
+            return
+        assert self._take(record) == []
+        talk.state = State.CLOSED
+        self._agrees()
+
+    def _mask(self, data: st.DataObject) -> None:
+        turn = data.draw(st.integers(0, self.books.turn + 1))
+        waits = any(talk.state is State.ASKING and talk.turn == turn for talk in self.books.talks)
+        if not 0 < turn <= self.books.turn or waits:
+            assert_refused(self.machine, Masked(turn, "dull"))
+            return
+        assert self._take(Masked(turn, "dull")) == []
+        self.books.masked(turn)
+        self._agrees()
 
     def _note(self) -> None:
-        state = self.machine.state
         assert self._take(Note(self.machine.turn, "word", "text")) == []
-        self._agrees(state)
+        self._agrees()
 
-    def _try_what_does_not_fit(self, data: st.DataObject) -> None:
-        turn, state = self.machine.turn, self.machine.state
-        call = ToolCall("c0", "add", "{}")
-        answer = message("assistant", "8")
+    def _try_what_does_not_fit(self, data: st.DataObject, talk: Talk) -> None:
+        turn, state, segment = talk.turn, talk.state, talk.line.id
+        call, answer = ToolCall("c0", "add", "{}"), message("assistant", "8")
         misfits: list[Input] = [
-            Answered(turn + 1, answer, "", None),
-            Answered(turn - 1, answer, "", None),
-            Asked(turn, "0", f"u/0/{turn}", len(self.books.messages)),
-            ToolReturned(turn, 99, call, answer, False),
-            ToolStarted(turn + 1, 0, call),
-            ToolStarted(turn, 99, call),
+            Answered(self.books.turn + 1, answer, "", None),
+            Answered(0, answer, "", None),
+            Asked(self.books.turn, segment, f"u/{segment}/{turn}", len(talk.messages)),
+            Appended((answer,), "99"),
+            ToolReturned(turn, 99, call, answer, False, 0.0, segment),
+            ToolStarted(turn + 1, 0, call, segment),
+            ToolStarted(turn, 99, call, segment),
+            Forked(segment, segment, Origin(SegmentKind.MAIN), 1, (answer,)),
+            GivenUp(turn + 1, segment),
         ]
         if state is not State.ASKING:
-            misfits.append(Answered(turn, answer, "", None))
+            misfits.append(GivenUp(turn, segment))
+            misfits += [Answered(turn, answer, "", None)] if self.machine.of_turn(turn) is self._real(talk) else []
         if state is not State.OPEN:
-            misfits.append(Appended((answer,)))
+            misfits.append(Appended((answer,), segment))
         if state is not State.CALLING:
-            misfits.append(ToolReturned(turn, 0, call, answer, False))
+            misfits.append(ToolReturned(turn, 0, call, answer, False, 0.0, segment))
         assert_refused(self.machine, data.draw(st.sampled_from(misfits)))
-        self._agrees(state)
+        self._agrees()
 
     def teardown(self) -> None:
         if not hasattr(self, "machine"):
             return
         ended = Ended(_end_of(len(self.log), self.machine), Verdict(0.5), 9.0, 4.0)
-        state = self.machine.state
         assert self._take(ended) == []
-        self._outcome_is_what_the_books_say(ended, state)
+        self._outcome_is_what_the_books_say(ended)
         self._replays()
         self._says_so_when_the_log_was_changed()
 
-    def _outcome_is_what_the_books_say(self, ended: Ended, state: State) -> None:
+    def _outcome_is_what_the_books_say(self, ended: Ended) -> None:
         outcome = self.machine.outcome
         assert outcome is not None
-        self.books.returned(list(self.back.values()))
+        for talk in self.books.talks:
+            self.books.count_calls(talk)
         self.books.count(total_ms=9.0, queued_ms=4.0)
-        self._agrees(State.ENDED)
+        self._agrees(ended=True)
         assert outcome.metrics == self.books.metrics
-        assert list(outcome.messages) == self.books.messages
+        assert list(outcome.messages) == self.books.main.messages
         assert outcome.segments == self.machine.ledger.segments
         assert [(w.code, w.turn, w.index) for w in outcome.warnings] == self.books.warnings
         assert all(isinstance(w, Warned) and w.message for w in outcome.warnings)

@@ -11,13 +11,14 @@ from rollout_server.agent import Agent
 from rollout_server.core.admission import Bounds
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.limits import Limits
-from rollout_server.core.machine import Machine, replay
+from rollout_server.core.machine import Machine
 from rollout_server.core.message import JSON, Message, ToolCall
 from rollout_server.core.outcome import Category, Failure, Outcome
 from rollout_server.core.record import Accepted, Answered, Ended
+from rollout_server.core.replay import replay
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.runtime.observe import Nobody, Observer
-from rollout_server.runtime.port import Ask, Clock, Credentials, Failed, Reporter, Sampler, Tool
+from rollout_server.runtime.port import Ask, Clock, Credentials, Failed, Fork, Reporter, Sampler, Tool
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.surroundings import NoReporter, Patience, Surroundings
@@ -70,6 +71,7 @@ class Script:
     def __init__(self, *says: Say) -> None:
         self.says = says or (Say("done"),)
         self.asks: list[Ask] = []
+        self.forks: list[Fork] = []
 
     async def sample(self, ask: Ask) -> Answered:
         self.asks.append(ask)
@@ -80,6 +82,11 @@ class Script:
         if say.error is not None:
             raise say.error
         return say.answer(ask.asked.turn)
+
+    def fork(self, fork: Fork) -> Script:
+        """All conversations are answered from one script, in the order in which they ask."""
+        self.forks.append(fork)
+        return self
 
 
 class World:

@@ -77,6 +77,9 @@ class Endpoint(_Strict):
     replays_turn_keys: bool | None = Field(
         None, description="The endpoint answers a repeated turn key with the same answer and generates nothing anew."
     )
+    model: Name | None = Field(
+        None, description="The model's name there. Needed for the dialects openai, vllm and sglang, refused for others."
+    )
 
 
 class Sampling(_Strict):

@@ -40,6 +40,7 @@ class EndpointShown(BaseModel):
     url: str
     dialect: words.Dialect | None = None
     replays_turn_keys: bool | None = None
+    model: str | None = None
 
 
 class SpecShown(BaseModel):

@@ -96,6 +96,8 @@ def _answered(own: event_pb2.Answered) -> dict[str, Any]:
     }
     if own.HasField("message"):
         found["message"] = message_json(own.message)
+    if own.extra_json:
+        found["extra"] = msgspec.Raw(own.extra_json.encode())
     if own.spans:
         found["spans"] = [span_json(span) for span in own.spans]
     return found
@@ -103,6 +105,18 @@ def _answered(own: event_pb2.Answered) -> dict[str, Any]:
 
 def _appended(own: event_pb2.Appended) -> dict[str, Any]:
     found: dict[str, Any] = {"count": own.count}
+    if own.messages:
+        found["messages"] = [message_json(message) for message in own.messages]
+    return found
+
+
+def _forked(own: event_pb2.Forked) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "of_segment_id": own.of_segment_id,
+        "origin": origin_json(own.origin),
+        "count": own.count,
+        "tools": list(own.tools),
+    }
     if own.messages:
         found["messages"] = [message_json(message) for message in own.messages]
     return found
@@ -134,5 +148,9 @@ _OWN: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = MappingProxyType(
         "drift_found": _drift_found,
         "resumed": _fields("times"),
         "note": _fields("code", "text"),
+        "forked": _forked,
+        "given_up": _fields(),
+        "masked": _fields("reason"),
+        "observed": _fields("what", "value_json"),
     }
 )

@@ -112,6 +112,7 @@ def _target(endpoint: body.Endpoint | None) -> spec_pb2.Target | None:
         url=endpoint.url,
         dialect=words.value_of(words.DIALECTS, endpoint.dialect),
         replays_turn_keys=bool(endpoint.replays_turn_keys),
+        model=endpoint.model or "",
     )
 
 

@@ -67,6 +67,8 @@ def _target(target: spec_pb2.Target) -> dict[str, Any]:
         found["dialect"] = words.DIALECTS[target.dialect]
     if target.replays_turn_keys:
         found["replays_turn_keys"] = True
+    if target.model:
+        found["model"] = target.model
     return found
 
 

@@ -43,7 +43,7 @@ VIEWS: Final = _words(pb.RolloutView)
 OTHER: Final = "unspecified"
 
 # Written out for the OpenAPI description; a test compares them with the contract.
-Dialect = Literal["grpc", "http_masked", "http_plain"]
+Dialect = Literal["grpc", "http_masked", "http_plain", "openai", "vllm", "sglang", "stream"]
 TokenMode = Literal["messages", "tokens"]
 DriftPolicy = Literal["warn", "fail"]
 InterruptPolicy = Literal["resume", "fail"]

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from rollout_server.core.error import Violation
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import MalformedMessage, parse_object
-from rollout_server.core.spec import Dialect, DriftPolicy, Sampling, Spec, Target
+from rollout_server.core.spec import ENGINES, Dialect, DriftPolicy, Sampling, Spec, Target
 
 ID_LENGTH = 256
 MAX_SECONDS = 10**9
@@ -23,6 +23,7 @@ _SCHEMES = MappingProxyType(
         Dialect.GRPC: ("grpc", "grpcs"),
         Dialect.HTTP_MASKED: ("http", "https"),
         Dialect.HTTP_PLAIN: ("http", "https"),
+        **dict.fromkeys(ENGINES, ("http", "https")),
     }
 )
 
@@ -65,6 +66,7 @@ def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
         yield Violation(
             "spec.outcome.dialect", "the synchronous dialect has no callback for outcomes; use HTTP_PLAIN or GRPC"
         )
+    yield from _engines(spec)
     yield from _sampling(spec.sampling, masked=spec.completions.dialect is Dialect.HTTP_MASKED)
     yield from _limits(spec.limits, least=0 if spec.completions.dialect is Dialect.HTTP_PLAIN else 1)
     yield from _tokenizer(spec)
@@ -74,6 +76,8 @@ def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
 def target_violations(target: Target, where: str) -> Iterator[Violation]:
     """What is wrong with an endpoint's URL. The URL itself is never repeated: it may hold a password."""
     where = f"{where}.url"
+    if target.dialect is Dialect.STREAM:  # the trainer came here by itself
+        return
     try:
         url = urlsplit(target.url)
         port = url.port
@@ -91,6 +95,25 @@ def target_violations(target: Target, where: str) -> Iterator[Violation]:
         yield Violation(where, "must not hold white space")
     if url.query or url.fragment:
         yield Violation(where, "must not have a query or fragment")
+
+
+def _engines(spec: Spec) -> Iterator[Violation]:
+    """Inference engines complete, and know models by name; other endpoints do neither."""
+    for name, target in (("completions", spec.completions), ("outcome", spec.outcome), ("tools", spec.tools)):
+        if target is None:
+            continue
+        if target.dialect not in ENGINES:
+            if target.model:
+                known = ", ".join(sorted(engine.name for engine in ENGINES))
+                yield Violation(f"spec.{name}.model", f"is for the dialects {known} only; leave it unset")
+        elif name != "completions":
+            yield Violation(f"spec.{name}.dialect", "is that of an inference engine, which only completes")
+        elif not target.model.strip():
+            yield Violation(f"spec.{name}.model", "is needed: the name under which the engine serves the model")
+        elif len(target.model) > ID_LENGTH:
+            yield Violation(
+                f"spec.{name}.model", f"has {len(target.model)} characters, at most {ID_LENGTH} are allowed"
+            )
 
 
 def _identity(spec: Spec) -> Iterator[Violation]:

@@ -71,6 +71,12 @@ class NotPossible(RolloutError):
     reason = "NOT_POSSIBLE"
 
 
+class Superseded(RolloutError):
+    """Another call took the place of this one."""
+
+    reason = "STREAM_TAKEN"
+
+
 class Gone(RolloutError):
     """The events after the given number are not there. `oldest` and `newest` are the sequence numbers that are."""
 

@@ -64,7 +64,10 @@ def _message(message: Message) -> JSON:
 
 
 def _target(target: Target | None) -> JSON:
-    return None if target is None else [target.url, target.dialect.value, target.replays_turn_keys]
+    if target is None:
+        return None
+    parts: list[JSON] = [target.url, target.dialect.value, target.replays_turn_keys]
+    return [*parts, target.model] if target.model else parts
 
 
 def _tokenizer(name: TokenizerName | None) -> JSON:

@@ -18,125 +18,56 @@ trainer's tokens, and the difference is reported as drift too.
 A trainer may also send no ids for a turn. What it saw and wrote then is unknown, and the next prompt holds an answer that
 nobody can tell from its surroundings; so a gap opens a segment as well, whose prompt is masked as a whole.
 
+An agent may hold several conversations. Each has its line: the segment that its next turn continues. A branch goes on from the
+tokens that another line held when it was made; in the segment that it opens they are prompt, since they train where they were
+sampled.
+
 Laws (tests/core/test_ledger.py): authorship decides the mask; spans concatenated are what the model saw and wrote; ids, mask and
 logprobs have equal length, with 0.0 for tokens the model did not write and nothing at all where the trainer sent no
-logprobs; spans are only added; a segment, as it is handed out, ends with a token of the model
-as soon as there is one.
+logprobs; spans are only added, and an author can do no more than take one of the model's out; a segment, as it is handed out,
+ends with a token of the model as soon as there is one.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import Enum
-from typing import TypeAlias
+from dataclasses import dataclass, replace
 
+from rollout_server.core.drift import Drift, DriftKind
 from rollout_server.core.prefix import first_difference
+from rollout_server.core.segment import (
+    MAX_TOKEN_ID,
+    Author,
+    Logprobs,
+    MaskReason,
+    Origin,
+    Plane,
+    Segment,
+    SegmentKind,
+    Span,
+    Tokens,
+    pack_logprobs,
+    pack_tokens,
+)
 
-Tokens: TypeAlias = "array[int]"
-"""Token ids, each below 2^31, in an array of unsigned 32-bit integers."""
-
-Logprobs: TypeAlias = "array[float]"
-"""Natural logarithms of probabilities, in an array of 32-bit floats."""
-
-MAX_TOKEN_ID = 2**31 - 1
-
-
-def pack_tokens(ids: Iterable[int] = ()) -> Tokens:
-    """Packs token ids. Raises OverflowError for ids outside 32 bits."""
-    return array("I", ids)
-
-
-def pack_logprobs(values: Iterable[float] = ()) -> Logprobs:
-    """Packs logprobs."""
-    return array("f", values)
-
-
-def _zeros(count: int) -> Logprobs:
-    return array("f", bytes(4 * count))
-
-
-class Author(Enum):
-    """Who wrote a token."""
-
-    MODEL = "model"
-    OTHER = "other"
-
-
-class MaskReason(Enum):
-    """Why a span does not train."""
-
-    PROMPT = "prompt"
-    ENVIRONMENT = "environment"
-    CLOSING = "closing"
-    AUTHOR = "author"
-
-
-class SegmentKind(Enum):
-    """How a segment came to be."""
-
-    MAIN = "main"
-    DRIFT = "drift"
-    COMPACTION = "compaction"
-    SUBAGENT = "subagent"
-    BRANCH = "branch"
-    GAP = "gap"
-
-
-class DriftKind(Enum):
-    """What parted between the prompt a trainer reports and ledger + what was appended."""
-
-    HISTORY_REWRITTEN = "history_rewritten"
-    RETOKENISED = "retokenised"
-    ENVIRONMENT = "environment"
-    TRUNCATED = "truncated"
-    PROMPT = "prompt"
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a segment comes from: the segment it follows and how many tokens at its start it shares with it."""
-
-    kind: SegmentKind
-    parent_id: str = ""
-    parent_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A run of tokens with one author: `start` and `stop` count from the start of the segment, `turn` from 1."""
-
-    author: Author
-    reason: MaskReason | None
-    turn: int
-    start: int
-    stop: int
-    policy_version: str = ""
-    logprobs_known: bool = False
-
-    @property
-    def trains(self) -> bool:
-        """The model wrote it and nobody masked it out."""
-        return self.author is Author.MODEL and self.reason is None
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """The prompt that a trainer reported is not ledger + what was appended.
-
-    `index` is the first token that differs, counted from the start of the prompt; the lengths are in tokens.
-    """
-
-    kind: DriftKind
-    index: int
-    expected: int
-    reported: int
-
-    @property
-    def opens_segment(self) -> bool:
-        """The prompt does not extend the segment."""
-        return self.kind not in (DriftKind.ENVIRONMENT, DriftKind.PROMPT)
+__all__ = [
+    "MAX_TOKEN_ID",
+    "Author",
+    "Drift",
+    "DriftKind",
+    "Ledger",
+    "Line",
+    "Logprobs",
+    "MaskReason",
+    "Origin",
+    "Prediction",
+    "Segment",
+    "SegmentKind",
+    "Span",
+    "Tokens",
+    "Turn",
+    "pack_logprobs",
+    "pack_tokens",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +87,10 @@ class Turn:
         answer: what the model wrote.
         logprobs: as long as `answer`, or None where the trainer sent none.
         predicted: what our rendering expects before the answer; None without a tokenizer.
-        reported: the whole prompt as the trainer reports it; None where it does not.
+        reported: the prompt as the trainer reports it, without its first `shared` tokens; None where it does not.
         policy_version: the policy that wrote the answer.
+        planes: what came beside its tokens.
+        shared: tokens at the start of the reported prompt that are known to be the first ones that the line holds.
     """
 
     number: int
@@ -166,95 +99,122 @@ class Turn:
     predicted: Prediction | None = None
     reported: Tokens | None = None
     policy_version: str = ""
+    planes: tuple[Plane, ...] = ()
+    shared: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A segment as trainers use it. Mask (one byte a token, 0 or 1) and logprobs are as long as `response_ids`.
+class Line:
+    """The ledger of one conversation. `id` names the segment that its next turn continues, also before that is opened.
 
-    `logprobs` is None where at least one answer came without them.
+    Args:
+        ledger: where segments go.
+        segment_id: of its first segment.
+        origin: of its first segment, which the first prompt settles.
+        stem: the segment whose first `origin.parent_tokens` tokens it goes on from; None: it begins with nothing.
+        gap: the tokens of at least one turn are missing since the last commit, so that nothing can extend the segment.
     """
 
-    segment_id: str
-    prompt_ids: Tokens
-    response_ids: Tokens
-    response_mask: bytes
-    logprobs: Logprobs | None
-
-
-class Segment:
-    """A stretch of ledger in which every prompt extends the last. Append-only."""
-
-    def __init__(self, segment_id: str, origin: Origin) -> None:
+    def __init__(
+        self, ledger: Ledger, segment_id: str, origin: Origin, stem: Segment | None = None, *, gap: bool = False
+    ) -> None:
         self.id = segment_id
+        self.segment: Segment | None = None
+        self.gap = gap
+        self._ledger = ledger
         self.origin = origin
-        self.verified = True
-        self._ids: Tokens = pack_tokens()
-        self._logprobs: Logprobs = pack_logprobs()
-        self._spans: list[Span] = []
-        self._settled = 0
-
-    def __len__(self) -> int:
-        """Tokens so far, those that no answer followed yet included."""
-        return len(self._ids)
+        self._stem = stem
 
     @property
-    def spans(self) -> tuple[Span, ...]:
-        """The spans up to the last one of the model: tool results that no turn saw are not part of a trajectory."""
-        return tuple(self._spans[: self._settled])
+    def tokens(self) -> int:
+        """How many the next prompt is to begin with."""
+        return len(self.segment) if self.segment is not None else self.origin.parent_tokens
 
-    def ids(self, start: int = 0, stop: int | None = None) -> Tokens:
-        """A copy of the tokens from `start` to before `stop`, those that no answer followed yet included."""
-        return self._ids[start:stop]
+    def held(self) -> Tokens:
+        """What the next prompt is to begin with."""
+        holder = self.segment or self._stem
+        return holder.ids(0, self.tokens) if holder is not None else pack_tokens()
 
-    def logprobs(self, start: int = 0, stop: int | None = None) -> Logprobs:
-        """A copy of the logprobs; 0.0 where the model did not write the token or where they are unknown."""
-        return self._logprobs[start:stop]
+    def branch_origin(self) -> Origin:
+        """Where a line comes from that goes on from what this one holds."""
+        holder = self.segment or self._stem
+        return Origin(SegmentKind.BRANCH, self.id if holder is None else holder.id, self.tokens)
 
-    def sample(self) -> Sample:
-        """The training sample: prompt, response, mask and logprobs."""
-        spans = self.spans
-        cut = spans[0].stop if spans else 0
-        end = spans[-1].stop if spans else 0
-        mask = b"".join((b"\x01" if s.trains else b"\x00") * (s.stop - s.start) for s in spans[1:])
-        known = all(s.logprobs_known for s in spans if s.author is Author.MODEL)
-        values = self._trained_logprobs(spans[1:], cut, end) if known else None
-        return Sample(self.id, self._ids[:cut], self._ids[cut:end], mask, values)
+    def branch(self) -> Line:
+        """A line that goes on from what this one holds."""
+        origin = self.branch_origin()
+        return Line(self._ledger, self._ledger.reserve(), origin, self.segment or self._stem, gap=self.gap)
 
-    def _trained_logprobs(self, spans: Iterable[Span], cut: int, end: int) -> Logprobs:
-        values = self._logprobs[cut:end]
-        for span in spans:
-            if not span.trains:
-                values[span.start - cut : span.stop - cut] = _zeros(span.stop - span.start)
-        return values
+    def commit(self, turn: Turn) -> Drift | None:
+        """Adds one turn: what stood before the answer, then the answer. Returns the drift that was found.
 
-    def author_at(self, index: int) -> Author:
-        """Who wrote the token at `index`."""
-        return next(s.author for s in self._spans if s.start <= index < s.stop)
+        Raises ValueError for a turn without any prompt, for one without a reported prompt after a gap, and for wrong lengths.
+        """
+        if turn.logprobs is not None and len(turn.logprobs) != len(turn.answer):
+            raise ValueError("as many logprobs as tokens are needed")
+        if not 0 <= turn.shared <= self.tokens:
+            raise ValueError("a prompt cannot share more tokens than are held")
+        segment, drift = self._add_prompt(turn)
+        self.gap = False
+        segment.verified = segment.verified and turn.reported is not None
+        written = Span(Author.MODEL, None, turn.number, 0, 0, turn.policy_version, planes=turn.planes)
+        segment.append_generated(turn.answer, turn.logprobs, written)
+        return drift
 
-    def append_masked(self, ids: Tokens, reason: MaskReason, turn: int) -> None:
-        """Adds tokens that the model did not write."""
-        if reason is MaskReason.PROMPT and not self._spans:
-            self._settled = 1
-            self._add(ids, Span(Author.OTHER, reason, turn, 0, len(ids)), None)
-        elif ids:
-            start = len(self._ids)
-            self._add(ids, Span(Author.OTHER, reason, turn, start, start + len(ids)), None)
+    def _add_prompt(self, turn: Turn) -> tuple[Segment, Drift | None]:
+        segment = self.segment
+        if segment is not None and turn.reported is not None and turn.shared == len(segment) and not self.gap:
+            return segment, _extend(segment, turn, turn.reported)
+        turn = self._in_full(turn)
+        if self.gap:
+            return self._open_after_gap(segment, turn), None
+        if segment is None:
+            return self._begin(turn)
+        if turn.reported is None:
+            _add_environment(segment, _need(turn.predicted), turn.number)
+            return segment, None
+        held = len(segment)
+        if turn.reported[:held] != segment.ids():
+            drift = _parted(segment, held, turn)
+            return self._open(Origin(SegmentKind.DRIFT, segment.id, drift.index), turn.reported, turn.number), drift
+        return segment, _extend(segment, turn, turn.reported[held:])
 
-    def append_generated(self, turn: Turn) -> None:
-        """Adds what the model wrote in this turn."""
-        if not turn.answer:
-            return
-        start = len(self._ids)
-        known = turn.logprobs is not None
-        span = Span(Author.MODEL, None, turn.number, start, start + len(turn.answer), turn.policy_version, known)
-        self._add(turn.answer, span, turn.logprobs)
-        self._settled = len(self._spans)
+    def _in_full(self, turn: Turn) -> Turn:
+        """The same turn with all tokens of its reported prompt."""
+        if turn.reported is None or not turn.shared:
+            return turn
+        return replace(turn, reported=self.held()[: turn.shared] + turn.reported, shared=0)
 
-    def _add(self, ids: Tokens, span: Span, values: Logprobs | None) -> None:
-        self._ids.extend(ids)
-        self._logprobs.extend(_zeros(len(ids)) if values is None else values)
-        self._spans.append(span)
+    def _begin(self, turn: Turn) -> tuple[Segment, Drift | None]:
+        """Opens the first segment, with what was held before it as part of its prompt."""
+        held, prompt, drift = self.held(), turn.reported, None
+        if prompt is None:
+            predicted = _need(turn.predicted)
+            return self._open(self.origin, held + predicted.closing + predicted.environment, turn.number), None
+        expected = held + turn.predicted.closing + turn.predicted.environment if turn.predicted is not None else prompt
+        shared = first_difference(held, prompt)
+        if self._stem is not None and shared < len(held):
+            drift = _parted(self._stem, len(held), turn)
+        elif expected != prompt:
+            kind = DriftKind.ENVIRONMENT if held else DriftKind.PROMPT
+            drift = Drift(kind, first_difference(expected, prompt), len(expected), len(prompt))
+        return self._open(replace(self.origin, parent_tokens=shared), prompt, turn.number), drift
+
+    def _open_after_gap(self, segment: Segment | None, turn: Turn) -> Segment:
+        """Opens a segment with the whole prompt. A prediction starts where the unknown turn ended, so it predicts nothing here."""
+        if turn.reported is None:
+            raise ValueError("after a gap a reported prompt is needed")
+        shared = first_difference(self.held(), turn.reported)
+        origin = replace(self.origin, parent_tokens=shared)
+        if segment is not None:
+            origin = Origin(SegmentKind.GAP, segment.id, shared)
+        return self._open(origin, turn.reported, turn.number)
+
+    def _open(self, origin: Origin, prompt: Tokens, turn: int) -> Segment:
+        self.id = self.id if self.segment is None else self._ledger.reserve()
+        self.segment = Segment(self.id, origin)
+        self.segment.append_masked(prompt, MaskReason.PROMPT, turn)
+        self._ledger.add(self.segment)
+        return self.segment
 
 
 class Ledger:
@@ -262,107 +222,57 @@ class Ledger:
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
-        self._gap = False
+        self._reserved = 0
+        self.main = self.open(Origin(SegmentKind.MAIN))
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """In the order in which they were opened."""
         return tuple(self._segments)
 
-    @property
-    def current(self) -> Segment | None:
-        """The segment that the next turn continues; None before the first answer."""
-        return self._segments[-1] if self._segments else None
+    def open(self, origin: Origin) -> Line:
+        """A line that begins with nothing."""
+        return Line(self, self.reserve(), origin)
 
     @property
-    def gap(self) -> bool:
-        """The tokens of at least one turn are missing since the last commit."""
-        return self._gap
+    def next_id(self) -> str:
+        """The id that is given out next."""
+        return str(self._reserved)
 
-    @property
-    def current_id(self) -> str:
-        """The id of the segment that the next turn continues."""
-        return str(max(len(self._segments) - 1, 0))
+    def reserve(self) -> str:
+        """An id that no other segment has. It stays unused where no turn comes."""
+        segment_id, self._reserved = self.next_id, self._reserved + 1
+        return segment_id
 
-    def skip(self) -> None:
-        """The tokens of a turn are unknown, so nothing that follows can extend the current segment."""
-        self._gap = True
-
-    def commit(self, turn: Turn) -> Drift | None:
-        """Adds one turn: what stood before the answer, then the answer. Returns the drift that was found.
-
-        Raises ValueError for a turn without any prompt, and for one without a reported prompt after a gap.
-        """
-        if turn.logprobs is not None and len(turn.logprobs) != len(turn.answer):
-            raise ValueError("as many logprobs as tokens are needed")
-        drift = self._add_prompt(turn)
-        self._gap = False
-        segment = self._segments[-1]
-        segment.verified = segment.verified and turn.reported is not None
-        segment.append_generated(turn)
-        return drift
-
-    def _add_prompt(self, turn: Turn) -> Drift | None:
-        segment = self.current
-        if self._gap:
-            self._open_after_gap(segment, turn)
-            return None
-        if segment is None:
-            return self._add_first_prompt(turn)
-        if turn.reported is None:
-            self._add_environment(segment, _need(turn.predicted), turn.number)
-            return None
-        held = len(segment)
-        if turn.reported[:held] != segment.ids():
-            drift = _parted(segment, turn)
-            self._open(Origin(SegmentKind.DRIFT, segment.id, drift.index), turn.reported, turn.number)
-            return drift
-        return self._extend(segment, turn, turn.reported[held:])
-
-    def _extend(self, segment: Segment, turn: Turn, environment: Tokens) -> Drift | None:
-        """Adds what a prompt that extends the segment holds beyond it."""
-        predicted = turn.predicted
-        expected = predicted.closing + predicted.environment if predicted is not None else environment
-        if predicted is not None and environment == expected:
-            self._add_environment(segment, predicted, turn.number)
-            return None
-        held = len(segment)
-        segment.append_masked(environment, MaskReason.ENVIRONMENT, turn.number)
-        if environment == expected:
-            return None
-        index = held + first_difference(expected, environment)
-        return Drift(DriftKind.ENVIRONMENT, index, held + len(expected), held + len(environment))
-
-    def _add_first_prompt(self, turn: Turn) -> Drift | None:
-        predicted = turn.predicted.environment if turn.predicted is not None else None
-        prompt = turn.reported if turn.reported is not None else _need(turn.predicted).environment
-        self._open(Origin(SegmentKind.MAIN), prompt, turn.number)
-        if predicted is None or predicted == prompt:
-            return None
-        return Drift(DriftKind.PROMPT, first_difference(predicted, prompt), len(predicted), len(prompt))
-
-    def _open_after_gap(self, segment: Segment | None, turn: Turn) -> None:
-        """Opens a segment with the whole prompt. A prediction starts where the unknown turn ended, so it predicts nothing here."""
-        if turn.reported is None:
-            raise ValueError("after a gap a reported prompt is needed")
-        origin = Origin(SegmentKind.MAIN)
-        if segment is not None:
-            origin = Origin(SegmentKind.GAP, segment.id, first_difference(segment.ids(), turn.reported))
-        self._open(origin, turn.reported, turn.number)
-
-    def _add_environment(self, segment: Segment, predicted: Prediction, turn: int) -> None:
-        segment.append_masked(predicted.closing, MaskReason.CLOSING, turn)
-        segment.append_masked(predicted.environment, MaskReason.ENVIRONMENT, turn)
-
-    def _open(self, origin: Origin, prompt: Tokens, turn: int) -> None:
-        segment = Segment(str(len(self._segments)), origin)
-        segment.append_masked(prompt, MaskReason.PROMPT, turn)
+    def add(self, segment: Segment) -> None:
+        """A segment was opened."""
         self._segments.append(segment)
 
 
-def _parted(segment: Segment, turn: Turn) -> Drift:
+def _extend(segment: Segment, turn: Turn, environment: Tokens) -> Drift | None:
+    """Adds what a prompt that extends the segment holds beyond it."""
+    predicted = turn.predicted
+    expected = predicted.closing + predicted.environment if predicted is not None else environment
+    if predicted is not None and environment == expected:
+        _add_environment(segment, predicted, turn.number)
+        return None
+    held = len(segment)
+    segment.append_masked(environment, MaskReason.ENVIRONMENT, turn.number)
+    if environment == expected:
+        return None
+    index = held + first_difference(expected, environment)
+    return Drift(DriftKind.ENVIRONMENT, index, held + len(expected), held + len(environment))
+
+
+def _add_environment(segment: Segment, predicted: Prediction, turn: int) -> None:
+    segment.append_masked(predicted.closing, MaskReason.CLOSING, turn)
+    segment.append_masked(predicted.environment, MaskReason.ENVIRONMENT, turn)
+
+
+def _parted(segment: Segment, held: int, turn: Turn) -> Drift:
+    """What parted between the first `held` tokens of a segment and the prompt."""
     reported = turn.reported if turn.reported is not None else pack_tokens()
-    index = first_difference(segment.ids(), reported)
+    index = first_difference(segment.ids(0, held), reported)
     if index == len(reported):
         kind = DriftKind.TRUNCATED
     elif segment.author_at(index) is Author.MODEL:
@@ -370,7 +280,7 @@ def _parted(segment: Segment, turn: Turn) -> Drift:
     else:
         kind = DriftKind.HISTORY_REWRITTEN
     added = len(turn.predicted.closing) + len(turn.predicted.environment) if turn.predicted is not None else 0
-    return Drift(kind, index, len(segment) + added, len(reported))
+    return Drift(kind, index, held + added, len(reported))
 
 
 def _need(predicted: Prediction | None) -> Prediction:

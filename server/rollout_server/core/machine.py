@@ -5,8 +5,9 @@ cancel), and all of it is written down as one list of records. The machine reads
 rollout is a fold over its log, so the same records give the same outcome, and a log can be replayed. It holds no clock and does
 no I/O; whoever drives it performs what `Asked` and `ToolStarted` want and comes back with the result.
 
-    OPEN --Asked--> ASKING --Answered--> OPEN --ToolStarted--> CALLING --last ToolReturned--> OPEN
-    any state but ENDED --Ended--> ENDED
+A rollout has conversations, nearly always one (`core.conversation` has their states). Records name a conversation by a segment of
+it, or by a turn, and several may wait for their answers at the same time. What they use up is the rollout's, and so is its
+outcome, whose messages are those of the main conversation: the first one, or what took its place as its compaction.
 
 Laws (tests/core/test_machine.py): each intent takes its own result and nothing else; no new intent once a limit is met; exactly one
 outcome, which always holds messages, ledger and metrics so far; the same records give the same outcome.
@@ -18,9 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
-from rollout_server.core.ledger import Ledger, Tokens, Turn, pack_tokens
+from rollout_server.core.conversation import Conversation, State
+from rollout_server.core.ledger import Ledger, Origin, SegmentKind, Turn
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Failure, Metrics, Outcome, Stop, Warned
@@ -33,26 +34,24 @@ from rollout_server.core.record import (
     Consequence,
     DriftFound,
     Ended,
+    Forked,
+    GivenUp,
     Input,
+    Masked,
     Note,
+    Observed,
     Record,
     SegmentOpened,
     ToolReturned,
     ToolStarted,
 )
+from rollout_server.core.used import Used
+
+_FORKS = (SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)
 
 
 class IllegalRecord(Exception):
     """A record that does not fit the state it meets: our fault."""
-
-
-class State(Enum):
-    """Where a rollout is, as seen by its machine."""
-
-    OPEN = "open"
-    ASKING = "asking"
-    CALLING = "calling"
-    ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,35 +68,30 @@ class Machine:
         self.uid = uid
         self.limits = limits
         self.ledger = Ledger()
-        self.state = State.OPEN
+        self.main = Conversation(self.ledger.main, messages)
         self.turn = 0
-        self._messages = list(messages)
-        self._bytes = sum(_size(m) for m in messages)
-        self._metrics = Metrics()
+        self._conversations = {self.main.id: self.main}
+        self._turns: dict[int, Conversation] = {}
+        self._used = Used(limits)
+        self._used.add_messages(messages)
         self._warnings: list[Warned] = []
-        self._tool_turns = 0
-        self._calls = 0
-        self._pending: dict[int, ToolStarted] = {}
-        self._returned: dict[int, ToolReturned] = {}
-        self._last_answer: Answered | None = None
-        self._resampled: Note | None = None
         self._outcome: Outcome | None = None
         self._begun = False
 
     @property
+    def state(self) -> State:
+        """Where the main conversation is, or that the rollout has ended."""
+        return self.main.state if self._outcome is None else State.ENDED
+
+    @property
     def messages(self) -> Sequence[Message]:
-        """The conversation so far. Only the machine adds to it."""
-        return self._messages
+        """The main conversation so far. Only the machine adds to it."""
+        return self.main.messages
 
     @property
     def metrics(self) -> Metrics:
         """What was used so far."""
-        return self._metrics
-
-    @property
-    def last_answer(self) -> Answered | None:
-        """The newest answer."""
-        return self._last_answer
+        return self._used.metrics
 
     @property
     def outcome(self) -> Outcome | None:
@@ -107,36 +101,61 @@ class Machine:
     @property
     def size(self) -> int:
         """About how many bytes the rollout holds: messages and tokens, each in the log and in what was made of it."""
-        return 2 * self._bytes + 16 * sum(len(segment) for segment in self.ledger.segments)
+        return 2 * self._used.bytes + self._used.observed + 16 * sum(len(segment) for segment in self.ledger.segments)
 
-    def ask(self) -> Asked | Over:
+    def find(self, record: Record) -> Conversation:
+        """The conversation that an accepted record belongs to; the main one where it says nothing of it."""
+        named = self._conversations.get(getattr(record, "segment_id", ""))
+        return named or self.of_turn(getattr(record, "turn", 0))
+
+    def of_turn(self, turn: int) -> Conversation:
+        """The conversation that asked for a turn; the main one where none did."""
+        return self._turns.get(turn, self.main)
+
+    def ask(self, conversation: Conversation | None = None) -> Asked | Over:
         """What a completion at this point would be, or why there is none to be."""
-        over = self._exhausted(turns=True)
-        if over is not None:
-            return over
-        turn, segment = self.turn + 1, self.ledger.current_id
-        return Asked(turn, segment, f"{self.uid}/{segment}/{turn}", len(self._messages))
+        met = self._used.met(self.turn)
+        if met is not None:
+            return Over(self._stop(met))
+        asking = conversation or self.main
+        turn = self.turn + 1
+        return Asked(turn, asking.id, f"{self.uid}/{asking.id}/{turn}", len(asking.messages))
 
-    def start_calls(self, calls: Iterable[ToolCall]) -> tuple[ToolStarted, ...] | Over:
+    def start_calls(
+        self, calls: Iterable[ToolCall], conversation: Conversation | None = None
+    ) -> tuple[ToolStarted, ...] | Over:
         """What running these calls would be, or why they do not run."""
-        over = self._no_calls()
-        if over is not None:
-            return over
-        return tuple(ToolStarted(self.turn, index, call) for index, call in enumerate(calls, start=self._calls))
+        caller = conversation or self.main
+        met = self._used.met_by_calls(caller.calls)
+        if met is not None:
+            return Over(self._stop(met))
+        first = caller.calls
+        return tuple(ToolStarted(caller.turn, index, call, caller.id) for index, call in enumerate(calls, start=first))
+
+    def fork(self, kind: SegmentKind, messages: tuple[Message, ...] = (), of: Conversation | None = None) -> Forked:
+        """What opening a conversation at this point would be. A branch has the messages of the one that it is forked of."""
+        forked = of or self.main
+        origin = forked.line.branch_origin() if kind is SegmentKind.BRANCH else Origin(kind, forked.id)
+        return Forked(self.ledger.next_id, forked.id, origin, len(messages or forked.messages), messages)
 
     def natural_stop(self) -> Stop:
         """How a rollout ends whose agent has nothing more to do: a token limit that was met goes first."""
-        over = self._exhausted(turns=False)
-        return over.stop if over is not None else self._stop("stop")
+        return self._stop(self._used.met() or "stop")
 
     def accept(self, record: Input) -> tuple[Record, ...]:
         """Applies a record. Returns what belongs into the log: what follows from it, then the record. Raises `IllegalRecord`."""
-        if self.state is State.ENDED:
+        if self._outcome is not None:
             raise IllegalRecord(f"{type(record).__name__} after the end")
         follows: tuple[Consequence, ...] = ()
+        if isinstance(record, Answered):
+            follows, record = self._answered(record)
+        else:
+            self._apply(record)
+        self._begun = True
+        return (*follows, record)
+
+    def _apply(self, record: Input) -> None:
         match record:
-            case Answered():
-                follows, record = self._answered(record)
             case Asked():
                 self._asked(record)
             case Appended():
@@ -145,49 +164,62 @@ class Machine:
                 self._tool_started(record)
             case ToolReturned():
                 self._tool_returned(record)
+            case Forked():
+                self._forked(record)
+            case GivenUp():
+                self._given_up(record)
+            case Observed():
+                self._named(record.segment_id, record)
+                self._used.observed += len(record.value_json)
+            case Masked():
+                self._masked(record)
             case Ended():
                 self._ended(record)
             case Accepted():
                 self._require(not self._begun, record)
             case Note():
-                self._resampled = record if record.code == RESAMPLED else self._resampled
+                self._noted(record)
             case _:
                 raise IllegalRecord(f"{type(record).__name__} follows from other records and is not accepted")
-        self._begun = True
-        return (*follows, record)
+
+    def _named(self, segment_id: str, record: Record) -> Conversation:
+        conversation = self._conversations.get(segment_id)
+        if conversation is None:
+            raise IllegalRecord(f"{record!r}: there is no conversation {segment_id!r}")
+        return conversation
 
     def _asked(self, record: Asked) -> None:
-        self._require(self.state is State.OPEN and record == self.ask(), record)
+        asking = self._named(record.segment_id, record)
+        self._require(asking.state is State.OPEN and record == self.ask(asking), record, asking)
         self.turn = record.turn
-        self._calls = 0
-        self._resampled = None
-        self.state = State.ASKING
+        self._turns[record.turn] = asking
+        asking.ask(record.turn)
 
     def _answered(self, record: Answered) -> tuple[tuple[Consequence, ...], Answered]:
-        held = self.ledger.current.ids() if self.ledger.current is not None else pack_tokens()
-        self._require(
-            self.state is State.ASKING and record.turn == self.turn and 0 <= record.shared <= len(held), record
-        )
-        follows = self._commit(record, held)
-        self._count_answer(record)
+        asked = self._turns.get(record.turn, self.main)
+        held = asked.line.tokens
+        fits = asked.state is State.ASKING and record.turn == asked.turn and 0 <= record.shared <= held
+        self._require(fits, record, asked)
+        follows = self._commit(asked, record)
+        self._used.add_answer(record, asked.line)
         self._warnings.extend(Warned(code, text, record.turn) for code, text in record.notes)
-        self._add((record.message,))
-        self.state = State.OPEN
-        opened = any(isinstance(consequence, SegmentOpened) for consequence in follows)
-        self._last_answer = record if opened else _compact(record, len(held))
-        return follows, self._last_answer
+        opened = [consequence.origin for consequence in follows if isinstance(consequence, SegmentOpened)]
+        extends = all(o.kind is SegmentKind.BRANCH and o.parent_tokens == held for o in opened)
+        logged = _compact(record, held) if extends else record
+        asked.answer(logged)
+        return follows, logged
 
-    def _commit(self, record: Answered, held: Tokens) -> tuple[Consequence, ...]:
-        answer = record.token_ids
-        if answer is None or (record.reported is None and (record.predicted is None or self.ledger.gap)):
-            self._skip(record)
+    def _commit(self, asked: Conversation, record: Answered) -> tuple[Consequence, ...]:
+        answer, line = record.token_ids, asked.line
+        if answer is None or (record.reported is None and (record.predicted is None or line.gap)):
+            self._skip(asked, record)
             return ()
-        late = self.ledger.gap and self.ledger.current is None
-        reported = None if record.reported is None else held[: record.shared] + record.reported
-        asked_in, segments = self.ledger.current_id, len(self.ledger.segments)
-        turn = Turn(record.turn, answer, record.logprobs, record.predicted, reported, record.policy_version)
+        late = line.gap and line.segment is None
+        asked_in, segments = line.id, len(self.ledger.segments)
+        prompt = record.predicted, record.reported
+        turn = Turn(record.turn, answer, record.logprobs, *prompt, record.policy_version, record.planes, record.shared)
         try:
-            drift = self.ledger.commit(turn)
+            drift = line.commit(turn)
         except ValueError as error:
             raise IllegalRecord(f"turn {record.turn}: {error}") from error
         if late:
@@ -201,135 +233,107 @@ class Machine:
             self._warnings.append(Warned("token_drift", found.text, record.turn, drift.index))
         if len(self.ledger.segments) > segments:
             opened = self.ledger.segments[-1]
-            prompt = len(reported) if reported is not None else opened.spans[0].stop
-            follows.append(SegmentOpened(record.turn, opened.id, opened.origin, prompt))
+            self._conversations[opened.id] = asked
+            follows.append(SegmentOpened(record.turn, opened.id, opened.origin, opened.spans[0].stop))
         return tuple(follows)
 
-    def _skip(self, record: Answered) -> None:
-        if self.ledger.current is not None and not self.ledger.gap:
+    def _skip(self, asked: Conversation, record: Answered) -> None:
+        if asked.line.segment is not None and not asked.line.gap:
             missing = "token_ids" if record.token_ids is None else "prompt_token_ids"
             self._warn_of_gap(record.turn, f"the trainer sent no {missing}, so the turn is in no training sample")
-        self.ledger.skip()
+        asked.line.gap = True
 
     def _warn_of_gap(self, turn: int, text: str) -> None:
         self._warnings.append(Warned("tokens_unknown", f"turn {turn}: {text}", turn))
 
-    def _count_answer(self, record: Answered) -> None:
-        generated, prompt = self._lengths(record)
-        m = self._metrics
-        self._metrics = replace(
-            m,
-            turns=m.turns + 1,
-            completion_ms=m.completion_ms + record.elapsed_ms,
-            completion_attempts=m.completion_attempts + record.attempts,
-            generated_tokens=m.generated_tokens + generated,
-            prompt_tokens=m.prompt_tokens + prompt,
-            max_context_tokens=max(m.max_context_tokens, prompt + generated),
-        )
-
-    def _lengths(self, record: Answered) -> tuple[int, int]:
-        usage = record.usage or (0, 0)
-        generated = len(record.token_ids) if record.token_ids is not None else usage[1]
-        if record.reported is not None:
-            return generated, record.shared + len(record.reported)
-        segment = self.ledger.current
-        if segment is not None and not self.ledger.gap:  # the turn is in the ledger
-            return generated, len(segment) - generated
-        return generated, usage[0]
-
     def _appended(self, record: Appended) -> None:
-        self._require(self.state is State.OPEN, record)
-        self._add(record.messages)
+        conversation = self._named(record.segment_id, record)
+        self._require(conversation.state is State.OPEN, record, conversation)
+        conversation.messages += record.messages
+        self._used.add_messages(record.messages)
 
     def _tool_started(self, record: ToolStarted) -> None:
-        fits = record.index == self._calls and record.turn == self.turn and self._no_calls() is None
-        self._require(self.state in (State.OPEN, State.CALLING) and fits, record)
-        self._tool_turns += not self._calls
-        self._calls += 1
-        self._pending[record.index] = record
-        self.state = State.CALLING
+        caller = self._named(record.segment_id, record)
+        fits = (
+            record.index == caller.calls
+            and record.turn == caller.turn
+            and self._used.met_by_calls(caller.calls) is None
+        )
+        self._require(caller.state in (State.OPEN, State.CALLING) and fits, record, caller)
+        self._used.tool_turns += not caller.calls
+        caller.start(record)
 
     def _tool_returned(self, record: ToolReturned) -> None:
-        started = self._pending.get(record.index)
-        self._require(started is not None and started.call == record.call and started.turn == record.turn, record)
-        del self._pending[record.index]
-        self._returned[record.index] = record
-        if not self._pending:
-            self._finish_calls()
+        caller = self._named(record.segment_id, record)
+        self._require(caller.waits_for(record), record, caller)
+        self._used.add_messages([record.message])
+        if caller.take_result(record):
+            self._used.add_calls(caller.returned.values())
+            caller.returned.clear()
 
-    def _finish_calls(self) -> None:
-        self._add(tuple(self._returned[index].message for index in sorted(self._returned)))
-        self._count_calls()
-        self._returned.clear()
-        self.state = State.OPEN
+    def _forked(self, record: Forked) -> None:
+        forked, kind = self._named(record.of, record), record.origin.kind
+        branches, open_ = kind is SegmentKind.BRANCH, forked.state is State.OPEN
+        self._require(kind in _FORKS and bool(record.messages) is not branches, record, forked)
+        self._require(replace(record, tools=()) == self.fork(kind, record.messages, forked), record, forked)
+        self._require(open_ or (kind is SegmentKind.SUBAGENT and forked.state is not State.CLOSED), record, forked)
+        opened = forked.branch() if branches else Conversation(self.ledger.open(record.origin), record.messages)
+        self._used.add_messages(record.messages)
+        self._conversations[opened.id] = opened
+        if kind is SegmentKind.COMPACTION:
+            forked.state = State.CLOSED
+            self.main = opened if forked is self.main else self.main
+
+    def _given_up(self, record: GivenUp) -> None:
+        asked = self._named(record.segment_id, record)
+        fits = asked.state is State.ASKING and asked.turn == record.turn and asked is not self.main
+        self._require(fits, record, asked)
+        self._warn_of_resampling(asked)
+        asked.state = State.CLOSED
+
+    def was_answered(self, turn: int) -> bool:
+        """Whether a turn was asked for and does not wait for its answer."""
+        asked = self._turns.get(turn)
+        return asked is not None and (asked.state is not State.ASKING or asked.turn != turn)
+
+    def _masked(self, record: Masked) -> None:
+        self._require(self.was_answered(record.turn), record)
+        for segment in self.ledger.segments:
+            segment.mask_answer(record.turn)
+
+    def _noted(self, record: Note) -> None:
+        asked = self._turns.get(record.turn)
+        if asked is not None and asked.turn == record.turn and record.code == RESAMPLED:
+            asked.resampled = record
 
     def _ended(self, record: Ended) -> None:
-        if self.state is State.ASKING and self._resampled is not None:  # no answer came to tell of it
-            self._warnings.append(Warned(RESAMPLED, self._resampled.text, self.turn))
-        self._count_calls()
-        self._metrics = replace(self._metrics, total_ms=record.total_ms, queued_ms=record.queued_ms)
+        for conversation in dict.fromkeys(self._conversations.values()):
+            if conversation.state is State.ASKING:
+                self._warn_of_resampling(conversation)
+            self._used.add_calls(conversation.returned.values())
+        self._used.metrics = replace(self.metrics, total_ms=record.total_ms, queued_ms=record.queued_ms)
         self._outcome = Outcome(
             end=replace(record.end, turn=self.turn) if isinstance(record.end, Failure) else record.end,
-            messages=tuple(self._messages),
+            messages=tuple(self.main.messages),
             segments=self.ledger.segments,
-            metrics=self._metrics,
+            metrics=self.metrics,
             verdict=record.verdict,
             warnings=tuple(self._warnings),
         )
-        self.state = State.ENDED
 
-    def _count_calls(self) -> None:
-        """Counts the calls of the turn that have returned. Those that still run when the rollout ends were not answered."""
-        returned = self._returned.values()
-        m = self._metrics
-        self._metrics = replace(
-            m,
-            tool_calls=m.tool_calls + len(returned),
-            tool_failures=m.tool_failures + sum(r.failed for r in returned),
-            tool_ms=m.tool_ms + max((r.elapsed_ms for r in returned), default=0.0),
-        )
-
-    def _add(self, messages: Sequence[Message]) -> None:
-        self._messages.extend(messages)
-        self._bytes += sum(_size(m) for m in messages)
-
-    def _exhausted(self, *, turns: bool) -> Over | None:
-        limits, used = self.limits, self._metrics
-        if limits.generated_tokens is not None and used.generated_tokens >= limits.generated_tokens:
-            return Over(self._stop("max_tokens"))
-        if turns and limits.turns is not None and self.turn >= limits.turns:
-            return Over(self._stop("max_turns"))
-        if turns and limits.bytes is not None and self._bytes >= limits.bytes:
-            return Over(self._stop("max_bytes"))
-        return None
-
-    def _no_calls(self) -> Over | None:
-        over, limit = self._exhausted(turns=False), self.limits.tool_turns
-        if over is None and limit is not None and not self._calls and self._tool_turns >= limit:
-            return Over(self._stop("max_turns"))
-        return over
+    def _warn_of_resampling(self, asked: Conversation) -> None:
+        """No answer comes to tell of it."""
+        if asked.resampled is not None:
+            self._warnings.append(Warned(RESAMPLED, asked.resampled.text, asked.turn))
 
     def _stop(self, reason: str) -> Stop:
-        return Stop(reason, truncated=self._last_answer is not None and self._last_answer.finish_reason == "length")
+        last = self.main.last_answer
+        return Stop(reason, truncated=last is not None and last.finish_reason == "length")
 
-    def _require(self, fits: bool, record: Record) -> None:
+    def _require(self, fits: bool, record: Record, conversation: Conversation | None = None) -> None:
         if not fits:
-            raise IllegalRecord(f"{record!r} in state {self.state.value}, turn {self.turn}")
-
-
-def replay(machine: Machine, records: Iterable[Record]) -> Machine:
-    """Feeds a log to a fresh machine. Raises `IllegalRecord` where what follows is not what the log says."""
-    logged: list[Record] = []
-    for record in records:
-        if isinstance(record, SegmentOpened | DriftFound):
-            logged.append(record)
-        elif machine.accept(record) != (*logged, record):
-            raise IllegalRecord(f"the log says {logged!r} before {record!r}")
-        else:
-            logged.clear()
-    if logged:
-        raise IllegalRecord(f"the log ends with {logged!r}, which no record led to")
-    return machine
+            place = conversation or self.main
+            raise IllegalRecord(f"{record!r} in state {place.state.value}, turn {place.turn}")
 
 
 def _compact(record: Answered, held: int) -> Answered:
@@ -337,7 +341,3 @@ def _compact(record: Answered, held: int) -> Answered:
     if record.token_ids is None or record.reported is None or record.shared:
         return record
     return replace(record, reported=record.reported[held:], shared=held)
-
-
-def _size(message: Message) -> int:
-    return len(message.text.encode("utf-8", "surrogatepass"))

@@ -12,9 +12,13 @@ from typing import Final, TypeAlias
 from rollout_server.core.ledger import Drift, Logprobs, Origin, Prediction, Tokens
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import End, Verdict
+from rollout_server.core.segment import Plane
 
 RESAMPLED: Final = "resampled"
 """The code of notes and warnings on a turn that may have been generated more than once (D8)."""
+
+FIRST: Final = "0"
+"""The segment that a rollout begins with. Any segment that a conversation had stands for the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class Answered:
         policy_version: the policy that answered, in the trainer's words.
         notes: what the edge noticed about the answer, as (code, text).
         tool_calls: how many calls the answer holds.
+        planes: what came beside the sampled tokens.
+        extra_json: further fields of the trainer's, one JSON object, or empty.
         around: text around the place where the reported prompt parts from what was expected: ours, then the trainer's. Both
             are empty where it does not, or where nobody can tell.
     """
@@ -76,13 +82,16 @@ class Answered:
     notes: tuple[tuple[str, str], ...] = ()
     tool_calls: int = 0
     around: tuple[str, str] = ("", "")
+    planes: tuple[Plane, ...] = ()
+    extra_json: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """The agent added messages to the conversation."""
+    """The agent added messages to a conversation."""
 
     messages: tuple[Message, ...]
+    segment_id: str = FIRST
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,7 @@ class ToolStarted:
     turn: int
     index: int
     call: ToolCall
+    segment_id: str = FIRST
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,59 @@ class ToolReturned:
     message: Message
     failed: bool
     elapsed_ms: float = 0.0
+    segment_id: str = FIRST
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """The agent opened a conversation.
+
+    Args:
+        segment_id: its own.
+        of: the segment of the conversation that was forked.
+        origin: where its first segment comes from, as far as that is known before its first prompt.
+        count: how many messages it begins with.
+        messages: those that the agent gave; none for a branch, which has those of the conversation that was forked.
+        tools: the names of those that its model is told.
+    """
+
+    segment_id: str
+    of: str
+    origin: Origin
+    count: int
+    messages: tuple[Message, ...] = ()
+    tools: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """The agent stopped waiting for the open `Asked` of a conversation that it had forked, which is closed with it."""
+
+    turn: int
+    segment_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The agent took something from the world beside its trainer and tools. A replay is told the same.
+
+    Args:
+        what: "now", "random" or "once".
+        value_json: what it was: a time in ISO 8601, a seed, or the result of the agent's function.
+        segment_id: of the conversation whose `Run` was asked.
+    """
+
+    what: str
+    value_json: str
+    segment_id: str = FIRST
+
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """The author takes what the model wrote in a turn out of the training. `reason` is for a person."""
+
+    turn: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +215,9 @@ class Ended:
     queued_ms: float = 0.0
 
 
-Input: TypeAlias = "Accepted | Asked | Answered | Appended | ToolStarted | ToolReturned | Note | Ended"
+Deed: TypeAlias = "Forked | GivenUp | Observed | Masked"
+"""What an agent does beside turns and tool calls."""
+
+Input: TypeAlias = "Accepted | Asked | Answered | Appended | ToolStarted | ToolReturned | Deed | Note | Ended"
 Consequence: TypeAlias = "SegmentOpened | DriftFound"
 Record: TypeAlias = "Input | Consequence"

@@ -16,6 +16,14 @@ class Dialect(Enum):
     GRPC = "grpc"
     HTTP_MASKED = "http_masked"
     HTTP_PLAIN = "http_plain"
+    OPENAI = "openai"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    STREAM = "stream"
+
+
+ENGINES = frozenset({Dialect.OPENAI, Dialect.VLLM, Dialect.SGLANG})
+"""The dialects of inference engines, which know models by name and nothing of rollouts."""
 
 
 class DriftPolicy(Enum):
@@ -27,11 +35,12 @@ class DriftPolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An endpoint that the server calls. The URL has no trailing slash."""
+    """An endpoint that the server calls. The URL has no trailing slash. `model` is the model's name at an engine, else empty."""
 
     url: str
     dialect: Dialect
     replays_turn_keys: bool = False
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,13 @@ from typing import Any, TypeVar
 from rollout_server.core.outcome import Category, End, Failure, Stop, Verdict
 from rollout_server.core.record import Ended
 from rollout_server.core.spec import Dialect
+from rollout_server.runtime.course import Course
 from rollout_server.runtime.port import OpenSampler
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run import RolloutOver, Run
 from rollout_server.runtime.toolbox import Toolbox
+from rollout_server.runtime.where import raised_at
+from rollout_server.runtime.workbench import Workbench
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -33,16 +36,17 @@ class _Crashed(Exception):
     """An agent's code raised something that asyncio would not keep to itself, such as SystemExit."""
 
 
-async def drive(rollout: Rollout, open_sampler: OpenSampler) -> None:
-    """Plays the rollout, has it judged, and records its end."""
+async def drive(rollout: Rollout, open_sampler: OpenSampler, workbench: Workbench) -> None:
+    """Plays the rollout, has it judged, and records its end. Its tools are run on the workbench."""
     started = rollout.clock.monotonic()
     queued_ms = rollout.queued_ms()
     end: End = Failure(Category.INTERRUPTED, "The server stopped before the rollout had ended; ask for it again")
     verdict = Verdict()
     tasks: list[asyncio.Task[Any]] = []
+    run: Run | None = None
     try:
         with _time_limit(rollout):
-            run = _open(rollout, open_sampler)
+            run = _open(rollout, open_sampler, workbench)
             end = (
                 await _play(rollout, run, tasks)
                 if run is not None
@@ -51,16 +55,22 @@ async def drive(rollout: Rollout, open_sampler: OpenSampler) -> None:
             if isinstance(end, Stop) and run is not None:
                 end, verdict = await _judge(rollout, run, end, tasks)
     finally:
+        tasks += [task for task in run.under_way if task not in tasks] if run is not None else []
         for task in tasks:
             task.cancel()
         rollout.record(Ended(end, verdict, 1000 * (rollout.clock.monotonic() - started), queued_ms))
     await _give_way(tasks)
 
 
-def _open(rollout: Rollout, open_sampler: OpenSampler) -> Run | None:
+def _open(rollout: Rollout, open_sampler: OpenSampler, workbench: Workbench) -> Run | None:
     try:
-        sampler = open_sampler(rollout.uid, rollout.spec, rollout.agent.tools)
-        return Run(rollout, sampler, Toolbox(rollout.agent.tools))
+        sampler = open_sampler(rollout.uid, rollout.spec, rollout.tools)
+        return Run(
+            Course(rollout, workbench.threads),
+            rollout.machine.main,
+            sampler,
+            Toolbox(rollout.tools, workbench, rollout.spec.tokenizer),
+        )
     except Exception:  # a fault of ours, and it must not hold the queue
         _log.exception("no sampler for the rollout", extra=_where(rollout))
         return None
@@ -83,7 +93,7 @@ async def _play(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> E
 
 def _natural_stop(rollout: Rollout) -> Stop:
     """In the asynchronous dialect the trainer's finish_reason of the last answer becomes the rollout's (http-wire.md, B)."""
-    stop, last = rollout.machine.natural_stop(), rollout.machine.last_answer
+    stop, last = rollout.machine.natural_stop(), rollout.machine.main.last_answer
     plain = rollout.spec.completions.dialect is Dialect.HTTP_PLAIN
     if plain and stop.reason == "stop" and last is not None and last.finish_reason:
         return replace(stop, reason=last.finish_reason)
@@ -92,7 +102,7 @@ def _natural_stop(rollout: Rollout) -> Stop:
 
 async def _judge(rollout: Rollout, run: Run, stop: Stop, tasks: list[asyncio.Task[Any]]) -> tuple[End, Verdict]:
     run.close(stop)
-    judge = _start(rollout.agent.judge(run), f"judge {rollout.uid}", tasks)
+    judge = _start(rollout.agent.judge(run.latest), f"judge {rollout.uid}", tasks)
     await _first_of(judge, rollout.ending)
     if not judge.done():
         return rollout.ending.result(), Verdict()
@@ -141,7 +151,8 @@ def _time_over(rollout: Rollout, seconds: float) -> None:
 
 def _agent_failed(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Failure:
     error = None if task.cancelled() else task.exception()
-    _log.error("the %s of agent %s failed", part, rollout.agent.name, exc_info=error, extra=_where(rollout))
+    place = raised_at(error) if error is not None else ""
+    _log.error("the %s of agent %s failed%s", part, rollout.agent.name, place, exc_info=error, extra=_where(rollout))
     return _failure(rollout, f"agent's {part} failed")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from rollout_server.core.ledger import Origin
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Failure, Verdict
@@ -15,7 +16,12 @@ from rollout_server.core.spec import Spec, Target
 from rollout_server.runtime.delivery import Receipt
 
 if TYPE_CHECKING:
+    from rollout_server.runtime.request import Request
     from rollout_server.runtime.rollout import Rollout
+
+
+Content: TypeAlias = "str | Sequence[Mapping[str, JSON]]"
+"""The content of a tool message: a text, or content parts as OpenAI writes them."""
 
 
 class Failed(Exception):
@@ -49,7 +55,7 @@ class Tool(Protocol):
     def parameters_json_schema(self) -> str:
         """JSON Schema of the arguments object."""
 
-    async def run(self, arguments: Mapping[str, JSON]) -> str:
+    async def run(self, arguments: Mapping[str, JSON]) -> Content:
         """Runs one call and returns the content of the tool message. Raises `ToolError`; any other exception is told likewise."""
 
 
@@ -93,11 +99,31 @@ class Ask:
     remark: Callable[[str, str], None] = field(default=lambda code, text: None, repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A conversation that an agent opens.
+
+    Args:
+        origin: where it comes from. A branch begins with the first `parent_tokens` tokens of the segment `parent_id`, and with all
+            messages of the conversation that is forked; any other kind begins with nothing.
+        tools: what its model is told; None: the same as before.
+    """
+
+    origin: Origin
+    tools: Sequence[Tool] | None = None
+
+
 class Sampler(Protocol):
-    """Asks one rollout's trainer for completions. Keeps what it learns about that trainer between turns."""
+    """Asks the trainer of one conversation for completions. Keeps what it learns about that trainer between turns."""
 
     async def sample(self, ask: Ask) -> Answered:
         """The answer. Raises `Failed`."""
+
+    def fork(self, fork: Fork) -> Sampler:
+        """The sampler of another conversation of the rollout, beside this one. Raises `Failed` where the trainer knows only one.
+
+        Never called for a branch or a compaction while `sample` is under way.
+        """
 
 
 OpenSampler: TypeAlias = Callable[[str, Spec, Sequence[Tool]], Sampler]
@@ -150,6 +176,15 @@ class PlaysRuns(Protocol):
     @property
     def tools(self) -> Sequence[Tool]:
         """Its tools, in the order in which the model is told."""
+
+    def tools_for(self, request: Request) -> Sequence[Tool]:
+        """Those of one rollout. Whatever it raises is its author's fault."""
+
+    def start(self) -> object:
+        """Before its first rollout: a result, or something to await."""
+
+    def stop(self) -> object:
+        """After its last one."""
 
     async def perform(self, run: object) -> None:
         """Plays the rollout to its end."""

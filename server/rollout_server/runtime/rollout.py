@@ -14,6 +14,7 @@ from rollout_server.core.record import Accepted, Ended, Input, Record
 from rollout_server.runtime.delivery import Delivery, DeliveryState
 from rollout_server.runtime.log import Entry, Log
 from rollout_server.runtime.port import Clock, PlaysRuns
+from rollout_server.runtime.request import chosen_tools
 from rollout_server.runtime.wish import Wish
 
 Observe: TypeAlias = "Callable[[Rollout, Sequence[Entry]], None]"
@@ -32,10 +33,12 @@ class Rollout:
     """Lives on one event loop. Everything that happens to it goes through `record`, and then to the observer."""
 
     def __init__(self, uid: str, wish: Wish, agent: PlaysRuns, clock: Clock, observe: Observe) -> None:
+        """Raises `RolloutError` where the agent fails over the request."""
         self.uid = uid
         self.spec = wish.spec
         self.caller = wish.caller
         self.agent = agent
+        self.tools = chosen_tools(agent, wish.spec)
         self.clock = clock
         self.credentials = wish.credentials
         self.machine = Machine(uid, wish.spec.messages, wish.spec.limits)
@@ -82,8 +85,9 @@ class Rollout:
         if isinstance(record, Ended):
             self.finished = now
             self._stop_waiting()
-        segment = self.machine.ledger.current
-        entries = self.log.append(logged, now, self.machine.turn, segment.id if segment is not None else "")
+        conversation = self.machine.find(record)
+        turn, segment = getattr(record, "turn", conversation.turn), conversation.line.segment
+        entries = self.log.append(logged, now, turn, segment.id if segment is not None else "")
         self._observe(self, entries)
         return logged
 

@@ -23,6 +23,7 @@ from rollout_server.runtime.port import Credentials, OpenSampler, PlaysRuns
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.surroundings import Surroundings
 from rollout_server.runtime.wish import Caller, Capacity, Wish
+from rollout_server.runtime.workbench import Workbench
 
 _log = logging.getLogger(__name__)
 _LAST_DELIVERIES = 5.0
@@ -53,6 +54,7 @@ class Roster:
         self._new_uid = new_uid
         self._clock = surroundings.clock
         self._observer = surroundings.observer
+        self._workbench = surroundings.workbench or Workbench()
         self._outbox = Outbox(surroundings, self._settle)
         self._places: dict[str, Place] = {}
         self._requests: dict[tuple[str, str, str], str] = {}
@@ -211,7 +213,7 @@ class Roster:
 
     def _run(self, rollout: Rollout) -> None:
         rollout.running = True
-        task = asyncio.create_task(drive(rollout, self._open_sampler), name=f"drive {rollout.uid}")
+        task = asyncio.create_task(drive(rollout, self._open_sampler, self._workbench), name=f"drive {rollout.uid}")
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._finished(done, rollout))
 

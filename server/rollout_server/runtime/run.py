@@ -3,66 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from random import Random
+from typing import Any, Literal, NoReturn, TypeVar
 
-from rollout_server.core.machine import Over, State
+from rollout_server.core.conversation import Conversation, State
+from rollout_server.core.ledger import SegmentKind
+from rollout_server.core.machine import Over
 from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_object, tool_calls
 from rollout_server.core.outcome import Category, End, Failure, Stop
 from rollout_server.core.record import (
     Answered,
     Appended,
-    Asked,
     DriftFound,
+    GivenUp,
+    Masked,
     Note,
     Record,
-    ToolReturned,
-    ToolStarted,
 )
 from rollout_server.core.spec import DriftPolicy
-from rollout_server.runtime.port import Ask, Failed, Sampler
-from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.calling import run_calls
+from rollout_server.runtime.course import AgentMistake, Course, RolloutOver
+from rollout_server.runtime.forking import fork_kind, forkable_tools
+from rollout_server.runtime.observing import T, now, once, random
+from rollout_server.runtime.port import Ask, Failed, Fork, Sampler, Tool
+from rollout_server.runtime.reply import Reply, text_of
 from rollout_server.runtime.toolbox import Toolbox, ToolResult
 
+R = TypeVar("R")
 
-class RolloutOver(BaseException):
-    """The rollout has come to its end: raised out of `play`, past any `except Exception` on the way. Let it pass."""
-
-    def __init__(self, end: End) -> None:
-        super().__init__(type(end).__name__)
-        self.end = end
-
-
-class AgentMistake(Exception):
-    """The agent asked for something that makes no sense at this point."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """An answer of the model: the message as it came, its tool calls, and the trainer's word for why it ended."""
-
-    message: Mapping[str, JSON]
-    tool_calls: tuple[ToolCall, ...]
-    finish_reason: str
-
-    @property
-    def content(self) -> str:
-        """The text of the message; text parts are joined."""
-        return text_of(self.message.get("content"))
+__all__ = ["AgentMistake", "Reply", "RolloutOver", "Run", "text_of"]
 
 
 class Run:
-    """One rollout, as its agent sees it."""
+    """One conversation of a rollout, as its agent sees it; nearly always the only one."""
 
-    def __init__(self, rollout: Rollout, sampler: Sampler, toolbox: Toolbox) -> None:
-        self._rollout = rollout
-        self._machine = rollout.machine
+    def __init__(self, course: Course, conversation: Conversation, sampler: Sampler, toolbox: Toolbox) -> None:
+        self._course = course
+        self._rollout = course.rollout
+        self._machine = course.machine
+        self._conversation = conversation
         self._sampler = sampler
         self._toolbox = toolbox
-        self._asked_messages = 0
-        self._ignored = 0
-        self.over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self._went_on_as: Run | None = None
+        self._random: Random | None = None
+
+    @property
+    def over(self) -> asyncio.Future[End]:
+        """The end that the rollout has met, once there is one."""
+        return self._course.over
 
     @property
     def uid(self) -> str:
@@ -76,7 +69,7 @@ class Run:
 
     @property
     def turn(self) -> int:
-        """Completions asked for so far."""
+        """Completions asked for so far, in all conversations of the rollout."""
         return self._machine.turn
 
     @property
@@ -86,40 +79,39 @@ class Run:
         return parse_object(text) if text else {}
 
     @property
+    def state(self) -> dict[str, Any]:
+        """What the agent keeps of this rollout, in all of its conversations and for its reward. Nobody else looks at it."""
+        return self._course.state
+
+    @property
     def messages(self) -> Sequence[Mapping[str, JSON]]:
         """The conversation so far, parsed."""
-        return [message.fields() for message in self._machine.messages]
+        return [message.fields() for message in self._conversation.messages]
 
     @property
     def cancelled(self) -> bool:
         """Somebody wants the rollout to end. Plain functions in threads may look at it."""
-        return self._rollout.ending.done()
+        return self._rollout.ending.done() or self._machine.outcome is not None
 
     async def sample(self) -> Reply:
         """Asks the model for the next message. Raises `RolloutOver` when a limit is met or the trainer fails."""
-        await self._check()
-        asked = self._machine.ask()
+        talk = self._conversation
+        await self._course.check(talk)
+        asked = self._machine.ask(talk)
         if isinstance(asked, Over):
-            self._end(asked.stop)
-        ask = Ask(
-            asked,
-            self._machine.messages,
-            self._machine.last_answer,
-            self._asked_messages,
-            self._rollout.deadline,
-            self._rollout.credentials,
-            self.note,
-        )
-        self._record(asked)
-        self._asked_messages = asked.messages
+            self._course.end(asked.stop)
+        remark, deadline = partial(self._remark, asked.turn), self._rollout.deadline
+        ask = Ask(asked, talk.messages, talk.last_answer, talk.asked, deadline, self._rollout.credentials, remark)
+        self._course.record(asked)
         try:
-            answered = await self._sampler.sample(ask)
+            with self._course.waiting():
+                answered = await self._sampler.sample(ask)
         except Failed as failed:
-            self._end(failed.failure)
+            self._course.end(failed.failure)
         except asyncio.CancelledError:
             self._gave_up(asked.turn)
             raise
-        self._follow_drift_policy(self._record(answered))
+        self._follow_drift_policy(self._course.record(answered))
         return self._reply(answered)
 
     async def call(self, calls: Iterable[ToolCall]) -> Sequence[ToolResult]:
@@ -128,78 +120,140 @@ class Run:
         Raises `RolloutOver` when a limit is met. A tool that fails answers the model, and so does one that the agent stops
         waiting for.
         """
-        await self._check()
-        started = self._machine.start_calls(calls)
+        await self._course.check(self._conversation)
+        started = self._machine.start_calls(calls, self._conversation)
         if isinstance(started, Over):
-            self._end(started.stop)
-        for intent in started:
-            self._record(intent)
-        if len(started) == 1:
-            return [await self._call(started[0])]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._call(intent)) for intent in started]
-        return [task.result() for task in tasks]
+            self._course.end(started.stop)
+        return await run_calls(self._course, self._toolbox, started)
 
     async def append(self, *messages: Mapping[str, JSON]) -> None:
         """Adds messages to the conversation. They do not train."""
-        await self._check()
-        try:
-            written = tuple(Message.write(message) for message in messages)
-        except (MalformedMessage, TypeError, ValueError) as error:
-            raise AgentMistake(f"not a message: {error}") from error
+        await self._course.check(self._conversation)
+        written = _written(messages)
         if written:
-            self._record(Appended(written))
+            self._course.record(Appended(written, self._conversation.id))
+
+    async def fork(
+        self,
+        messages: Sequence[Mapping[str, JSON]] | None = None,
+        *,
+        kind: Literal["branch", "subagent", "compaction"] | None = None,
+        tools: Sequence[Tool] | None = None,
+    ) -> Run:
+        """Opens another conversation, which becomes a training sample of its own. Several may be under way at the same time.
+
+        Limits, metrics and the end are the rollout's: what one conversation uses is missing to the others.
+
+        Args:
+            messages: what the conversation begins with; None for a branch.
+            kind: "branch": a second continuation of this conversation as it is now, whose tokens so far do not train again.
+                "subagent": a conversation of its own, such as a part of the work given to somebody else. "compaction": a shorter
+                context in place of this conversation, which is closed. Without it, a branch where there are no messages, else
+                a subagent.
+            tools: what the model is told in the conversation, and may call; None: the same as here. A branch has the same.
+
+        Raises:
+            RolloutOver: also where the rollout's trainer cannot tell conversations apart.
+            AgentMistake: for arguments that do not fit together, or while a turn of this conversation is under way
+                (a subagent may be opened then).
+        """
+        opens = fork_kind(kind, None if messages is None else len(messages), has_tools=tools is not None)
+        apart = opens is SegmentKind.SUBAGENT
+        await self._course.check(self._conversation, *((State.OPEN, State.ASKING, State.CALLING) if apart else ()))
+        given = None if tools is None else forkable_tools(tools)
+        forked = self._machine.fork(opens, _written(messages or ()), self._conversation)
+        told = self._toolbox.tools if given is None else given
+        try:
+            sampler = self._sampler.fork(Fork(forked.origin, given))
+        except Failed as failed:
+            self._course.end(failed.failure)
+        self._course.record(replace(forked, tools=tuple(tool.name for tool in told)))
+        toolbox = self._toolbox if given is None else self._toolbox.holding(given)
+        run = Run(self._course, self._machine.find(forked), sampler, toolbox)
+        if opens is SegmentKind.COMPACTION:
+            self._went_on_as = run
+        return run
+
+    def mask(self, reply: Reply, reason: str) -> None:
+        """Takes an answer out of the training: its tokens stay in the sample, masked. Nothing puts it back.
+
+        `reason` is for whoever looks at the rollout. Also for rewards. Raises `AgentMistake` for what is no answer of the rollout.
+        """
+        if not reason.strip():
+            raise AgentMistake("mask: say why the answer does not train")
+        if not self._machine.was_answered(reply.turn):
+            raise AgentMistake(f"mask: the rollout has no answer of turn {reply.turn}")
+        self._course.record(Masked(reply.turn, reason))
+
+    def now(self) -> datetime:
+        """The time, in UTC. A replayed rollout is told the same."""
+        return now(self._course, self._conversation)
+
+    def random(self) -> Random:
+        """A random generator of the conversation, always the same one. Its seed is recorded: a replay draws the same."""
+        if self._random is None:
+            self._random = random(self._course, self._conversation)
+        return self._random
+
+    async def once(self, function: Callable[[], T | Awaitable[T]]) -> T:
+        """Calls a function whose effect is wanted once: its result is recorded, and a replay is given it without a call.
+
+        A plain function runs in a thread. The result must be what JSON can hold, and comes back as it reads from JSON; what the
+        function raises is not recorded.
+        """
+        return await once(self._course, self._conversation, function)
+
+    def wait(self, work: Coroutine[Any, Any, R]) -> R:
+        """What `await` is elsewhere, for a plain `play` or `reward`, which runs in a thread: `run.wait(run.sample())`."""
+        return self._course.wait(work)
 
     def note(self, code: str, text: str) -> None:
         """Leaves a remark that watchers see."""
-        if self._machine.state is not State.ENDED:
-            self._rollout.record(Note(self.turn, code, text))
+        self._remark(self._conversation.turn, code, text)
 
     async def finish(self, reason: str = "stop") -> NoReturn:
         """Ends the rollout with a word of the agent's own."""
-        await self._check()
+        await self._course.check(self._conversation)
         stop = self._machine.natural_stop()
-        self._end(Stop(reason, stop.truncated))
+        self._course.end(Stop(reason, stop.truncated))
 
     def close(self, end: End) -> None:
         """From now on nothing can be asked for: what a reward samples would be trained as part of the rollout."""
-        self._decide(end)
+        self._course.decide(end)
 
-    async def _call(self, intent: ToolStarted) -> ToolResult:
-        started = self._rollout.clock.monotonic()
-        try:
-            result = await self._run_tool(intent)
-        except asyncio.CancelledError:
-            self._return(
-                intent, ToolResult(intent.call, "Error: The call was given up before it returned", True), started
-            )
-            raise
-        self._return(intent, result, started)
-        return result
+    @property
+    def latest(self) -> Run:
+        """The run that goes on with this one's conversation: itself, or what compactions put in its place."""
+        run = self
+        while run._went_on_as is not None:
+            run = run._went_on_as
+        return run
 
-    async def _run_tool(self, intent: ToolStarted) -> ToolResult:
-        limit = self._machine.limits.calls_per_turn
-        if limit is not None and intent.index >= limit:
-            text = f"Error: Too many tool calls in one turn; the first {limit} ran"
-            return ToolResult(intent.call, text, failed=True)
-        return await self._toolbox.run(intent.call)
+    @property
+    def under_way(self) -> Sequence[asyncio.Task[object]]:
+        """The tasks that wait for answers or tools."""
+        return self._course.under_way
 
-    def _return(self, intent: ToolStarted, result: ToolResult, started: float) -> None:
-        elapsed = 1000 * (self._rollout.clock.monotonic() - started)
-        if self._machine.state is not State.ENDED:
-            self._record(
-                ToolReturned(intent.turn, intent.index, intent.call, result.message(), result.failed, elapsed),
-            )
+    async def aside(self, name: str, function: Callable[[], R]) -> R:
+        """Runs a plain function of the agent's in a thread, and leaves that alone where nobody waits any more."""
+        return await self._course.aside(name, function)
 
     def _gave_up(self, turn: int) -> None:
         """The agent stopped waiting for an answer. The trainer may count it, so that the next turn would not fit."""
-        if self._rollout.ending.done() or self._machine.state is State.ENDED:
+        if self._rollout.ending.done() or self._course.over.done() or self._machine.outcome is not None:
+            return
+        if self._conversation is not self._machine.main:
+            self._course.record(GivenUp(turn, self._conversation.id))
             return
         text = (
             f"turn {turn}: the agent stopped waiting for the trainer's answer. The turn may have been generated, so the rollout "
             "cannot go on without it"
         )
-        self._decide(Failure(Category.INTERNAL, text, turn))
+        self._course.decide(Failure(Category.INTERNAL, text, turn))
+
+    def _remark(self, turn: int, code: str, text: str) -> None:
+        with suppress(RolloutOver):
+            self._course.record(Note(turn, code, text))
 
     def _follow_drift_policy(self, logged: Sequence[Record]) -> None:
         if self._rollout.spec.on_drift is not DriftPolicy.FAIL:
@@ -211,50 +265,19 @@ class Run:
                     f"{record.text}. It has {drift.reported} tokens, {drift.expected} were expected: its template, tools or "
                     'tokenizer differ from ours; with on_drift "warn" the rollout goes on in a new segment'
                 )
-                self._end(Failure(Category.TOKEN_DRIFT, text, record.turn))
+                self._course.end(Failure(Category.TOKEN_DRIFT, text, record.turn))
 
     def _reply(self, answered: Answered) -> Reply:
         try:
             fields = answered.message.fields()
-            return Reply(fields, tool_calls(fields), answered.finish_reason)
+            return Reply(fields, tool_calls(fields), answered.finish_reason, answered.turn)
         except MalformedMessage as error:
             text = f"turn {answered.turn}: the trainer's message is malformed: {error}"
-            self._end(Failure(Category.VALIDATION, text, answered.turn))
-
-    def _record(self, record: Asked | Answered | Appended | ToolStarted | ToolReturned) -> tuple[Record, ...]:
-        if self._machine.state is State.ENDED:
-            raise RolloutOver(self._outcome_end())
-        return self._rollout.record(record)
-
-    async def _check(self) -> None:
-        if self.over.done() or self._machine.state is State.ENDED:
-            # Code that swallows its end and asks again must neither stop the event loop nor keep it busy.
-            await asyncio.sleep(min(1.0, 0.01 * self._ignored))
-            self._ignored += 1
-            raise RolloutOver(self.over.result() if self.over.done() else self._outcome_end())
-        if self._machine.state is not State.OPEN:
-            raise AgentMistake(
-                f"the rollout is {self._machine.state.value} in turn {self.turn}: await what is under way before asking for more"
-            )
-
-    def _outcome_end(self) -> End:
-        outcome = self._machine.outcome
-        return outcome.end if outcome is not None else Stop("stop")
-
-    def _decide(self, end: End) -> None:
-        if not self.over.done():
-            self.over.set_result(end)
-
-    def _end(self, end: End) -> NoReturn:
-        self._decide(end)
-        raise RolloutOver(end)
+            self._course.end(Failure(Category.VALIDATION, text, answered.turn))
 
 
-def text_of(content: JSON) -> str:
-    """The text of a message's content: a string, or the text parts of a list."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return ""
-    texts = (part.get("text") for part in content if isinstance(part, Mapping))
-    return "".join(text for text in texts if isinstance(text, str))
+def _written(messages: Iterable[Mapping[str, JSON]]) -> tuple[Message, ...]:
+    try:
+        return tuple(Message.write(message) for message in messages)
+    except (MalformedMessage, TypeError, ValueError) as error:
+        raise AgentMistake(f"not a message: {error}") from error

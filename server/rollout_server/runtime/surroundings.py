@@ -9,6 +9,7 @@ from rollout_server.runtime.delivery import Receipt, Refused
 from rollout_server.runtime.observe import Nobody, Observer
 from rollout_server.runtime.port import Clock, Parcel, Reporter
 from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.workbench import Workbench
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,10 @@ class NoReporter:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Where time comes from, who watches, who tells of outcomes and how patiently."""
+    """Where time comes from, who watches, who tells of outcomes and how patiently, and where tools are run (None: anywhere)."""
 
     clock: Clock = Clock()
     observer: Observer = field(default_factory=Nobody)
     reporter: Reporter = field(default_factory=NoReporter)
     patience: Patience = Patience()
+    workbench: Workbench | None = None

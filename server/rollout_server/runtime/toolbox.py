@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import json
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Hashable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_json
-from rollout_server.runtime.port import ArgumentError, Tool, ToolError
+from rollout_server.core.spec import TokenizerName
+from rollout_server.runtime.cut import Most
+from rollout_server.runtime.hands import HandledTool, Hands, ToolFailed, Unwritable
+from rollout_server.runtime.places import NoPlace, Places
+from rollout_server.runtime.policy import ToolPolicy
+from rollout_server.runtime.port import ArgumentError, Content, Tool, ToolError
+from rollout_server.runtime.work import Work
+from rollout_server.runtime.workbench import Workbench
 
-_log = logging.getLogger(__name__)
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
+"""Seconds between attempts: the first wait, which doubles with each attempt, and the longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +29,15 @@ class ToolResult:
     """The tool message of a call; `failed` says that its content is an error text."""
 
     call: ToolCall
-    content: str
+    content: Content
     failed: bool
+
+    @property
+    def text(self) -> str:
+        """The content's texts, joined."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(text for part in self.content if isinstance(text := part.get("text"), str))
 
     def message(self) -> Message:
         """As it goes into the conversation."""
@@ -28,29 +45,39 @@ class ToolResult:
 
 
 class Toolbox:
-    """The tools of one agent."""
+    """The tools of one agent in one rollout, whose tokenizer counts what they say."""
 
-    def __init__(self, tools: Iterable[Tool]) -> None:
+    def __init__(
+        self, tools: Iterable[Tool], workbench: Workbench | None = None, tokenizer: TokenizerName | None = None
+    ) -> None:
         self._tools = {tool.name: tool for tool in tools}
+        self._bench = workbench or Workbench()
+        self._tokenizer = tokenizer
+        self._places: dict[Hashable, Places] = {}
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """What it holds, in the order in which it was given."""
+        return tuple(self._tools.values())
+
+    def holding(self, tools: Iterable[Tool]) -> Toolbox:
+        """Other tools for another conversation of the rollout, which has its places once."""
+        other = Toolbox(tools, self._bench, self._tokenizer)
+        other._places = self._places
+        return other
 
     async def run(self, call: ToolCall) -> ToolResult:
-        """Runs one call. Raises nothing but the caller's own cancellation."""
-        try:
-            return ToolResult(call, await self._run(call), failed=False)
-        except ToolError as error:
-            return ToolResult(call, f"Error: {error}", failed=True)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            return ToolResult(call, "Error: The tool was cancelled", failed=True)
-        except (Exception, SystemExit) as error:  # the boundary to a tool author's code
-            _log.debug("tool %s raised %s at %s", call.name, type(error).__name__, _place(error))
-            return ToolResult(call, f"Error: {error}" if str(error) else f"Error: {type(error).__name__}", failed=True)
-
-    async def _run(self, call: ToolCall) -> str:
-        arguments = _arguments(call)
+        """Runs one call. Raises nothing but the caller's own cancellation, which no tool can hold up."""
         tool = self._tools.get(call.name)
+        try:
+            content = await self._run(call, tool)
+            return ToolResult(call, await self._most(tool).cut(content), failed=False)
+        except Exception as error:  # the boundary to a tool author's code
+            self._complain(call.name, tool, error)
+            return ToolResult(call, await self._most(tool).cut(f"Error: {_said(error)}"), failed=True)
+
+    async def _run(self, call: ToolCall, tool: Tool | None) -> Content:
+        arguments = _arguments(call)
         if tool is None:
             raise ToolError(f"Unknown function '{call.name}'. Available: {list(self._tools)}")
         if not isinstance(arguments, Mapping):
@@ -58,15 +85,125 @@ class Toolbox:
                 f"Invalid arguments for {call.name}: a JSON object is needed, not {type(arguments).__name__}"
             )
         try:
-            return await tool.run(arguments)
+            return await self._kept(tool, arguments)
         except ArgumentError as error:
             raise ToolError(f"Invalid arguments for {call.name}: {error}") from None
 
+    async def _kept(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
+        if not (isinstance(tool, HandledTool) and tool.policy.cache):
+            return await self._placed(tool, arguments)
+        try:
+            canonical = json.dumps(arguments, sort_keys=True, default=str)
+        except (ValueError, RecursionError):  # integers of too many digits: the tool says what is wrong
+            return await self._placed(tool, arguments)
+        key, seconds = (tool, canonical), tool.policy.cache_seconds
+        return await self._bench.results.get(key, 4 * len(canonical), seconds, lambda: self._placed(tool, arguments))
 
-def _place(error: BaseException) -> str:
-    """File and line. The error's own text is not for the log: it may repeat what the model wrote."""
+    async def _placed(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
+        """Runs the call as soon as it has all places that it needs."""
+        if not isinstance(tool, HandledTool):
+            work = Work(tool.name)
+            return await self._timed(tool, ToolPolicy(), work, tool.run(arguments))
+        policy, label = tool.policy, f"{tool.name} ({tool.definition})"
+        async with AsyncExitStack() as stack:
+            places = await self._take(tool)
+            worker = None
+            try:
+                if policy.process and self._bench.processes is not None:
+                    worker = await stack.enter_async_context(self._bench.processes.open(tool.definition, policy))
+            except BaseException:
+                for each in places:
+                    each.leave()
+                raise
+            work = Work(label, places, worker)
+            return await self._timed(tool, policy, work, _attempts(tool, work, arguments))
+
+    async def _take(self, tool: HandledTool) -> list[Places]:
+        taken: list[Places] = []
+        try:
+            for places, of_what in self._wanted(tool):
+                try:
+                    await places.take()
+                except NoPlace:
+                    lost = f"{places.lost} calls were given up and never returned"
+                    raise ToolError(f"{tool.name} cannot run: all places {of_what} are taken, {lost}") from None
+                taken.append(places)
+        except BaseException:
+            for places in taken:
+                places.leave()
+            raise
+        return taken
+
+    def _wanted(self, tool: HandledTool) -> Iterable[tuple[Places, str]]:
+        limit = tool.policy.concurrency
+        if limit is not None:
+            yield (
+                self._places.setdefault((tool.definition, tool.name, limit), Places(limit)),
+                "that it has in this rollout",
+            )
+        places = self._bench.places(tool)
+        if places is not None:
+            yield places, "that it has on this server"
+        if tool.threaded and not tool.policy.process:
+            yield self._bench.threads, "for plain functions"
+
+    async def _timed(
+        self, tool: Tool, policy: ToolPolicy, work: Work, coroutine: Coroutine[Any, Any, Content]
+    ) -> Content:
+        """The result, unless time is over or nobody waits for it any more: then the work is left to itself."""
+        task = work.start(coroutine)
+        try:
+            await asyncio.wait({task}, timeout=policy.timeout)
+        except asyncio.CancelledError:
+            work.give_up()
+            raise
+        if not task.done():
+            work.give_up()
+            raise ToolError(f"{tool.name} took longer than {policy.timeout:g} s")
+        if task.cancelled():
+            raise ToolError("The tool was cancelled")
+        return task.result()
+
+    def _most(self, tool: Tool | None) -> Most:
+        limits = self._bench.limits
+        tokens = tool.policy.max_output_tokens if isinstance(tool, HandledTool) else None
+        return Most(limits.output_bytes, limits.image_bytes, tokens, self._bench.measure, self._tokenizer)
+
+    def _complain(self, name: str, tool: Tool | None, error: Exception) -> None:
+        """Names file and line. The error's own text is not for the log: it may repeat what the model wrote."""
+        if isinstance(error, ToolError) and not isinstance(error, Unwritable):
+            return
+        label = f"{name} ({tool.definition})" if isinstance(tool, HandledTool) else name
+        if isinstance(error, Unwritable):
+            self._bench.complain(label, "returned what cannot be written as text")
+        else:
+            self._bench.complain(label, _raised(error))
+
+
+async def _attempts(tool: HandledTool, hands: Hands, arguments: Mapping[str, JSON]) -> Content:
+    for attempt in range(tool.policy.retries):
+        try:
+            return await tool.run_by(hands, arguments)
+        except ToolError:
+            raise
+        except Exception:  # the last attempt tells what is wrong
+            await asyncio.sleep(min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT))
+    return await tool.run_by(hands, arguments)
+
+
+def _said(error: Exception) -> str:
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # its __str__ is the author's, too
+        return type(error).__name__
+
+
+def _raised(error: Exception) -> str:
+    if isinstance(error, ToolFailed):
+        return f"ended with {error.kind or 'an error'}" + (f" at {error.place}" if error.place else "")
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+    return f"raised {type(error).__name__} at {place}"
 
 
 def _arguments(call: ToolCall) -> JSON:

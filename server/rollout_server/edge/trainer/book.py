@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout_server.core.checkpoint import Checkpoint, LedgerDigest
 from rollout_server.core.ledger import Author, MaskReason, Origin, Prediction, SegmentKind, Tokens, pack_tokens
@@ -36,6 +36,7 @@ class Book:
         self.spans: list[NewSpan] = []
         self.unsure = False
         self.repeats: int | None = None
+        self._begun = False
         self._gap = False
         self._theirs: Checkpoint | None = None
         self._digest = LedgerDigest()
@@ -74,6 +75,7 @@ class Book:
 
     def answered(self, page: Page, turn: int, ids: Tokens) -> Checkpoint:
         """Takes the answer to a prompt in. Returns what the trainer should hold now."""
+        self._begun = True
         self.spans += [*page.spans, NewSpan(Author.MODEL, None, turn, ids)]
         self._digest = page.digest
         self._digest.add(ids, Author.MODEL)
@@ -88,6 +90,14 @@ class Book:
         for span in page.spans:
             ids.extend(span.ids)
         return ids
+
+    def branch(self, origin: Origin) -> Book:
+        """The book of a segment that goes on from what this one holds now."""
+        book = Book("", origin)
+        book.messages, book.spans, book.unsure = self.messages, list(self.spans), self.unsure
+        book._gap, book._theirs = self._gap, self._theirs
+        book._digest, book._marks = self._digest.copy(), dict(self._marks)
+        return book
 
     def skip(self) -> None:
         """A turn came without its tokens. The next one that has them opens a segment."""
@@ -136,10 +146,10 @@ class Book:
     def _opened(self, held: Tokens, prompt: Tokens, turn: int, messages: int) -> tuple[Book, Page]:
         """The book of a segment that begins with this prompt."""
         kind = SegmentKind.GAP if self._gap else SegmentKind.DRIFT
-        # Where no answer came with its tokens so far, the first segment only begins late.
-        late = not self.spans
-        origin = self.origin if late else Origin(kind, self.segment_id, first_difference(held, prompt))
-        book = Book(self.segment_id if late else "", origin)
+        shared = first_difference(held, prompt)
+        # Where no answer of the segment came with its tokens so far, it only begins with another prompt.
+        first = replace(self.origin, parent_tokens=shared)
+        book = Book("", Origin(kind, self.segment_id, shared)) if self._begun else Book(self.segment_id, first)
         book.unsure, book._marks = self._gap, dict(self._marks)
         return book, book.page(Prediction(pack_tokens(), prompt), turn, messages)
 

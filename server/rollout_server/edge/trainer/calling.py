@@ -1,4 +1,8 @@
-"""Calling a trainer's CompletionService: what is asked again, and what a status means (completion_service.proto, D8)."""
+"""Asking a gRPC trainer: what is asked again, and what it means where it refuses (completion_service.proto, D8).
+
+A trainer serves CompletionService and is called here, or is a client itself and is asked over its own stream (`edge.stream`): the
+same words then come in another wrapping.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 import grpc
 from osmosis.rollout.v1 import completion_service_pb2_grpc
@@ -21,6 +26,8 @@ from rollout_server.edge.trainer.retry import Retries
 from rollout_server.runtime.port import Credentials, Failed
 
 _CONNECT_SECONDS = 10.0
+LEDGER_SECONDS = 10.0
+"""How long a trainer may take to show a segment."""
 _CATEGORIES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Category.RATE_LIMITED,
     grpc.StatusCode.UNAVAILABLE: Category.NETWORK,
@@ -55,6 +62,60 @@ class Mismatch(Exception):
         self.checkpoints = checkpoints
 
 
+Held: TypeAlias = tuple[Tokens, Sequence[Author]]
+"""The tokens of a segment as a trainer holds them, and who wrote each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """What a trainer says instead of an answer, in the words of CompletionService.
+
+    Args:
+        text: its own words, not fit to be shown before secrets are taken out.
+        reason: its stable word for what is wrong, or empty.
+        retry_after: in how many seconds it wants to be asked again; None: it does not say.
+        mismatch: what it holds after each turn, where it holds something else; else None.
+    """
+
+    code: grpc.StatusCode
+    text: str = field(repr=False)
+    reason: str = ""
+    retry_after: float | None = None
+    mismatch: Sequence[Checkpoint] | None = None
+
+    @property
+    def put_off(self) -> float | None:
+        """In how many seconds it wants to be asked again, having generated nothing."""
+        return self.retry_after if self.code in _NOT_TAKEN else None
+
+
+@dataclass(slots=True)
+class Call:
+    """One turn's call, with what decides over its repetitions: `deadline` on the monotonic clock, credentials for the metadata.
+
+    `failures` counts attempts that came to nothing, `refusals` those that the trainer put off. `remarks` are (code, text), for the
+    turn's record.
+    """
+
+    turn: int
+    deadline: float | None
+    credentials: Credentials = field(default=Credentials(), repr=False)
+    attempts: int = 0
+    failures: int = 0
+    refusals: int = 0
+    remarks: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Completes(Protocol):
+    """A trainer that is asked, in whichever way."""
+
+    async def complete(self, request: Request, call: Call) -> Response:
+        """Asks until there is an answer. Raises `BaseUnknown`, `ToolsUnknown`, `Mismatch` or `Failed`."""
+
+    async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> Held | None:
+        """A segment as the trainer holds it; None where it does not tell."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Calls one trainer. `timeout` in seconds, for one attempt; `replays`: the trainer answers a repeated key from memory."""
@@ -65,45 +126,58 @@ class Caller:
     timeout: float
     replays: bool
 
+    async def complete(self, request: Request, call: Call) -> Response:
+        """As `Completes`."""
+        while True:
+            call.attempts += 1
+            try:
+                return await _once(self, request, call)
+            except OSError as error:  # no connection came about
+                pause = _pause(call, self.retries, once_more=True)
+                if pause is None:
+                    raise Failed(_unreachable(error, call)) from error
+            except grpc.aio.AioRpcError as error:
+                rejection = _rejection(error)
+                pause = _pause(call, self.retries, rejection, once_more=_may_be_asked_again(rejection, self))
+                if pause is None:
+                    raise ended(rejection, call, _remark(rejection, self)) from error
+            await asyncio.sleep(pause)
 
-@dataclass(slots=True)
-class Call:
-    """One turn's call, with what decides over its repetitions: `deadline` on the monotonic clock, credentials for the metadata.
-
-    `failures` counts attempts that came to nothing, `refusals` those that the trainer put off.
-    """
-
-    turn: int
-    deadline: float | None
-    credentials: Credentials = field(default=Credentials(), repr=False)
-    attempts: int = 0
-    failures: int = 0
-    refusals: int = 0
-
-
-async def complete(caller: Caller, request: Request, call: Call) -> Response:
-    """Asks until there is an answer. Raises `BaseUnknown`, `ToolsUnknown`, `Mismatch` or `Failed`."""
-    while True:
-        call.attempts += 1
+    async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> Held | None:
+        """As `Completes`."""
+        request = ledger_request(uid, segment_id)
         try:
-            return await _once(caller, request, call)
-        except (OSError, grpc.aio.AioRpcError) as error:
-            pause = _pause(error, caller, call)
-            if pause is None:
-                raise _ended(error, caller, call) from error
-        await asyncio.sleep(pause)
+            async with self.channels.use(self.url) as channel:
+                stub = completion_service_pb2_grpc.CompletionServiceStub(channel)
+                ledger = await stub.ReadLedger(request, metadata=_metadata(bearer), timeout=LEDGER_SECONDS)
+            return await asyncio.to_thread(held_tokens, ledger)
+        except (OSError, grpc.aio.AioRpcError):
+            return None
 
 
-async def read_ledger(caller: Caller, uid: str, segment_id: str, bearer: str) -> tuple[Tokens, Sequence[Author]] | None:
-    """The tokens of a segment as the trainer holds them, and who wrote each; None where it does not tell."""
-    request = ledger_request(uid, segment_id)
-    try:
-        async with caller.channels.use(caller.url) as channel:
-            stub = completion_service_pb2_grpc.CompletionServiceStub(channel)
-            ledger = await stub.ReadLedger(request, metadata=_metadata(bearer), timeout=10.0)
-        return await asyncio.to_thread(held_tokens, ledger)
-    except (OSError, grpc.aio.AioRpcError):
-        return None
+def put_off(rejection: Rejection, call: Call) -> float | None:
+    """Seconds until a trainer is asked again that generated nothing, and counts it; None where it may not be."""
+    return _pause(call, None, rejection, once_more=False)
+
+
+def ended(rejection: Rejection, call: Call, remark: str = "") -> Exception:
+    """What a rejection comes to that is not asked again: one of what `Completes.complete` raises.
+
+    `remark` is what a person has to know beside the trainer's words, from its full stop on.
+    """
+    if rejection.code is grpc.StatusCode.FAILED_PRECONDITION:
+        unknown = {"BASE_UNKNOWN": BaseUnknown, "TOOLS_UNKNOWN": ToolsUnknown}.get(rejection.reason)
+        if unknown is not None:
+            return unknown()
+    if rejection.code is grpc.StatusCode.ABORTED and rejection.mismatch is not None:
+        return Mismatch(rejection.mismatch)
+    told = rejection.put_off
+    if told is not None:
+        remark = f". It generated nothing and wants to be asked again in {told:g} s; the rollout's time is over by then"
+    said = redacted(rejection.text.encode("utf-8", "replace"), call.credentials.secrets())
+    text = f"turn {call.turn}: the trainer answered {rejection.code.name}: {said}{remark}"
+    category = _CATEGORIES.get(rejection.code, Category.TRAINER_CLIENT)
+    return Failed(Failure(Category.VALIDATION if _too_large(rejection) else category, text, call.turn))
 
 
 async def _once(caller: Caller, request: Request, call: Call) -> Response:
@@ -118,66 +192,44 @@ async def _once(caller: Caller, request: Request, call: Call) -> Response:
         return answer
 
 
-def _pause(error: OSError | grpc.aio.AioRpcError, caller: Caller, call: Call) -> float | None:
+def _rejection(error: grpc.aio.AioRpcError) -> Rejection:
+    return Rejection(error.code(), error.details() or "", reason(error), retry_delay(error), ledger_mismatch(error))
+
+
+def _pause(call: Call, retries: Retries | None, rejection: Rejection | None = None, *, once_more: bool) -> float | None:
     """Seconds until the turn may be asked for again, and counts why; None where it may not, or the rollout is over by then."""
-    told = _put_off(error)
+    told = rejection.put_off if rejection is not None else None
     if told is not None:
         call.refusals += 1
         pause = max(told, min(1.0, 0.01 * 2.0 ** min(call.refusals, 8)))
-    elif call.failures < caller.retries.count and _may_be_asked_again(error, caller):
-        pause = caller.retries.wait(call.failures)
+    elif retries is not None and once_more and call.failures < retries.count:
+        pause = retries.wait(call.failures)
         call.failures += 1
     else:
         return None
     return pause if call.deadline is None or time.monotonic() + pause < call.deadline else None
 
 
-def _put_off(error: OSError | grpc.aio.AioRpcError) -> float | None:
-    """In how many seconds a trainer wants to be asked again, having generated nothing."""
-    return retry_delay(error) if isinstance(error, grpc.aio.AioRpcError) and error.code() in _NOT_TAKEN else None
+def _may_be_asked_again(rejection: Rejection, caller: Caller) -> bool:
+    if rejection.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return not _too_large(rejection)
+    return caller.replays and rejection.code in _LOST
 
 
-def _may_be_asked_again(error: OSError | grpc.aio.AioRpcError, caller: Caller) -> bool:
-    if isinstance(error, OSError):  # no connection came about
-        return True
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return not _too_large(error)
-    return caller.replays and error.code() in _LOST
+def _too_large(rejection: Rejection) -> bool:
+    return rejection.code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in rejection.text
 
 
-def _too_large(error: grpc.aio.AioRpcError) -> bool:
-    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in (error.details() or "")
-
-
-def _ended(error: OSError | grpc.aio.AioRpcError, caller: Caller, call: Call) -> Exception:
-    if isinstance(error, OSError):
-        return Failed(_unreachable(error, call))
-    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-        unknown = {"BASE_UNKNOWN": BaseUnknown, "TOOLS_UNKNOWN": ToolsUnknown}.get(reason(error))
-        if unknown is not None:
-            return unknown()
-    mismatch = ledger_mismatch(error)
-    if error.code() is grpc.StatusCode.ABORTED and mismatch is not None:
-        return Mismatch(mismatch)
-    said = redacted((error.details() or "").encode("utf-8", "replace"), call.credentials.secrets())
-    text = f"turn {call.turn}: the trainer answered {error.code().name}: {said}{_remark(error, caller)}"
-    category = Category.VALIDATION if _too_large(error) else _CATEGORIES.get(error.code(), Category.TRAINER_CLIENT)
-    return Failed(Failure(category, text, call.turn))
-
-
-def _remark(error: grpc.aio.AioRpcError, caller: Caller) -> str:
+def _remark(rejection: Rejection, caller: Caller) -> str:
     """What a person has to know beside the trainer's words."""
-    told = _put_off(error)
-    if told is not None:
-        return f". It generated nothing and wants to be asked again in {told:g} s; the rollout's time is over by then"
-    if _too_large(error):
+    if _too_large(rejection):
         return (
             f". This side takes answers of up to {LARGEST_ANSWER} bytes; what a trainer's server takes is its "
             "grpc.max_receive_message_length, 4 MiB unless it is set"
         )
-    if error.code() not in _LOST:
+    if rejection.code not in _LOST:
         return ""
-    late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    late = rejection.code is grpc.StatusCode.DEADLINE_EXCEEDED
     limit = f". An attempt may take {caller.timeout:g} s (ROLLOUT_TRAINER_TIMEOUT_SECONDS)" if late else ""
     again = ", and asking again did not help" if caller.replays else ", so it is not asked for again"
     return f"{limit}. The turn may have been generated{again}; only trainers that replay turn keys are asked twice"

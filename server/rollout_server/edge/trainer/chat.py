@@ -67,10 +67,14 @@ _logprobs_decoder = msgspec.json.Decoder(list[float])
 
 
 class RequestWriter:
-    """Writes the requests of one rollout. `parameters` are the members that stay the same in each of them."""
+    """Writes the requests of one rollout. `parameters` are the members that stay the same in each of them.
 
-    def __init__(self, rollout_id: str, parameters: str) -> None:
-        self._head = f'{{"rollout_id":{json.dumps(rollout_id)},{parameters},"messages":['.encode()
+    `rollout_id` is None for an endpoint that knows nothing of rollouts.
+    """
+
+    def __init__(self, rollout_id: str | None, parameters: str) -> None:
+        rollout = "" if rollout_id is None else f'"rollout_id":{json.dumps(rollout_id)},'
+        self._head = f'{{{rollout}{parameters},"messages":['.encode()
         self._history = bytearray()
         self._messages = 0
 
@@ -79,9 +83,9 @@ class RequestWriter:
         mask = b"[" + b"0," * (mask_length - 1) + b"0]" if mask_length else b"null"
         return b"".join((self._head, self._written(messages), b'],"response_mask":', mask, b"}"))
 
-    def plain(self, messages: Sequence[Message]) -> bytes:
-        """The same without a mask."""
-        return b"".join((self._head, self._written(messages), b"]}"))
+    def plain(self, messages: Sequence[Message], more: bytes = b"") -> bytes:
+        """The same without a mask. `more` is a further member, with a comma before it."""
+        return b"".join((self._head, self._written(messages), b"]", more, b"}"))
 
     def _written(self, messages: Sequence[Message]) -> bytearray:
         for message in messages[self._messages :]:
@@ -110,15 +114,8 @@ def read_answer(body: bytes, turn: int, *, ids_needed: bool) -> Answer:
             turn, "`token_ids` is missing, so no mask can be made; the trainer must return the ids it sampled"
         )
     try:
-        text = bytes(choice.message).decode()
-        fields = parse_object(text)
-        message = Message.parsed(text, fields)
-        if message.role != "assistant":
-            # Not repeated: what a trainer writes there may be the key that it was sent.
-            raise MalformedMessage('role is another than "assistant"')
-        _check_content(fields)
-        calls = len(tool_calls(fields))
-    except (MalformedMessage, UnicodeDecodeError) as error:
+        message, calls = read_message(choice.message)
+    except MalformedMessage as error:
         raise _malformed(turn, f"`choices[0].message`: {error}") from None
     return Answer(
         message=message,
@@ -129,6 +126,21 @@ def read_answer(body: bytes, turn: int, *, ids_needed: bool) -> Answer:
         logprobs=_logprobs(parsed.logprobs, len(parsed.token_ids)) if parsed.token_ids is not None else None,
         usage=_usage(parsed.usage),
     )
+
+
+def read_message(raw: msgspec.Raw) -> tuple[Message, int]:
+    """An answer's message, verbatim, and how many calls it holds. Raises `MalformedMessage`."""
+    try:
+        text = bytes(raw).decode()
+    except UnicodeDecodeError as error:
+        raise MalformedMessage(str(error)) from None
+    fields = parse_object(text)
+    message = Message.parsed(text, fields)
+    if message.role != "assistant":
+        # Not repeated: what a trainer writes there may be the key that it was sent.
+        raise MalformedMessage('role is another than "assistant"')
+    _check_content(fields)
+    return message, len(tool_calls(fields))
 
 
 async def read_answer_aside(body: bytes, turn: int, *, ids_needed: bool) -> Answer:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 from rollout_server.core.checkpoint import Checkpoint
-from rollout_server.core.ledger import MAX_TOKEN_ID, Tokens
+from rollout_server.core.ledger import MAX_TOKEN_ID, SegmentKind, Tokens
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
@@ -32,20 +33,12 @@ from rollout_server.edge.rpc.wire.completion import (
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.render import Renderer
 from rollout_server.edge.trainer.book import Book, Page, agree, parted
-from rollout_server.edge.trainer.calling import (
-    BaseUnknown,
-    Call,
-    Caller,
-    Mismatch,
-    ToolsUnknown,
-    complete,
-    read_ledger,
-)
+from rollout_server.edge.trainer.calling import BaseUnknown, Call, Caller, Completes, Mismatch, ToolsUnknown
 from rollout_server.edge.trainer.notes import notes_on
 from rollout_server.edge.trainer.refusal import redacted
 from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.edge.trainer.retry import Retries
-from rollout_server.runtime.port import Ask, Failed, Tool
+from rollout_server.runtime.port import Ask, Failed, Fork, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +52,19 @@ class CompletionTrainers:
 
     def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> CompletionSampler:
         """The sampler of one rollout."""
-        return CompletionSampler(self, uid, spec, tools)
+        target = spec.completions
+        caller = Caller(self.channels, target.url, self.retries, self.timeout, target.replays_turn_keys)
+        return CompletionSampler(caller, self.tokenizers, uid, spec, tools)
 
 
 class CompletionSampler:
-    """Asks one trainer for the completions of one rollout."""
+    """Asks one trainer for the completions of one conversation."""
 
-    def __init__(self, trainers: CompletionTrainers, uid: str, spec: Spec, tools: Sequence[Tool]) -> None:
-        self._trainers = trainers
+    def __init__(self, caller: Completes, tokenizers: Tokenizers, uid: str, spec: Spec, tools: Sequence[Tool]) -> None:
+        self._caller = caller
+        self._tokenizers = tokenizers
         self._spec = spec
         self._asking = Asking(uid, spec.rollout_id, spec.typed, spec.sampling, tools)
-        self._caller = Caller(
-            trainers.channels,
-            spec.completions.url,
-            trainers.retries,
-            trainers.timeout,
-            spec.completions.replays_turn_keys,
-        )
         self._book = Book()
         self._begun = ""
         self._whole = True
@@ -101,19 +90,32 @@ class CompletionSampler:
             elapsed_ms=1000 * (time.monotonic() - started),
             usage=completion.usage,
             policy_version=completion.policy_version,
-            notes=tuple(self._notes(completion, ask, page)),
+            notes=(*call.remarks, *self._notes(completion, ask, page)),
             tool_calls=completion.tool_calls,
+            planes=completion.planes,
+            extra_json=completion.extra_json,
         )
         if page is not None:
             return await self._sent(ask, page, completion, answered)
         return await self._reported(ask, messages, completion, answered)
 
+    def fork(self, fork: Fork) -> CompletionSampler:
+        """A branch goes on from the ids that are held; any other conversation begins with nothing."""
+        asking = self._asking
+        tools = asking.tools if fork.tools is None else fork.tools
+        other = CompletionSampler(self._caller, self._tokenizers, asking.uid, self._spec, tools)
+        other._policies = self._policies
+        if fork.origin.kind is SegmentKind.BRANCH:
+            other._book, other._renderer = self._book.branch(fork.origin), copy(self._renderer)
+        else:
+            other._book = Book(origin=fork.origin)
+        return other
+
     async def _page(self, ask: Ask, messages: tuple[Message, ...]) -> Page:
         """What the trainer is to generate from, rendered here."""
         turn = ask.asked.turn
         if self._renderer is None:
-            tokenizers, name = self._trainers.tokenizers, self._spec.tokenizer
-            self._renderer = await open_renderer(tokenizers, name, self._asking.tools)
+            self._renderer = await open_renderer(self._tokenizers, self._spec.tokenizer, self._asking.tools)
         predicted = await self._renderer.append(messages, ask.last, ask.last_messages)
         if predicted is None:
             text = (
@@ -147,7 +149,7 @@ class CompletionSampler:
             self._whole = base is None
             try:
                 news = self._news(ask, messages, page, base)
-                return await complete(self._caller, self._asking.request(ask.asked, news, list_tools=listed), call)
+                return await self._caller.complete(self._asking.request(ask.asked, news, list_tools=listed), call)
             except BaseUnknown:
                 if base is None:
                     raise
@@ -215,7 +217,7 @@ class CompletionSampler:
         """Names the turn and the token at which both sides part."""
         turn, book = ask.asked.turn, self._book
         said = f"turn {turn}: the trainer holds other tokens than this side"
-        ledger = await read_ledger(self._caller, self._asking.uid, ask.asked.segment_id, ask.credentials.completions)
+        ledger = await self._caller.read_ledger(self._asking.uid, ask.asked.segment_id, ask.credentials.completions)
         if ledger is None:
             since = book.first_parted(theirs) if theirs is not None else None
             where = f", since turn {since}" if since is not None else ""

@@ -23,7 +23,7 @@ from rollout_server.edge.trainer.parameters import masked_parameters
 from rollout_server.edge.trainer.refusal import refused
 from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.edge.trainer.retry import Errand, Fetched, fetch_once
-from rollout_server.runtime.port import Ask, Failed, Tool
+from rollout_server.runtime.port import Ask, Failed, Fork, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,14 @@ class MaskedSampler:
             tool_calls=answer.tool_calls,
             around=around,
         )
+
+    def fork(self, fork: Fork) -> MaskedSampler:
+        """Such a trainer keeps one list of messages and tokens for each rollout, and masks count from its end. Raises `Failed`."""
+        text = (
+            "the agent forked its conversation, but this rollout's trainer counts response_mask over a single one (POST /rollout). "
+            "Several conversations need a trainer that speaks gRPC, or one that derives masks itself (POST /v1/rollout/init)"
+        )
+        raise Failed(Failure(Category.VALIDATION, text))
 
     async def _fetch(self, ask: Ask, renderer: Renderer, rendered: Rendered) -> tuple[Fetched, int | None]:
         """The answer, and the length of the mask it was given for.

@@ -1,4 +1,4 @@
-"""Sampling parameters as they go into the request of each HTTP dialect."""
+"""Sampling parameters as they go into the request of each HTTP dialect, and to inference engines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import msgspec
 from rollout_server.core.spec import Sampling
 
 _PROTOCOL_KEYS = frozenset({"rollout_id", "messages", "response_mask", "stream"})
+# One answer, whole, to the conversation as it is: a request for anything else could not be read.
+_ENGINE_KEYS = frozenset({"messages", "tools", "stream", "stream_options", "n"})
 _NAMED = MappingProxyType(
     {
         "temperature": (float, "a number"),
@@ -47,6 +49,18 @@ def plain_parameters(sampling: Sampling) -> str:
     return _members(named if "model" in extra else {"model": "default", **named}, extra)
 
 
+def engine_parameters(sampling: Sampling, own: Mapping[str, msgspec.Raw], limit: str = "max_tokens") -> str:
+    """The same for an inference engine: `own` are the members that its protocol sets, and nothing replaces them.
+
+    `limit` is the name under which it takes the most tokens of an answer. Raises `WrongParameter` as above.
+    """
+    named = {limit if key == "max_tokens" else key: value for key, value in _set(sampling).items() if key not in own}
+    extra = {key: value for key, value in _extra(sampling).items() if key not in (*_ENGINE_KEYS, *own, *named)}
+    for key, value in extra.items():
+        _check(key, value)
+    return _members(named, {**own, **extra})
+
+
 def _set(sampling: Sampling) -> Mapping[str, Any]:
     values = {
         "temperature": sampling.temperature,
@@ -74,4 +88,5 @@ def _check(key: str, value: msgspec.Raw) -> None:
 
 def _members(named: Mapping[str, Any], extra: Mapping[str, msgspec.Raw]) -> str:
     written = json.dumps(named, ensure_ascii=True)[1:-1]
-    return ", ".join((written, *(f"{json.dumps(key)}: {bytes(value).decode()}" for key, value in extra.items())))
+    spliced = (f"{json.dumps(key)}: {bytes(value).decode()}" for key, value in extra.items())
+    return ", ".join(part for part in (written, *spliced) if part)

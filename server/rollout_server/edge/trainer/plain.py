@@ -18,7 +18,7 @@ from rollout_server.edge.trainer.notes import notes_on
 from rollout_server.edge.trainer.parameters import WrongParameter, plain_parameters
 from rollout_server.edge.trainer.refusal import refused
 from rollout_server.edge.trainer.retry import Errand, Fetched, Retries, fetch_again
-from rollout_server.runtime.port import Ask, Failed
+from rollout_server.runtime.port import Ask, Failed, Fork
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,14 @@ class PlainTrainers:
 
 
 class PlainSampler:
-    """Asks one trainer for the completions of one rollout."""
+    """Asks one trainer for the completions of one conversation."""
 
     def __init__(self, trainers: PlainTrainers, spec: Spec) -> None:
         self._trainers = trainers
         self._spec = spec
         self._url = f"{spec.completions.url}/v1/chat/completions"
         self._writer: RequestWriter | None = None
+        self._unnamed = False
 
     async def sample(self, ask: Ask) -> Answered:
         """Posts and checks. Raises `Failed`."""
@@ -69,6 +70,18 @@ class PlainSampler:
             tool_calls=answer.tool_calls,
         )
 
+    def fork(self, fork: Fork) -> PlainSampler:
+        """The trainer derives masks from what it was shown, so it takes any conversation, but it knows the agent's tools only."""
+        if fork.tools is not None:
+            text = (
+                "the agent forked a conversation with tools of its own, of which this trainer cannot be told: over HTTP it learns "
+                "the agent's tools once, when the rollout begins. Fork with the same tools, or use a trainer that speaks gRPC"
+            )
+            raise Failed(Failure(Category.VALIDATION, text))
+        other = PlainSampler(self._trainers, self._spec)
+        other._unnamed = True
+        return other
+
     def _open_writer(self, turn: int) -> RequestWriter:
         if self._writer is None:
             try:
@@ -81,6 +94,13 @@ class PlainSampler:
     def _notes(self, answer: Answer, fetched: Fetched, ask: Ask) -> tuple[tuple[str, str], ...]:
         turn, key = ask.asked.turn, ask.asked.turn_key
         notes = list(notes_on(answer.token_ids, answer.logprobs, self._spec.sampling, turn))
+        if self._unnamed:
+            self._unnamed = False
+            text = (
+                f"turn {turn}: the agent's other conversation came under the same rollout_id, since this protocol has no word for "
+                "it; a trainer that derives masks from one growing history trains it wrongly"
+            )
+            notes.append(("conversation_unnamed", text))
         # A trainer that answers with the key replays it, so there is no second generation (http-wire.md, B).
         replays = self._spec.completions.replays_turn_keys or fetched.answer.replayed_key == key
         if fetched.siblings and not replays:

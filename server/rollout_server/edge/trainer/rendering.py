@@ -24,10 +24,10 @@ async def open_renderer(
     loaded = await tokenizers.load(name)
     switches = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
     await loaded.run(loaded.switched, switches)  # looked at once, aside; the renderer finds it done
-    return Renderer(loaded, [_function(tool) for tool in tools], switches, form=form)
+    return Renderer(loaded, [as_function(tool) for tool in tools], switches, form=form)
 
 
-def _function(tool: Tool) -> dict[str, JSON]:
+def as_function(tool: Tool) -> dict[str, JSON]:
     """A tool as OpenAI writes function tools."""
     parameters = parse_object(tool.parameters_json_schema)
     return {

@@ -27,11 +27,18 @@ class Retries:
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """A completion to fetch: for which turn, and until when (monotonic seconds) waiting for the trainer makes sense."""
+    """A completion to fetch: for which turn, and until when (monotonic seconds) waiting for the trainer makes sense.
+
+    `who` and `unreachable` are for messages: who is asked, and what to look at where nobody answers. `again_on` are statuses as
+    passing as 5xx.
+    """
 
     request: HttpRequest
     turn: int
     deadline: float | None = None
+    who: str = "the trainer"
+    unreachable: str = "is it running, and does server_url name its host and port?"
+    again_on: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,8 @@ async def fetch_again(
                 await asyncio.sleep(pause(got, attempts))
                 continue
             # A trainer that says when to come back, and says it too late, is not asked before that time either.
-            if got.status < 500 or got.retry_after is not None or failures >= retries.count:
+            passing = got.status >= 500 or got.status in errand.again_on
+            if not passing or got.retry_after is not None or failures >= retries.count:
                 return Fetched(got, attempts, siblings)
         elif failures >= retries.count:
             raise Failed(got.failure)
@@ -129,22 +137,19 @@ def _worth_waiting(answer: HttpAnswer, errand: Errand) -> bool:
 
 
 def _unreachable(error: NotTaken, errand: Errand, attempts: int) -> Failure:
-    text = (
-        f"turn {errand.turn}: the trainer at {errand.request.host} {error} in {attempts} attempts; is it running, and does "
-        "server_url name its host and port?"
-    )
+    text = f"turn {errand.turn}: {errand.who} at {errand.request.host} {error} in {attempts} attempts; {errand.unreachable}"
     return Failure(Category.NETWORK, text, errand.turn)
 
 
 def _lost(error: Lost, errand: Errand, then: str) -> Failure:
     if error.timeout:
-        text = f"turn {errand.turn}: timeout: the trainer: {error} (HTTP_CLIENT_TIMEOUT){then}"
+        text = f"turn {errand.turn}: timeout: {errand.who}: {error} (HTTP_CLIENT_TIMEOUT){then}"
         return Failure(Category.TIMEOUT, text, errand.turn)
     return Failure(
-        Category.NETWORK, f"turn {errand.turn}: the trainer at {errand.request.host}: {error}{then}", errand.turn
+        Category.NETWORK, f"turn {errand.turn}: {errand.who} at {errand.request.host}: {error}{then}", errand.turn
     )
 
 
 def _unusable(error: TooLarge | Forbidden, errand: Errand) -> Failure:
-    text = f"turn {errand.turn}: the trainer at {errand.request.host}: {error}"
+    text = f"turn {errand.turn}: {errand.who} at {errand.request.host}: {error}"
     return Failure(Category.VALIDATION, text, errand.turn)

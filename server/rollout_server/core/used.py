@@ -1,0 +1,81 @@
+"""What a rollout has used up, in all of its conversations together, and which of its limits is met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from rollout_server.core.ledger import Line
+from rollout_server.core.limits import Limits
+from rollout_server.core.message import Message
+from rollout_server.core.outcome import Metrics
+from rollout_server.core.record import Answered, ToolReturned
+
+
+class Used:
+    """Counts. `bytes` are the UTF-8 bytes of all messages, each counted once; `observed` is about what is kept beside them."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.metrics = Metrics()
+        self.bytes = 0
+        self.observed = 0
+        self.tool_turns = 0
+        self._limits = limits
+
+    def met(self, turns: int | None = None) -> str | None:
+        """The limit that forbids what comes next, by the word for its stop; with `turns` so far, a further turn."""
+        limits = self._limits
+        if limits.generated_tokens is not None and self.metrics.generated_tokens >= limits.generated_tokens:
+            return "max_tokens"
+        if turns is not None and limits.turns is not None and turns >= limits.turns:
+            return "max_turns"
+        if turns is not None and limits.bytes is not None and self.bytes >= limits.bytes:
+            return "max_bytes"
+        return None
+
+    def met_by_calls(self, calls: int) -> str | None:
+        """The limit that forbids a tool call in a turn of which so many ran."""
+        met, limit = self.met(), self._limits.tool_turns
+        return "max_turns" if met is None and limit is not None and not calls and self.tool_turns >= limit else met
+
+    def add_messages(self, messages: Iterable[Message]) -> None:
+        """Messages were added to a conversation."""
+        self.bytes += sum(len(message.text.encode("utf-8", "surrogatepass")) for message in messages)
+
+    def add_answer(self, record: Answered, line: Line) -> None:
+        """A turn was answered, and is in its line already."""
+        generated, prompt = _lengths(record, line)
+        m = self.metrics
+        self.metrics = replace(
+            m,
+            turns=m.turns + 1,
+            completion_ms=m.completion_ms + record.elapsed_ms,
+            completion_attempts=m.completion_attempts + record.attempts,
+            generated_tokens=m.generated_tokens + generated,
+            prompt_tokens=m.prompt_tokens + prompt,
+            max_context_tokens=max(m.max_context_tokens, prompt + generated),
+        )
+        self.observed += len(record.extra_json) + sum(len(plane.values) for plane in record.planes)
+        self.add_messages([record.message])
+
+    def add_calls(self, returned: Iterable[ToolReturned]) -> None:
+        """Calls of one turn came to their ends."""
+        results = list(returned)
+        m = self.metrics
+        self.metrics = replace(
+            m,
+            tool_calls=m.tool_calls + len(results),
+            tool_failures=m.tool_failures + sum(result.failed for result in results),
+            tool_ms=m.tool_ms + max((result.elapsed_ms for result in results), default=0.0),
+        )
+
+
+def _lengths(record: Answered, line: Line) -> tuple[int, int]:
+    """How many tokens were generated, and of the prompt."""
+    usage = record.usage or (0, 0)
+    generated = len(record.token_ids) if record.token_ids is not None else usage[1]
+    if record.reported is not None:
+        return generated, record.shared + len(record.reported)
+    if line.segment is not None and not line.gap:  # the turn is in the ledger
+        return generated, line.tokens - generated
+    return generated, usage[0]

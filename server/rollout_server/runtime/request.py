@@ -1,0 +1,65 @@
+"""What an agent is told of a request before its rollout is accepted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_server.core.error import NotPossible, RolloutError
+from rollout_server.core.message import parse_object
+from rollout_server.core.spec import Dialect, Spec
+from rollout_server.runtime.port import PlaysRuns, Tool
+from rollout_server.runtime.where import raised_at
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A rollout as its caller wants it."""
+
+    _spec: Spec
+
+    @property
+    def rollout_id(self) -> str:
+        """The caller's id of the rollout."""
+        return self._spec.rollout_id
+
+    @property
+    def group_id(self) -> str:
+        """Of the rollouts that belong together, as the caller groups them; may be empty."""
+        return self._spec.group_id
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What rollouts are selected by."""
+        return self._spec.labels
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the request says beside the conversation, parsed anew at each look."""
+        return parse_object(self._spec.metadata_json) if self._spec.metadata_json else {}
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, Any]]:
+        """The conversation that the rollout begins with, parsed anew at each look."""
+        return [message.fields() for message in self._spec.messages]
+
+
+def chosen_tools(agent: PlaysRuns, spec: Spec) -> Sequence[Tool]:
+    """The tools of a rollout. Raises `RolloutError` where choosing fails, `NotPossible` where the trainer cannot hear of them."""
+    try:
+        tools = agent.tools_for(Request(spec))
+    except Exception as error:  # the boundary to an author's code
+        _log.error("agent %s could not choose its tools%s", agent.name, raised_at(error), exc_info=error)
+        text = f"agent {agent.name!r} could not choose the tools of this rollout; the server's log has the reason"
+        raise RolloutError(text, reason="AGENT_FAILED") from None
+    if spec.completions.dialect is Dialect.HTTP_MASKED and [*tools] != [*agent.tools]:
+        text = (
+            f"agent {agent.name!r} chooses its tools by request, and a trainer of POST /rollout never hears of the choice; use "
+            "another protocol"
+        )
+        raise NotPossible(text, reason="TOOLS_FIXED")
+    return tools

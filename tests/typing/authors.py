@@ -1,0 +1,135 @@
+"""What a type checker says of authors' code: checked, never executed. An ignore that is not needed is an error too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from random import Random
+from typing import Any, assert_type
+
+from rollout_server import Agent, Limits, Reply, Request, Run, ToolError, Verdict, serve, tool
+from rollout_server.runtime.port import Tool
+
+
+@tool
+async def add(a: int | float, b: int | float = 1) -> int | float:
+    """Adds."""
+    if a == b:
+        raise ToolError("the same")
+    return a + b
+
+
+@tool
+def shout(text: str) -> str:
+    """Shouts."""
+    return text.upper()
+
+
+class Asynchronous(Agent):
+    """All that an author may write."""
+
+    name = "asynchronous"
+    tools = (add, shout)
+    limits = Limits(turns=8, seconds=1.5)
+
+    def __init__(self, corpus: str = "") -> None:
+        self.corpus = corpus
+
+    async def start(self) -> None:
+        await super().start()
+
+    async def stop(self) -> None: ...
+
+    def choose_tools(self, request: Request) -> Sequence[Tool]:
+        assert_type(request.metadata, Mapping[str, Any])
+        assert_type(request.labels, Mapping[str, str])
+        return [add] if request.rollout_id else (add, shout)
+
+    async def play(self, run: Run) -> None:
+        reply = await run.sample()
+        assert_type(reply, Reply)
+        assert_type(reply.content, str)
+        for call in reply.tool_calls:
+            assert_type(call.name, str)
+        results = await run.call(reply.tool_calls)
+        assert_type(results[0].failed, bool)
+        await run.append({"role": "user", "content": "More?"}, {"role": "user", "content": ["text"]})
+        assert_type(await run.fork(), Run)
+        assert_type(await run.fork([{"role": "user", "content": "x"}], kind="compaction", tools=[add]), Run)
+        assert_type(run.now(), datetime)
+        assert_type(run.random(), Random)
+        assert_type(await run.once(self.fetch), dict[str, int])
+        assert_type(await run.once(lambda: 7), int)
+        assert_type(run.state, dict[str, Any])
+        assert_type(run.cancelled, bool)
+        run.mask(reply, "dull")
+        run.note("looked", "at it")
+        await super().play(run)
+        await run.finish("enough")
+
+    async def fetch(self) -> dict[str, int]:
+        return {}
+
+    async def reward(self, run: Run) -> Verdict:
+        return Verdict(1.0, {"short": 0.5}, '{"a": 1}')
+
+
+class Plain(Agent):
+    """The same in threads."""
+
+    name = "plain"
+
+    def start(self) -> None: ...
+
+    def play(self, run: Run) -> None:
+        reply = run.wait(run.sample())
+        assert_type(reply, Reply)
+        assert_type(run.wait(run.once(dict[str, int])), dict[str, int])
+
+    def reward(self, run: Run) -> float | None:
+        return None
+
+
+class OfPlain(Plain):
+    """A reward may say less than its parent's."""
+
+    name = "of-plain"
+
+    def reward(self, run: Run) -> float:
+        return 1.0
+
+
+assert_type(Asynchronous("corpus"), Asynchronous)
+serve(Asynchronous(), Plain(), http_port=0)
+
+
+class Wrong(Agent):
+    """What is not right is said."""
+
+    name = 7  # type: ignore[assignment]
+    tools = (len,)  # type: ignore[assignment]
+    limits = ("turns", 3)  # type: ignore[assignment]
+
+    async def play(self, run: int) -> None:  # type: ignore[override]
+        return None
+
+    async def reward(self, run: Run) -> str:  # type: ignore[override]
+        return "good"
+
+    async def choose_tools(self, request: Request) -> Sequence[Tool]:  # type: ignore[override]
+        return ()
+
+
+async def misuse(run: Run, reply: Reply) -> None:
+    """Calls that do not fit."""
+    await run.fork(kind="twin")  # type: ignore[arg-type]
+    await run.fork("text")  # type: ignore[arg-type]
+    await run.append("text")  # type: ignore[arg-type]
+    await run.call(["add"])  # type: ignore[list-item]
+    await run.once(lambda: {1})  # type: ignore[type-var]
+    run.mask(reply)  # type: ignore[call-arg]
+    run.mask("reply", "dull")  # type: ignore[arg-type]
+    run.wait(reply)  # type: ignore[arg-type]
+    Limits(turn=3)  # type: ignore[call-arg]
+    Verdict("1.0")  # type: ignore[arg-type]
+    reply.finish_reason = "stop"  # type: ignore[misc]
