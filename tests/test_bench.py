@@ -45,11 +45,12 @@ def test_each_form_that_trainers_speak_has_its_rows_and_token_mode_sends_as_much
         [cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if line.startswith("│")
     ]
     forms = list(dict.fromkeys(form for form, *_ in rows))
-    assert len(forms) == 4
+    assert len(forms) == 6
     assert len(rows) == 2 * len(forms)
     sent = {form: [int(row[-1].replace(",", "")) for row in rows if row[0] == form] for form in forms}
     assert sent["HTTP, masks"][1] - sent["HTTP, masks"][0] > 1000
-    assert abs(sent["gRPC, tokens"][1] - sent["gRPC, tokens"][0]) < 20
+    for form in ("gRPC, tokens", "whole server, stream, tokens", "whole server, gRPC, tokens"):
+        assert abs(sent[form][1] - sent[form][0]) < 20
 
 
 def _turns_of_the_server() -> int:

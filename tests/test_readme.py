@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -84,6 +85,18 @@ async def test_the_agent_is_served(tmp_path: Path) -> None:
         tmp_path,
     )
     assert output.strip() == "True ['temperature']"
+
+
+def test_the_first_project(tmp_path: Path) -> None:
+    """The block for authors, line by line, in a shell."""
+    (block,) = blocks("sh", "rollout new")
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-euc", block], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "100.0%" in done.stdout
+    assert (tmp_path / "letter-counter" / "dataset.report.html").is_file()
 
 
 async def run_python(code: str, directory: Path) -> str:

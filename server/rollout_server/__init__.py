@@ -10,13 +10,15 @@ try:
     from rollout_server.core.limits import Limits
     from rollout_server.core.outcome import Verdict
     from rollout_server.runtime.port import ToolError
+    from rollout_server.runtime.reply import Reply
+    from rollout_server.runtime.request import Request
     from rollout_server.runtime.run import Run
     from rollout_server.tool import tool
 except ModuleNotFoundError as error:  # the base install is a client's
     needed = f'{error.name} is missing: the server needs pip install "rollout-server[server]"'
     raise ModuleNotFoundError(needed, name=error.name) from error
 
-__all__ = ["Agent", "Limits", "Run", "ToolError", "Verdict", "__version__", "serve", "tool"]
+__all__ = ["Agent", "Limits", "Reply", "Request", "Run", "ToolError", "Verdict", "__version__", "serve", "tool"]
 
 __version__ = "0.1.0"
 

@@ -10,7 +10,7 @@ import logging
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from rollout_server.assembly import (
     http_client,
     keyring,
     make_roster,
+    make_streams,
     patience,
     reporter,
     server_facts,
@@ -28,7 +29,9 @@ from rollout_server.assembly import (
     target_rules,
     tokenizer_settings,
     trainers,
+    workbench,
 )
+from rollout_server.edge.blocking import LoopWatch
 from rollout_server.edge.channels import Channels
 from rollout_server.edge.keys import Keyring
 from rollout_server.edge.lag import LoopLag
@@ -37,9 +40,13 @@ from rollout_server.edge.metrics.port import serve_metrics
 from rollout_server.edge.rpc.server import RpcServer, RpcSettings
 from rollout_server.edge.rpc.service import RolloutService
 from rollout_server.edge.rpc.tls import ClientTls
+from rollout_server.edge.rpc.train import TrainerService
+from rollout_server.edge.stream.desk import Desk
+from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.targets.lookup import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.runtime.hooks import start_agents
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.surroundings import Surroundings
 from rollout_server.settings import Settings, load
@@ -48,6 +55,8 @@ if TYPE_CHECKING:
     from rollout_server.http import HttpServer
 
 _log = logging.getLogger(__name__)
+LAST_SECONDS = 5.0
+"""How long trainers may take to acknowledge what their streams still owe them at the end."""
 KEYS_SECONDS = 1.0
 """How often the file of API keys is looked at."""
 
@@ -59,15 +68,18 @@ class Server:
         self.settings = settings
         self.grpc_port = 0
         self.http_port = 0
+        self.address = ""
+        """Where this process reaches its gRPC side, once it has started."""
         self._agents = agents
         self._stack = AsyncExitStack()
         self._roster: Roster
+        self._streams: Streams
         self._rpc: RpcServer
         self._http: HttpServer | None = None
         self._metrics = Metrics()
 
     async def __aenter__(self) -> Self:
-        """Starts. Raises RuntimeError or OSError where a port cannot be had."""
+        """Starts. Raises RuntimeError or OSError where a port cannot be had, `AgentFailed` where an agent cannot start."""
         try:
             await self._start()
         except BaseException:
@@ -80,24 +92,35 @@ class Server:
     ) -> None:
         """Ends whatever still runs, and stops."""
         await self._roster.drain(0)
+        await self._streams.drain(LAST_SECONDS)
         await self._stack.aclose()
+
+    def exposition(self) -> bytes:
+        """Its metrics in Prometheus' text form."""
+        return self._metrics.exposition()
 
     async def drain(self) -> None:
         """Says that it is not serving, takes nothing new, and lets rollouts finish."""
         await self._rpc.say_not_serving()
         await self._roster.drain(self.settings.drain_seconds)
+        await self._streams.drain(LAST_SECONDS)
 
     async def _start(self) -> None:
         settings = self.settings
         keys, rules, tls = keyring(settings), target_rules(settings), server_tls(settings)
+        self._watch_loop()
+        await start_agents(self._agents, self._stack)
         self._roster = await self._make_roster(rules)
         # Over TCP the gateway could reach another process, and under mTLS it would need a certificate (D9).
         socket = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-"))) / "grpc.sock"
-        addresses = (f"unix:{socket}", f"{_bracketed(settings.host)}:{settings.grpc_port}")
+        self.address = f"unix:{socket}"
+        addresses = (self.address, f"{_bracketed(settings.host)}:{settings.grpc_port}")
+        facts = server_facts(settings, rules, keys)
         self._rpc = RpcServer(
-            RolloutService(self._roster, server_facts(settings, rules, keys)),
+            RolloutService(self._roster, facts),
             RpcSettings(addresses, settings.max_request_bytes + 1024 * 1024, tls),
             keys.caller,
+            TrainerService(Desk(self._roster, self._streams, facts.violations)),
         )
         _, self.grpc_port = await self._rpc.start()
         self._stack.push_async_callback(self._rpc.stop, 1.0)
@@ -116,14 +139,22 @@ class Server:
         stack.push_async_callback(client.close)
         channels = Channels(lookup, ClientTls(settings.target_ca))
         stack.push_async_callback(channels.close)
-        metrics = self._metrics
+        tools = workbench(tokenizers, settings)
+        stack.push_async_callback(tools.close)
+        metrics, self._streams = self._metrics, make_streams(settings)
         roster = make_roster(
             self._agents,
-            trainers(client, channels, tokenizers, settings),
+            trainers(client, channels, tokenizers, self._streams, settings),
             settings,
-            Surroundings(observer=metrics, reporter=reporter(client, channels, settings), patience=patience(settings)),
+            Surroundings(
+                observer=metrics,
+                reporter=reporter(client, channels, settings),
+                patience=patience(settings),
+                workbench=tools,
+            ),
         )
         metrics.watch_roster(roster)
+        metrics.watch("trainer_streams", "Streams of trainers, the cut ones among them.", self._streams.__len__)
         metrics.watch("deliveries_pending", "Outcomes that nobody has acknowledged yet.", lambda: roster.owed)
         lag = LoopLag(metrics.families.loop_lag.observe, 0.1)
         lag.start()
@@ -132,6 +163,12 @@ class Server:
             port = serve_metrics(metrics, settings.metrics_port, settings.host)
             stack.push_async_callback(port.stop)
         return roster
+
+    def _watch_loop(self) -> None:
+        if self.settings.loop_block_seconds:
+            watch = LoopWatch(self.settings.loop_block_seconds)
+            watch.start()
+            self._stack.callback(watch.stop)
 
     def _repeat(self, work: Callable[[], None], seconds: float) -> None:
         task = asyncio.create_task(_forever(work, seconds), name=f"repeat {work.__name__}")
@@ -172,12 +209,19 @@ def _bracketed(host: str) -> str:
 
 def serve(*agents: Agent, **settings: object) -> None:
     """Serves agents until SIGTERM or Ctrl-C: one process, gRPC and HTTP. Settings may be given by their field names."""
+    serve_with(agents, settings)
+
+
+def serve_with(
+    agents: Sequence[Agent], settings: Mapping[str, object], serving: Callable[[Server], None] | None = None
+) -> None:
+    """The same. `serving` is called once there is somebody to talk to."""
     from rollout_server import logs
 
     chosen = load(**settings)
     logs.set_up(chosen.log_format, chosen.log_level)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(_serve(agents, chosen))
+        runner.run(_serve(agents, chosen, serving))
 
 
 def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
@@ -189,12 +233,14 @@ def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     return uvloop.Loop
 
 
-async def _serve(agents: Sequence[Agent], settings: Settings) -> None:
+async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[[Server], None] | None) -> None:
     began = time.monotonic()
     signals = _Signals()
     async with Server(agents, settings) as server:
         where = f"gRPC on port {server.grpc_port}" + (f", HTTP on port {server.http_port}" if settings.http else "")
         _log.info("serving %s (%.2f s)", where, time.monotonic() - began)
+        if serving is not None:
+            serving(server)
         await signals.first.wait()
         _log.info("stopping: rollouts may go on for %g s; a second signal ends them", settings.drain_seconds)
         await _first_of(server.drain(), signals.second.wait())

@@ -16,17 +16,24 @@ from rollout_server.core.admission import Bounds
 from rollout_server.core.error import NotPossible, Violation
 from rollout_server.core.spec import Dialect, DriftPolicy, Spec
 from rollout_server.edge.channels import Channels
+from rollout_server.edge.engine.asking import Access
+from rollout_server.edge.engine.samplers import Engines
 from rollout_server.edge.keys import Key, Keyring, key_of, read_entries
 from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.outcome.http import HttpCourier
 from rollout_server.edge.outcome.report import OutcomeReporter
 from rollout_server.edge.rpc.service import ServerFacts
 from rollout_server.edge.rpc.tls import ClientTls, ServerTls, channel_credentials, server_credentials
+from rollout_server.edge.stream.limits import StreamLimits
+from rollout_server.edge.stream.sampler import StreamTrainers
+from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.targets.lookup import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.form import Arguments, Form
 from rollout_server.edge.tokens.source import TokenizerSettings
+from rollout_server.edge.tools.measure import TokenMeasure
+from rollout_server.edge.tools.pool import PoolLimits, ProcessPool
 from rollout_server.edge.trainer.client import HttpClient, HttpSettings
 from rollout_server.edge.trainer.completion import CompletionTrainers
 from rollout_server.edge.trainer.masked import MaskedTrainers
@@ -36,9 +43,20 @@ from rollout_server.runtime.port import Credentials, Sampler, Tool
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.surroundings import Patience, Surroundings
 from rollout_server.runtime.wish import Capacity, Wish
+from rollout_server.runtime.workbench import ToolLimits, Workbench
 from rollout_server.settings import TOY, Settings, WrongSettings
 
-FEATURES = ("http_masked", "http_plain", "grpc_trainers", "token_mode", "outcome_delivery", "api_keys")
+_TAKE_IDS = frozenset({Dialect.GRPC, Dialect.STREAM, Dialect.VLLM, Dialect.SGLANG})
+FEATURES = (
+    "http_masked",
+    "http_plain",
+    "grpc_trainers",
+    "token_mode",
+    "engines",
+    "outcome_delivery",
+    "api_keys",
+    "trainer_stream",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +66,8 @@ class Trainers:
     masked: MaskedTrainers
     plain: PlainTrainers
     grpc: CompletionTrainers
+    engines: Engines
+    streams: StreamTrainers
 
     def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> Sampler:
         """The sampler of one rollout."""
@@ -58,6 +78,10 @@ class Trainers:
                 return self.plain.open(spec)
             case Dialect.GRPC:
                 return self.grpc.open(uid, spec, tools)
+            case Dialect.STREAM:
+                return self.streams.open(uid, spec, tools)
+            case Dialect.OPENAI | Dialect.VLLM | Dialect.SGLANG:
+                return self.engines.open(spec, tools, tokens=spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS)
 
 
 def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
@@ -75,7 +99,23 @@ def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
     )
 
 
-def trainers(client: HttpClient, channels: Channels, tokenizers: Tokenizers, settings: Settings) -> Trainers:
+def make_streams(settings: Settings) -> Streams:
+    """The streams of trainers that are only clients."""
+    return Streams(
+        StreamLimits(
+            grace=settings.stream_grace_seconds,
+            timeout=settings.trainer_timeout_seconds,
+            streams=settings.max_streams,
+            of_caller=settings.max_streams_of_caller,
+            rollouts=settings.stream_rollouts,
+            unacknowledged=settings.stream_unacknowledged,
+        )
+    )
+
+
+def trainers(
+    client: HttpClient, channels: Channels, tokenizers: Tokenizers, streams: Streams, settings: Settings
+) -> Trainers:
     """Samplers that share one client for each protocol."""
     retries = Retries(settings.retries, settings.retry_base_seconds, settings.retry_max_seconds)
     form = None if settings.count_arguments == "auto" else Form(arguments=Arguments(settings.count_arguments))
@@ -83,6 +123,8 @@ def trainers(client: HttpClient, channels: Channels, tokenizers: Tokenizers, set
         MaskedTrainers(client, tokenizers, form),
         PlainTrainers(client, retries),
         CompletionTrainers(channels, tokenizers, retries, settings.trainer_timeout_seconds),
+        Engines(Access(client, retries), tokenizers),
+        StreamTrainers(streams, tokenizers),
     )
 
 
@@ -103,6 +145,12 @@ def patience(settings: Settings) -> Patience:
     return Patience(
         settings.delivery_seconds, settings.retry_base_seconds, settings.retry_max_seconds, settings.delivery_retries
     )
+
+
+def workbench(tokenizers: Tokenizers, settings: Settings) -> Workbench:
+    """Where tools are run."""
+    limits = ToolLimits(threads=settings.tool_threads, output_bytes=settings.tool_output_bytes)
+    return Workbench(limits, ProcessPool(PoolLimits(settings.tool_processes)), TokenMeasure(tokenizers))
 
 
 def keyring(settings: Settings) -> Keyring:
@@ -200,9 +248,11 @@ def violations(wish: Wish, rules: TargetRules) -> Sequence[Violation]:
         raise NotPossible(
             "rollouts are not resumed by this version; leave on_interrupt unset", reason="RESUME_UNSUPPORTED"
         )
-    if spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS and spec.completions.dialect is not Dialect.GRPC:
-        raise NotPossible("token mode needs a gRPC trainer", reason="TOKEN_MODE_UNSUPPORTED")
-    wrong = [*rules.violations(spec.completions.url, "spec.completions.url")]
+    if spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS and spec.completions.dialect not in _TAKE_IDS:
+        text = "token mode needs a gRPC trainer, or an engine of the dialect VLLM or SGLANG"
+        raise NotPossible(text, reason="TOKEN_MODE_UNSUPPORTED")
+    called = spec.completions.dialect is not Dialect.STREAM
+    wrong = [*rules.violations(spec.completions.url, "spec.completions.url")] if called else []
     if spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS and spec.tokenizer is None:
         wrong.append(Violation("spec.tokenizer", "is needed: in token mode the server renders"))
     if spec.outcome is not None:

@@ -15,7 +15,7 @@ from rollout_server.core.outcome import Failure, Outcome
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.edge.metrics.observer import Metrics
-from rollout_server.runtime.port import Ask, Clock, Failed, Sampler, Tool
+from rollout_server.runtime.port import Ask, Clock, Fork, Failed, Sampler, Tool
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.surroundings import Surroundings
@@ -79,6 +79,10 @@ class Asking:
         """The answer."""
         await asyncio.sleep(0)
         return self._answer(ask)
+
+    def fork(self, fork: Fork) -> Asking:
+        """The same function answers."""
+        return self
 
 
 class Counted:

@@ -203,7 +203,7 @@ class Chance:
     def __call__(self, ask: Ask) -> Answered:
         dice = self._random
         answer = None if dice.random() < 0.15 else pack_tokens(self._some(dice.choice((0, 0, 1, 5))))
-        held = self.rollout.machine.ledger.current
+        held = self.rollout.machine.ledger.main.segment
         own = list(held.ids()) if held is not None else []
         reported = dice.choice(
             (None, None, [*own, *self._some(3)], own, own[: len(own) // 2], [*own[1:], 5], self._some(4))

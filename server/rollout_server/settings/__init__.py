@@ -9,13 +9,23 @@ from rollout_server.settings.capacity import CapacitySettings
 from rollout_server.settings.kinds import TOY
 from rollout_server.settings.security import SecuritySettings
 from rollout_server.settings.serving import ServingSettings
+from rollout_server.settings.streams import StreamSettings
 from rollout_server.settings.tokenizers import TokenizerSettings
+from rollout_server.settings.tools import ToolSettings
 from rollout_server.settings.trainers import TrainerSettings
 
 __all__ = ["TOY", "Settings", "WrongSettings", "load", "names_of"]
 
 
-class Settings(ServingSettings, CapacitySettings, TrainerSettings, TokenizerSettings, SecuritySettings):
+class Settings(
+    ServingSettings,
+    CapacitySettings,
+    TrainerSettings,
+    StreamSettings,
+    TokenizerSettings,
+    ToolSettings,
+    SecuritySettings,
+):
     """Everything that can be set. The first name of each is ours."""
 
     model_config = SettingsConfigDict(

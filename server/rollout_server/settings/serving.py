@@ -36,6 +36,12 @@ class ServingSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", validation_alias=named("ROLLOUT_LOG_LEVEL"), description="The least important lines that are written."
     )
+    loop_block_seconds: float = Field(
+        0.1,
+        ge=0,
+        validation_alias=named("ROLLOUT_LOOP_BLOCK_SECONDS"),
+        description="Code that holds the event loop longer is logged with its stack; 0: nobody looks.",
+    )
     metrics_port: int | None = Field(
         None,
         ge=0,

@@ -44,6 +44,7 @@ WARNINGS = frozenset(
         "length_exceeded",
         "rendering_inexact",
         "policy_stale",
+        "conversation_unnamed",
     }
 )
 

@@ -103,7 +103,7 @@ class Metrics:
 
     def _count_tokens(self, rollout: Rollout, turn: int) -> None:
         """Counts the spans that belong to the trajectory because the model has written more: from its last span but one."""
-        segment = rollout.machine.ledger.current
+        segment = rollout.machine.of_turn(turn).line.segment
         for span in reversed(segment.spans if segment is not None else ()):
             written = span.author is Author.MODEL
             if span.reason is MaskReason.PROMPT or (written and span.turn != turn):
