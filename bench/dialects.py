@@ -2,14 +2,19 @@
 
 A conversation begins with a prompt of about 1k, 8k or 32k tokens, or `--size`, and goes on for some turns against the strict
 trainer, which runs in a process of its own. The first turn is the warm-up: it opens the connection and carries the whole prompt.
-Of the turns after it are told, as medians:
+Of the turns after it are told:
 
-* CPU of this process with all its threads, from asking for an answer to having it: rendering, encoding, writing and reading.
+* CPU of this process with all its threads, from asking for an answer to having it: rendering, encoding, writing and reading. It is
+  the median of a rollout's turns, of several rollouts the least: what else runs on the machine can only add to it.
 * Bytes of the requests' bodies, of those that were repeated too; no headers, nothing of TCP, nothing of the answers.
 
-The rows of whole servers (`bench.whole`) also hold the rollout around the sampler, over a stream of the trainer's and without.
+What this process takes while it only waits is taken off, for the time of each turn (`bench.cpu`): the strict trainer renders and
+judges the whole history anew each turn, so that a longer one is also a longer wait.
 
-In token mode both should stay flat. Elsewhere an answer brings the ids of its whole prompt, and reading them is CPU too.
+The rows of whole servers (`bench.whole`) also hold the rollout around the sampler.
+
+In token mode both should stay flat, as the second table says. Elsewhere an answer brings the ids of its whole prompt, and reading
+them is CPU too.
 """
 
 from __future__ import annotations
@@ -18,144 +23,86 @@ import asyncio
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from osmosis.rollout.v1 import spec_pb2
 from rich.console import Console
 from rich.table import Table
 from rollout_server.core.message import Message
-from rollout_server.core.record import Answered, Asked
-from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
-from rollout_server.edge.channels import Channels
-from rollout_server.edge.rpc.tls import ClientTls
-from rollout_server.edge.targets.lookup import CheckedLookup
-from rollout_server.edge.targets.rules import TargetRules
-from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.core.spec import Dialect
 from rollout_server.edge.tokens.loaded import Frame, LoadedTokenizer
-from rollout_server.edge.tokens.source import TokenizerSettings
-from rollout_server.edge.trainer.client import HttpAnswer, HttpClient, HttpRequest, HttpSettings
-from rollout_server.edge.trainer.completion import CompletionTrainers
-from rollout_server.edge.trainer.masked import MaskedTrainers
-from rollout_server.edge.trainer.plain import PlainTrainers
-from rollout_server.edge.trainer.retry import Retries
-from rollout_server.runtime.port import Ask, Failed, Sampler
+from rollout_server.runtime.port import Failed
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
+from bench import samplers, whole
+from bench.cpu import Meter
 from bench.tokens import SIZES
-from bench.whole import Timed, play
 
 _WARM_UP = 1
 _TURNS = 9
-_TIMEOUT_SECONDS = 60.0
-_NAME = TokenizerName("measured")
+_ROUNDS = 3
 _ASKED = "Please read what follows, which goes on for quite a while. "
 _HEARD = "That is noted. Please go on with what comes next. "
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """A form that trainers speak. `token_mode` is a `TokenMode` of the contract; HTTP has none."""
+class _First:
+    """The message with which a conversation begins, and how many tokens its prompt has."""
 
-    name: str
-    dialect: Dialect
-    token_mode: int = spec_pb2.TOKEN_MODE_UNSPECIFIED
+    message: Message
+    tokens: int
 
-
-FORMS = (
-    Form("HTTP, masks", Dialect.HTTP_MASKED),
-    Form("HTTP, no masks", Dialect.HTTP_PLAIN),
-    Form("gRPC, messages", Dialect.GRPC, spec_pb2.TOKEN_MODE_MESSAGES),
-    Form("gRPC, tokens", Dialect.GRPC, spec_pb2.TOKEN_MODE_TOKENS),
-)
+    @property
+    def text(self) -> str:
+        """Of the message."""
+        return str(self.message.fields()["content"])
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """One turn: CPU in milliseconds, and bytes sent."""
+@dataclass(slots=True)
+class _Cell:
+    """One form with one first prompt: CPU in milliseconds and bytes, a median of each rollout."""
 
-    cpu: float
-    sent: int
+    cpu: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
 
-
-class _CountingClient(HttpClient):
-    """Tells `sent` how long each body is."""
-
-    def __init__(self, settings: HttpSettings, sent: Callable[[int], None]) -> None:
-        super().__init__(settings)
-        self._sent = sent
-
-    async def post(self, request: HttpRequest) -> HttpAnswer:
-        self._sent(len(request.body))
-        return await super().post(request)
+    def add(self, cpu: Sequence[float], sent: Sequence[int]) -> None:
+        """Takes the turns of a rollout."""
+        self.cpu.append(statistics.median(cpu[_WARM_UP:]))
+        self.sent.append(statistics.median(sent[_WARM_UP:]))
 
 
-class _CountingChannels(Channels):
-    """Tells `sent` how long each request is."""
+@dataclass
+class _Figures:
+    """What was measured: cells by form and place of the first message, and what waiting took."""
 
-    def __init__(self, lookup: CheckedLookup, sent: Callable[[int], None]) -> None:
-        super().__init__(lookup, ClientTls())
-        self._sent = sent
+    firsts: Sequence[_First]
+    cells: dict[str, list[_Cell]] = field(default_factory=dict)
+    rests: dict[str, float] = field(default_factory=dict)
 
-    @asynccontextmanager
-    async def use(self, url: str) -> AsyncIterator[Any]:
-        async with super().use(url) as channel:
-            yield _CountingChannel(channel, self._sent)
+    def cell(self, form: str, place: int) -> _Cell:
+        """Where a rollout's turns go."""
+        return self.cells.setdefault(form, [_Cell() for _ in self.firsts])[place]
 
-
-class _CountingChannel:
-    """A channel whose stubs count; all else is the channel's own."""
-
-    def __init__(self, channel: Any, sent: Callable[[int], None]) -> None:
-        self._channel = channel
-        self._sent = sent
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._channel, name)
-
-    def unary_unary(self, method: str, request_serializer: Callable[[Any], bytes], **options: Any) -> Any:
-        def counted(request: Any) -> bytes:
-            content = request_serializer(request)
-            self._sent(len(content))
-            return content
-
-        return self._channel.unary_unary(method, request_serializer=counted, **options)
-
-
-class _Side:
-    """This side: what its samplers share, and how many bytes they have sent."""
-
-    def __init__(self, directory: Path) -> None:
-        self.sent = 0
-        self.tokenizers = Tokenizers(TokenizerSettings(directories={_NAME.name: directory}, local_files_only=True))
-        lookup = CheckedLookup(TargetRules.parse((), ("http", "https", "grpc", "grpcs")))
-        self._client = _CountingClient(HttpSettings(), self._count)
-        self._channels = _CountingChannels(lookup, self._count)
-
-    def _count(self, size: int) -> None:
-        self.sent += size
-
-    def open(self, spec: Spec) -> Sampler:
-        """The sampler of one rollout."""
-        match spec.completions.dialect:
-            case Dialect.HTTP_MASKED:
-                return MaskedTrainers(self._client, self.tokenizers).open(spec, ())
-            case Dialect.HTTP_PLAIN:
-                return PlainTrainers(self._client, Retries()).open(spec)
-            case Dialect.GRPC:
-                trainers = CompletionTrainers(self._channels, self.tokenizers, Retries(), _TIMEOUT_SECONDS)
-                return trainers.open(spec.rollout_id, spec, ())
-
-    async def close(self) -> None:
-        """Ends connections and threads."""
-        await self._channels.close()
-        await self._client.close()
-        await self.tokenizers.close()
+    def tables(self) -> Iterator[Table]:
+        """All figures, and how they grow."""
+        rest = ", ".join(f"{what} {took:.1f}" for what, took in self.rests.items())
+        caption = f"turns {_WARM_UP + 1} to {_TURNS}\nCPU ms a second of waiting, taken off: {rest}"
+        table = _table("This side's share of a turn", caption, "prompt of turn 1, tokens", "CPU ms", "bytes sent")
+        for form, cells in self.cells.items():
+            for first, cell in zip(self.firsts, cells, strict=True):
+                table.add_row(form, f"{first.tokens:,}", f"{min(cell.cpu):.2f}", f"{min(cell.sent):,.0f}")
+        yield table
+        if len(self.firsts) > 1:
+            title = f"{self.firsts[-1].tokens:,} tokens beside {self.firsts[0].tokens:,}"
+            growth = _table(title, "how many times as much a turn takes", "CPU", "bytes sent")
+            for form, (least, *_, most) in self.cells.items():
+                cpu, sent = min(most.cpu) / min(least.cpu), min(most.sent) / min(least.sent)
+                growth.add_row(form, f"{cpu:.2f}", f"{sent:.2f}")
+            yield growth
 
 
 def main(
@@ -163,17 +110,27 @@ def main(
         Path, typer.Argument(help="A tokenizer with a chat template.", exists=True, file_okay=False)
     ] = TOY_TOKENIZER,
     size: Annotated[list[int] | None, typer.Option(min=100, help="Tokens of the first prompt, repeatable.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rollouts of each form and size.")] = _ROUNDS,
 ) -> None:
-    """Print a table. Fails where the trainer refused a turn."""
+    """Print two tables. Fails where the trainer refused a turn."""
     command = [sys.executable, "-m", "rollout_server.cli", "trainer", "--port", "0", "--tools-from", ""]
     with subprocess.Popen([*command, "--tokenizer", str(directory)], stderr=subprocess.PIPE, text=True) as child:
         try:
-            table = asyncio.run(_measure(directory, _addresses(child), size or SIZES))
+            figures = asyncio.run(_measure(directory, _addresses(child), size or SIZES, rounds))
         except Failed as failed:
             raise SystemExit(f"bench.dialects: {failed}") from None
         finally:
             child.terminate()
-    Console(width=100).print(table)
+    for table in figures.tables():
+        Console(width=100).print(table)
+
+
+def _table(title: str, caption: str, *headings: str) -> Table:
+    table = Table(title=title, caption=caption)
+    table.add_column("form")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
 
 
 def _addresses(child: subprocess.Popen[str]) -> Mapping[str, str]:
@@ -188,68 +145,44 @@ def _addresses(child: subprocess.Popen[str]) -> Mapping[str, str]:
     raise SystemExit(f"bench.dialects: the trainer did not start\n{''.join(said)}".rstrip())
 
 
-async def _measure(directory: Path, urls: Mapping[str, str], sizes: Sequence[int]) -> Table:
-    table = Table(
-        title="This side's share of a turn",
-        caption=f"medians of turns {_WARM_UP + 1} to {_TURNS}; CPU of this process alone; bodies of requests, no headers",
-    )
-    for heading in ("form", "prompt of turn 1, tokens", "CPU ms", "bytes sent"):
-        table.add_column(heading, justify="left" if heading == "form" else "right")
+async def _measure(directory: Path, urls: Mapping[str, str], sizes: Sequence[int], rounds: int) -> _Figures:
     async with AsyncExitStack() as stack:
-        side = _Side(directory)
+        side = samplers.Side(directory)
         stack.push_async_callback(side.close)
-        loaded = await side.tokenizers.load(_NAME)
-        for form in FORMS:
-            url = urls["grpc" if form.dialect is Dialect.GRPC else "http"]
-            for size in sizes:
-                message, tokens = _first(loaded, size)
-                spec = _spec(f"{form.name} {size}", form, url, message)
-                costs = (await _play(side, spec))[_WARM_UP:]
-                cpu, sent = (
-                    statistics.median(values) for values in zip(*((c.cpu, c.sent) for c in costs), strict=True)
-                )
-                table.add_row(form.name, f"{tokens:,}", f"{cpu:.2f}", f"{sent:,.0f}")
-        firsts = [_first(loaded, size) for size in sizes]
-        texts = [str(message.fields()["content"]) for message, _ in firsts]
-        prompts = [f"{tokens:,}" for _, tokens in firsts] * 2
-        whole = [each async for each in play(directory, Timed(_TURNS, _HEARD), texts)]
-        for played, tokens in zip(whole, prompts, strict=True):
-            cpu, sent = (statistics.median(values[_WARM_UP:]) for values in (played.cpu, played.sent))
-            table.add_row(played.name, tokens, f"{cpu:.2f}", f"{sent:,.0f}")
-    return table
+        loaded = await side.load()
+        figures = _Figures([_first(loaded, size) for size in sizes])
+        await _play(side, figures, urls, rounds)
+    agent = whole.Timed(_TURNS, _HEARD)
+    async for played in whole.play(directory, agent, [first.text for first in figures.firsts], rounds):
+        figures.cell(played.name, played.place).add(played.cpu, played.sent)
+    figures.rests["whole server"] = (agent.meter or Meter()).rest
+    return figures
 
 
-def _first(loaded: LoadedTokenizer, size: int) -> tuple[Message, int]:
-    """A user's message of about `size` tokens, and how many its prompt has."""
+async def _play(side: samplers.Side, figures: _Figures, urls: Mapping[str, str], rounds: int) -> None:
+    """The samplers' rows. A round takes each form and size in turn, so that what else the machine does meets all of them."""
+    for form in samplers.FORMS:
+        warm_up = samplers.spec_of(f"{form.name} warm-up", form, _url(form, urls), figures.firsts[0].message)
+        await samplers.play(side, warm_up, 1 + _WARM_UP, _HEARD)
+    side.meter = await Meter.at_rest()
+    figures.rests["samplers"] = side.meter.rest
+    for number in range(rounds):
+        for form in samplers.FORMS:
+            for place, first in enumerate(figures.firsts):
+                spec = samplers.spec_of(f"{form.name} {place} {number}", form, _url(form, urls), first.message)
+                costs = await samplers.play(side, spec, _TURNS, _HEARD)
+                figures.cell(form.name, place).add([cost.cpu for cost in costs], [cost.sent for cost in costs])
+
+
+def _url(form: samplers.Form, urls: Mapping[str, str]) -> str:
+    return urls["grpc" if form.dialect is Dialect.GRPC else "http"]
+
+
+def _first(loaded: LoadedTokenizer, size: int) -> _First:
+    """A user's message whose prompt has about `size` tokens."""
     text = _ASKED * (size * 100 // len(loaded.encode(_ASKED * 100)) or 1)
     asked = Message.write({"role": "user", "content": text})
-    return asked, len(loaded.encode(loaded.text([asked.fields()], Frame())))
-
-
-def _spec(name: str, form: Form, url: str, message: Message) -> Spec:
-    return Spec(
-        name.replace(", ", "-").replace(" ", "-"),
-        (message,),
-        Target(url, form.dialect),
-        sampling=Sampling(),
-        tokenizer=None if form.token_mode == spec_pb2.TOKEN_MODE_MESSAGES else _NAME,
-        token_mode=form.token_mode,
-    )
-
-
-async def _play(side: _Side, spec: Spec) -> list[Cost]:
-    """What each turn cost. Raises `Failed` where the trainer refuses one."""
-    sampler, messages = side.open(spec), list(spec.messages)
-    last: Answered | None = None
-    answered, costs = 0, list[Cost]()
-    for turn in range(1, _TURNS + 1):
-        asked = Asked(turn, "0", f"{spec.rollout_id}/0/{turn}", len(messages))
-        sent, began = side.sent, time.process_time()
-        last = await sampler.sample(Ask(asked, messages, last, answered))
-        costs.append(Cost(1000 * (time.process_time() - began), side.sent - sent))
-        answered = len(messages)
-        messages += [last.message, Message.write({"role": "user", "content": _HEARD})]
-    return costs
+    return _First(asked, len(loaded.encode(loaded.text([asked.fields()], Frame()))))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The trainer's part of the rows of whole servers in `bench.dialects`: `python -m bench.streaming SERVER DIRECTORY ROUNDS`.
 
-Reads a JSON list of texts. In each round it plays one rollout for each of them over a stream, with CompletionService, and over HTTP
-with masks. Prints a JSON object for each rollout: the way, the place of its text, and the bytes of each turn's request.
+Reads a JSON list of texts. In each round it plays one rollout for each of them: over HTTP with masks, with CompletionService, and
+over a stream. Prints a JSON object for each rollout: the way, the place of its text, and the bytes of each turn's request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1.outcome_pb2 import Outcome
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 from rollout_client import AsyncClient
-from rollout_client.training import TrainerStream
+from rollout_server.testing.train_stream import TrainStream
 from rollout_server.testing.trainer import StrictTrainer
 
 TOKENIZER = "measured"
@@ -36,9 +36,52 @@ async def _play(server: str, directory: Path, texts: Sequence[str], rounds: int)
         AsyncClient(server) as client,
         trainer.connected(server) as stream,
     ):
-        for turn in range(rounds):
+        for number in range(rounds):
             for way in WAYS:
                 for place, text in enumerate(texts):
-                    spec = _spec(trainer, way, f"{way}-{place}-{turn}", text)
+                    spec = _spec(trainer, way, f"{way}-{place}-{number}", text)
                     outcome = await (_streamed(stream, spec) if way == STREAM else _asked(client, spec))
-                    _tell(trainer, way, place, spec.rollout_id, outcome)
+                    if outcome.WhichOneof("end") != "stop":
+                        raise SystemExit(f"bench.streaming: {outcome.failure.message}")
+                    told = {"way": way, "place": place, "sent": _sent(trainer, way, spec.rollout_id)}
+                    print(json.dumps(told), flush=True)
+
+
+async def _streamed(stream: TrainStream, spec: spec_pb2.RolloutSpec) -> Outcome:
+    (uid,) = await stream.start(StartRolloutRequest(spec=spec))
+    return (await stream.outcome(uid)).outcome
+
+
+async def _asked(client: AsyncClient, spec: spec_pb2.RolloutSpec) -> Outcome:
+    async for _ in (run := client.run(spec, timeout=600)):
+        pass
+    return (await client.get(run.uid)).outcome
+
+
+def _sent(trainer: StrictTrainer, way: str, rollout_id: str) -> list[int]:
+    """Bytes of the requests' bodies."""
+    if way == HTTP:
+        asked = [seen for seen in trainer.requests if seen.body["rollout_id"] == rollout_id]
+        return [int(seen.headers["content-length"]) for seen in asked]
+    return [seen.request.ByteSize() for seen in trainer.completions if seen.request.rollout_id == rollout_id]
+
+
+def _spec(trainer: StrictTrainer, way: str, rollout_id: str, text: str) -> spec_pb2.RolloutSpec:
+    spec = spec_pb2.RolloutSpec(
+        rollout_id=rollout_id,
+        messages=[message_pb2.Message(json=json.dumps({"role": "user", "content": text}))],
+        tokenizer=spec_pb2.Tokenizer(name=TOKENIZER),
+    )
+    if way == HTTP:
+        spec.completions.url, spec.completions.dialect = trainer.url, spec_pb2.DIALECT_HTTP_MASKED
+        return spec
+    spec.token_mode = spec_pb2.TOKEN_MODE_TOKENS
+    if way == UNARY:
+        spec.completions.url = f"grpc://{trainer.grpc_target}"
+    return spec
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

@@ -1,7 +1,8 @@
-"""A whole server beside its samplers alone: what a turn costs it over a stream, and with CompletionService, in token mode.
+"""A whole server beside its samplers alone: what a turn costs it over HTTP with masks, and in token mode in both ways.
 
 The server runs in this process, with an agent that takes the time, the trainer (`bench.streaming`) in another one. The figures hold
-what the samplers' rows hold and the rollout around it: its machine, its records, its roster, and the stream itself.
+what the samplers' rows hold and the rollout around it: its machine, its records, its roster, and the stream itself. The watch
+over the event loop is off: it beats by the clock, whatever there is to do, and so goes with the time that is taken off as rest.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +19,22 @@ from rollout_server import Agent, Run
 from rollout_server.app import Server
 from rollout_server.settings import Settings
 
-from bench.streaming import STREAM, TOKENIZER, UNARY
+from bench.cpu import Meter
+from bench.streaming import HTTP, STREAM, TOKENIZER, UNARY
 
-NAMES = {STREAM: "whole server, stream, tokens", UNARY: "whole server, gRPC, tokens"}
+NAMES = {
+    HTTP: "whole server, HTTP, masks",
+    UNARY: "whole server, gRPC, tokens",
+    STREAM: "whole server, stream, tokens",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One rollout: CPU milliseconds and request bytes of each turn."""
+    """One rollout, with the text at this place: CPU milliseconds and request bytes of each turn."""
 
     name: str
+    place: int
     cpu: Sequence[float]
     sent: Sequence[int]
 
@@ -40,24 +46,34 @@ class Timed(Agent):
     turns: int
     heard: str
     costs: list[list[float]] = field(default_factory=list)
+    meter: Meter | None = None
     name = "timed"
 
     async def play(self, run: Run) -> None:
         self.costs.append([])
         for turn in range(self.turns):
-            began = time.process_time()
+            taken = (self.meter or Meter()).start()
             await run.sample()
-            self.costs[-1].append(1000 * (time.process_time() - began))
+            self.costs[-1].append(taken())
+            # Once, where the trainer has opened all connections, and after a turn that is a warm-up.
+            self.meter = self.meter or await Meter.at_rest()
             if turn < self.turns - 1:
                 await run.append({"role": "user", "content": self.heard})
 
 
-async def play(directory: Path, agent: Timed, texts: Sequence[str]) -> AsyncIterator[Played]:
-    """A rollout for each text, both ways. Raises SystemExit where the trainer fails."""
+async def play(directory: Path, agent: Timed, texts: Sequence[str], rounds: int) -> AsyncIterator[Played]:
+    """In each round a rollout for each text, in all three ways. Raises SystemExit where the trainer fails."""
     ports: Any = {"host": "127.0.0.1", "http": False, "http_port": 0, "grpc_port": 0}
-    settings = Settings(_env_file=None, tokenizers={TOKENIZER: directory}, tokenizers_offline=True, **ports)
-    async with Server([agent], settings) as server:
-        command = [sys.executable, "-m", "bench.streaming", f"127.0.0.1:{server.grpc_port}", str(directory)]
+    named: Any = {"tokenizers": {TOKENIZER: directory}, "tokenizers_offline": True}
+    async with Server([agent], Settings(_env_file=None, loop_block_seconds=0, **ports, **named)) as server:
+        command = [
+            sys.executable,
+            "-m",
+            "bench.streaming",
+            f"127.0.0.1:{server.grpc_port}",
+            str(directory),
+            str(rounds),
+        ]
         piped = asyncio.subprocess.PIPE
         child = await asyncio.create_subprocess_exec(*command, stdin=piped, stdout=piped)
         output, _ = await child.communicate(json.dumps(texts).encode())
@@ -65,4 +81,4 @@ async def play(directory: Path, agent: Timed, texts: Sequence[str]) -> AsyncIter
         raise SystemExit(f"bench.dialects: the trainer ended with {child.returncode}")
     for line, cpu in zip(output.decode().splitlines(), agent.costs, strict=True):
         told = json.loads(line)
-        yield Played(NAMES[told["way"]], cpu, told["sent"])
+        yield Played(NAMES[told["way"]], told["place"], cpu, told["sent"])

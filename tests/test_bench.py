@@ -38,19 +38,25 @@ def test_a_quick_run_ends_well_and_every_mask_is_accepted(tmp_path: Path) -> Non
 
 
 def test_each_form_that_trainers_speak_has_its_rows_and_token_mode_sends_as_much_after_a_longer_prompt() -> None:
-    command = [sys.executable, "-m", "bench.dialects", "--size", "200", "--size", "2000"]
+    command = [sys.executable, "-m", "bench.dialects", "--size", "200", "--size", "2000", "--rounds", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     rows = [
         [cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if line.startswith("│")
     ]
-    forms = list(dict.fromkeys(form for form, *_ in rows))
-    assert len(forms) == 6
-    assert len(rows) == 2 * len(forms)
-    sent = {form: [int(row[-1].replace(",", "")) for row in rows if row[0] == form] for form in forms}
-    assert sent["HTTP, masks"][1] - sent["HTTP, masks"][0] > 1000
+    figures, growth = ([row for row in rows if len(row) == cells] for cells in (4, 3))
+    forms = list(dict.fromkeys(form for form, *_ in figures))
+    assert len(forms) == 7
+    assert len(figures) == 2 * len(forms)
+    assert [form for form, *_ in growth] == forms
+    sent = {form: [int(row[-1].replace(",", "")) for row in figures if row[0] == form] for form in forms}
+    grown = {form: float(times) for form, _, times in growth}
+    for form in ("HTTP, masks", "whole server, HTTP, masks"):
+        assert sent[form][1] - sent[form][0] > 1000
+        assert grown[form] > 1.5
     for form in ("gRPC, tokens", "whole server, stream, tokens", "whole server, gRPC, tokens"):
         assert abs(sent[form][1] - sent[form][0]) < 20
+        assert grown[form] < 1.3
 
 
 def _turns_of_the_server() -> int:

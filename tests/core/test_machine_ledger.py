@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
-from rollout_server.core.ledger import Drift, DriftKind, Origin, SegmentKind, pack_logprobs
+from rollout_server.core.ledger import Drift, DriftKind, Ledger, Origin, SegmentKind, Turn, pack_logprobs
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Stop, Warned
 from rollout_server.core.record import (
@@ -41,6 +43,27 @@ class TestLedger:
         assert takes_turn(short, 7, reported=ids(9), shared=3) == logged
         assert shown(short) == shown(whole)
         assert whole.metrics.prompt_tokens == 1 + 4
+
+    def test_a_turn_copies_nothing_of_what_the_segment_holds(self) -> None:
+        machine, many = fresh(), 500_000
+        takes_turn(machine, 5, predicted=None, reported=ids(*range(many)))
+        takes_turn(machine, 6, reported=ids(102), shared=many + 1)  # arrays that grow leave room for the next turns
+        tracemalloc.start()
+        try:
+            takes_turn(machine, 7, reported=ids(103), shared=many + 3)
+            takes_turn(machine, 8)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < many
+        assert machine.ledger.segments[0].ids(many) == ids(5, 102, 6, 103, 7, 104, 8)
+
+    @pytest.mark.parametrize("shared", [-1, 3])
+    def test_a_prompt_cannot_share_more_with_a_line_than_it_holds(self, shared: int) -> None:
+        ledger = Ledger()
+        ledger.main.commit(Turn(1, ids(2), reported=ids(1)))
+        with pytest.raises(ValueError, match="share more tokens"):
+            ledger.main.commit(Turn(2, ids(4), reported=ids(3), shared=shared))
 
     def test_what_is_told_of_a_drifted_prompt_is_logged_as_it_came(self) -> None:
         machine = fresh()

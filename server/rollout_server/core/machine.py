@@ -45,6 +45,7 @@ from rollout_server.core.record import (
     ToolReturned,
     ToolStarted,
 )
+from rollout_server.core.spec import Sampling
 from rollout_server.core.used import Used
 
 _FORKS = (SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)
@@ -112,14 +113,14 @@ class Machine:
         """The conversation that asked for a turn; the main one where none did."""
         return self._turns.get(turn, self.main)
 
-    def ask(self, conversation: Conversation | None = None) -> Asked | Over:
-        """What a completion at this point would be, or why there is none to be."""
+    def ask(self, conversation: Conversation | None = None, sampling: Sampling | None = None) -> Asked | Over:
+        """What a completion at this point would be, or why there is none to be. `sampling` as in `Asked`."""
         met = self._used.met(self.turn)
         if met is not None:
             return Over(self._stop(met))
         asking = conversation or self.main
         turn = self.turn + 1
-        return Asked(turn, asking.id, f"{self.uid}/{asking.id}/{turn}", len(asking.messages))
+        return Asked(turn, asking.id, f"{self.uid}/{asking.id}/{turn}", len(asking.messages), sampling)
 
     def start_calls(
         self, calls: Iterable[ToolCall], conversation: Conversation | None = None
@@ -190,7 +191,7 @@ class Machine:
 
     def _asked(self, record: Asked) -> None:
         asking = self._named(record.segment_id, record)
-        self._require(asking.state is State.OPEN and record == self.ask(asking), record, asking)
+        self._require(asking.state is State.OPEN and record == self.ask(asking, record.sampling), record, asking)
         self.turn = record.turn
         self._turns[record.turn] = asking
         asking.ask(record.turn)

@@ -30,6 +30,7 @@ from rollout_server.core.record import (
 from rollout_server.edge.rpc.wire import enums
 from rollout_server.edge.rpc.wire.message import message_to_proto, messages_to_proto
 from rollout_server.edge.rpc.wire.outcome import origin_to_proto, outcome_to_proto, span_to_proto
+from rollout_server.edge.rpc.wire.spec import sampling_to_proto
 from rollout_server.edge.rpc.wire.text import utf8
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.rollout import Rollout
@@ -69,7 +70,7 @@ class _View:
                     event_pb2.Accepted(messages=messages, agent=agent, agent_version=version),
                 )
             case Asked():
-                proto.asked.CopyFrom(event_pb2.Asked(turn_key=record.turn_key, messages=record.messages))
+                proto.asked.CopyFrom(_asked(record))
             case Answered():
                 proto.answered.CopyFrom(self._answered(record))
             case Appended(messages):
@@ -172,6 +173,11 @@ class _View:
                 outcome, typed=self._typed, messages=self._messages, samples=self._full, segments=self._full
             )
             proto.finished.CopyFrom(event_pb2.Finished(outcome=shown))
+
+
+def _asked(record: Asked) -> event_pb2.Asked:
+    sampling = sampling_to_proto(record.sampling) if record.sampling is not None else None
+    return event_pb2.Asked(turn_key=record.turn_key, messages=record.messages, sampling=sampling)
 
 
 def _drift(record: DriftFound) -> event_pb2.DriftFound:

@@ -1,0 +1,164 @@
+"""Samplers alone, each against the strict trainer, which listens in another process: what a turn costs them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from osmosis.rollout.v1 import spec_pb2
+from rollout_server.core.message import Message
+from rollout_server.core.record import Answered, Asked
+from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
+from rollout_server.edge.channels import Channels
+from rollout_server.edge.rpc.tls import ClientTls
+from rollout_server.edge.targets.lookup import CheckedLookup
+from rollout_server.edge.targets.rules import TargetRules
+from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.loaded import LoadedTokenizer
+from rollout_server.edge.tokens.source import TokenizerSettings
+from rollout_server.edge.trainer.client import HttpAnswer, HttpClient, HttpRequest, HttpSettings
+from rollout_server.edge.trainer.completion import CompletionTrainers
+from rollout_server.edge.trainer.masked import MaskedTrainers
+from rollout_server.edge.trainer.plain import PlainTrainers
+from rollout_server.edge.trainer.retry import Retries
+from rollout_server.runtime.port import Ask, Sampler
+
+from bench.cpu import Meter
+
+_TIMEOUT_SECONDS = 60.0
+_NAME = TokenizerName("measured")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form that trainers speak. `token_mode` is a `TokenMode` of the contract; HTTP has none."""
+
+    name: str
+    dialect: Dialect
+    token_mode: int = spec_pb2.TOKEN_MODE_UNSPECIFIED
+
+
+FORMS = (
+    Form("HTTP, masks", Dialect.HTTP_MASKED),
+    Form("HTTP, no masks", Dialect.HTTP_PLAIN),
+    Form("gRPC, messages", Dialect.GRPC, spec_pb2.TOKEN_MODE_MESSAGES),
+    Form("gRPC, tokens", Dialect.GRPC, spec_pb2.TOKEN_MODE_TOKENS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One turn: CPU in milliseconds, and bytes sent."""
+
+    cpu: float
+    sent: int
+
+
+class _CountingClient(HttpClient):
+    """Tells `sent` how long each body is."""
+
+    def __init__(self, settings: HttpSettings, sent: Callable[[int], None]) -> None:
+        super().__init__(settings)
+        self._sent = sent
+
+    async def post(self, request: HttpRequest) -> HttpAnswer:
+        self._sent(len(request.body))
+        return await super().post(request)
+
+
+class _CountingChannels(Channels):
+    """Tells `sent` how long each request is."""
+
+    def __init__(self, lookup: CheckedLookup, sent: Callable[[int], None]) -> None:
+        super().__init__(lookup, ClientTls())
+        self._sent = sent
+
+    @asynccontextmanager
+    async def use(self, url: str) -> AsyncIterator[Any]:
+        async with super().use(url) as channel:
+            yield _CountingChannel(channel, self._sent)
+
+
+class _CountingChannel:
+    """A channel whose stubs count; all else is the channel's own."""
+
+    def __init__(self, channel: Any, sent: Callable[[int], None]) -> None:
+        self._channel = channel
+        self._sent = sent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def unary_unary(self, method: str, request_serializer: Callable[[Any], bytes], **options: Any) -> Any:
+        def counted(request: Any) -> bytes:
+            content = request_serializer(request)
+            self._sent(len(content))
+            return content
+
+        return self._channel.unary_unary(method, request_serializer=counted, **options)
+
+
+class Side:
+    """This side: what its samplers share, how many bytes they have sent, and what tells the CPU."""
+
+    def __init__(self, directory: Path) -> None:
+        self.sent = 0
+        self.meter = Meter()
+        self.tokenizers = Tokenizers(TokenizerSettings(directories={_NAME.name: directory}, local_files_only=True))
+        lookup = CheckedLookup(TargetRules.parse((), ("http", "https", "grpc", "grpcs")))
+        self._client = _CountingClient(HttpSettings(), self._count)
+        self._channels = _CountingChannels(lookup, self._count)
+
+    def _count(self, size: int) -> None:
+        self.sent += size
+
+    def open(self, spec: Spec) -> Sampler:
+        """The sampler of one rollout."""
+        match spec.completions.dialect:
+            case Dialect.HTTP_MASKED:
+                return MaskedTrainers(self._client, self.tokenizers).open(spec, ())
+            case Dialect.HTTP_PLAIN:
+                return PlainTrainers(self._client, Retries()).open(spec)
+            case Dialect.GRPC:
+                trainers = CompletionTrainers(self._channels, self.tokenizers, Retries(), _TIMEOUT_SECONDS)
+                return trainers.open(spec.rollout_id, spec, ())
+
+    async def load(self) -> LoadedTokenizer:
+        """The tokenizer."""
+        return await self.tokenizers.load(_NAME)
+
+    async def close(self) -> None:
+        """Ends connections and threads."""
+        await self._channels.close()
+        await self._client.close()
+        await self.tokenizers.close()
+
+
+def spec_of(name: str, form: Form, url: str, message: Message) -> Spec:
+    """Of a rollout that begins with this message."""
+    return Spec(
+        name.replace(", ", "-").replace(" ", "-"),
+        (message,),
+        Target(url, form.dialect),
+        sampling=Sampling(),
+        tokenizer=None if form.token_mode == spec_pb2.TOKEN_MODE_MESSAGES else _NAME,
+        token_mode=form.token_mode,
+    )
+
+
+async def play(side: Side, spec: Spec, turns: int, heard: str) -> Sequence[Cost]:
+    """What each turn cost, with the same said after each answer. Raises `Failed` where the trainer refuses one."""
+    sampler, messages = side.open(spec), list(spec.messages)
+    last: Answered | None = None
+    answered, costs = 0, list[Cost]()
+    for turn in range(1, turns + 1):
+        asked = Asked(turn, "0", f"{spec.rollout_id}/0/{turn}", len(messages))
+        sent, taken = side.sent, side.meter.start()
+        last = await sampler.sample(Ask(asked, messages, last, answered))
+        costs.append(Cost(taken(), side.sent - sent))
+        answered = len(messages)
+        messages += [last.message, Message.write({"role": "user", "content": heard})]
+    return costs
