@@ -5,7 +5,7 @@ MANIFESTS := $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*.ya
 PROTOS := $(wildcard protos/osmosis/*/v1/*.proto)
 UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate
 
-.PHONY: help setup demo up down test bench bench-tokens bench-dialects mutants mutants-tokens check format lint types oldest transformers4 deploy-checks docs protos release-protos lock clean
+.PHONY: help setup environments demo up down test bench bench-tokens bench-dialects mutants mutants-tokens check format lint types oldest transformers4 deploy-checks docs protos release-protos lock clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -89,6 +89,7 @@ lint: setup ## Lint Python and protos
 
 types: setup ## Check types
 	$(BIN)/mypy
+	$(BIN)/mypy tests/typing
 
 oldest: .venv-oldest/.ready ## Run the contract tests on the oldest grpcio and protobuf that the generated code supports
 	PYTHONPATH=generated:server .venv-oldest/bin/python -m pytest tests/contract -p no:cacheprovider
@@ -97,14 +98,17 @@ docs: setup ## Write the tables of settings in docs/
 	$(BIN)/python deploy/settings_tables.py
 
 transformers4: .venv-transformers4/.ready ## Run the tests of tokens on the last transformers before 5
-	PYTHONPATH=generated:server .venv-transformers4/bin/python -m pytest tests/tokens -p no:cacheprovider
+	PYTHONPATH=generated:server .venv-transformers4/bin/python -m pytest -n auto --dist worksteal tests/tokens -p no:cacheprovider
 
 deploy-checks: setup ## Lint the Dockerfile and validate the compose file and the Kubernetes manifests
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
 	$(BIN)/kubernetes-validate --strict --quiet $(MANIFESTS)
 
-check: format lint types oldest transformers4 deploy-checks test ## Everything that a landing needs
+environments: ## Make all environments that `check` needs, at the same time
+	@$(MAKE) --no-print-directory -j4 $(VENV)/.ready .venv-protos/.ready .venv-oldest/.ready .venv-transformers4/.ready
+
+check: environments format lint types oldest transformers4 deploy-checks test ## Everything that a landing needs
 
 .venv-mutants/.ready:
 	$(PYTHON) -m venv .venv-mutants

@@ -157,7 +157,7 @@ async def play(side: Side, spec: Spec, turns: int, heard: str) -> Sequence[Cost]
     for turn in range(1, turns + 1):
         asked = Asked(turn, "0", f"{spec.rollout_id}/0/{turn}", len(messages))
         sent, taken = side.sent, side.meter.start()
-        last = await sampler.sample(Ask(asked, messages, last, answered))
+        last = await sampler.sample(Ask(asked, messages, last, answered, sampling=spec.sampling))
         costs.append(Cost(taken(), side.sent - sent))
         answered = len(messages)
         messages += [last.message, Message.write({"role": "user", "content": heard})]
