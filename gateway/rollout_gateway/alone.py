@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
@@ -18,10 +19,13 @@ from rollout_gateway.tls import TlsFiles
 _LOG = logging.getLogger(__name__)
 
 
-def run(options: Options) -> None:
-    """Serves until SIGTERM or Ctrl-C. Raises ValueError or OSError for addresses, files and ports that cannot be used."""
+def run(options: Options, serving: Callable[[str, int], None]) -> None:
+    """Serves until SIGTERM or Ctrl-C. `serving` is told the URL and the port once it does.
+
+    Raises ValueError or OSError for addresses, files and ports that cannot be used.
+    """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(options))
+        runner.run(_serve(options, serving))
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
@@ -32,7 +36,7 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     return uvloop.Loop
 
 
-async def _serve(options: Options) -> None:
+async def _serve(options: Options, serving: Callable[[str, int], None]) -> None:
     asked_to_stop, hurried = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
@@ -50,7 +54,9 @@ async def _serve(options: Options) -> None:
         port = await http.start()
         scheme = "http" if options.tls_cert is None else "https"
         host = f"[{options.host}]" if ":" in options.host else options.host
-        _LOG.info("gateway on %s://%s:%d, before %s", scheme, host, port, ", ".join(options.servers))
+        url = f"{scheme}://{host}:{port}"
+        _LOG.info("gateway on %s, before %s", url, ", ".join(options.servers))
+        serving(url, port)
         await asked_to_stop.wait()
         _LOG.info("stopping: requests may go on for %g s; a second signal ends them", options.drain_seconds)
         hurrying = asyncio.create_task(_hurry(http, hurried))

@@ -13,12 +13,24 @@ try:
     from rollout_server.runtime.reply import Reply
     from rollout_server.runtime.request import Request
     from rollout_server.runtime.run import Run
-    from rollout_server.tool import tool
+    from rollout_server.tool import Image, tool
 except ModuleNotFoundError as error:  # the base install is a client's
-    needed = f'{error.name} is missing: the server needs pip install "rollout-server[server]"'
+    needed = f'{(error.name or "").partition(".")[0]} is missing: the server needs pip install "rollout-server[server]"'
     raise ModuleNotFoundError(needed, name=error.name) from error
 
-__all__ = ["Agent", "Limits", "Reply", "Request", "Run", "ToolError", "Verdict", "__version__", "serve", "tool"]
+__all__ = [
+    "Agent",
+    "Image",
+    "Limits",
+    "Reply",
+    "Request",
+    "Run",
+    "ToolError",
+    "Verdict",
+    "__version__",
+    "serve",
+    "tool",
+]
 
 __version__ = "0.1.0"
 

@@ -119,12 +119,12 @@ class Agent(metaclass=_AgentClass):
     async def perform(self, run: object) -> None:
         """How the runtime calls `play`."""
         playing = cast("Run", run)
-        await _called(self.play, playing, f"play of agent {self.name}")
+        await _called(self.play, playing, f"the play of agent {self.name}")
 
     async def judge(self, run: object) -> Verdict:
         """How the runtime calls `reward`. Raises TypeError or ValueError for what is no judgement."""
         judging = cast("Run", run)
-        judgement = await _called(self.reward, judging, f"reward of agent {self.name}")
+        judgement = await _called(self.reward, judging, f"the reward of agent {self.name}")
         with _placed(self.reward):
             return _verdict(judgement, f"agent {self.name!r}: reward")
 
@@ -148,7 +148,7 @@ async def _called(function: Callable[[Run], _T | Awaitable[_T]], run: Run, name:
     """The result of an author's function, wherever it runs."""
     if inspect.iscoroutinefunction(function):
         return cast("_T", await function(run))
-    result = await run.aside(name, lambda: function(run))
+    result = await run.aside(f"{name}{written_at(function)}", lambda: function(run))
     return await cast("Awaitable[_T]", result) if inspect.isawaitable(result) else result
 
 
@@ -202,8 +202,17 @@ def _as_tools(candidates: object, owner: str) -> Sequence[Tool]:
     names = [each.name for each in tools]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        raise ValueError(f"{owner}: more than one tool has the name {', '.join(map(repr, doubled))}")
+        places = [_place_of(each) for each in tools if each.name in doubled]
+        raise ValueError(
+            f"{owner}: more than one tool has the name {', '.join(map(repr, doubled))}: {'; '.join(places)}"
+        )
     return candidates if candidates == tools else tools
+
+
+def _place_of(candidate: Tool) -> str:
+    if isinstance(candidate, FunctionTool):
+        return str(candidate.definition)
+    return f"{candidate!r}{written_at(candidate.run)}"
 
 
 def _as_tool(candidate: object, owner: str) -> Tool:

@@ -46,6 +46,7 @@ from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.targets.lookup import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.runtime.ending import run
 from rollout_server.runtime.hooks import start_agents
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.surroundings import Surroundings
@@ -108,7 +109,6 @@ class Server:
     async def _start(self) -> None:
         settings = self.settings
         keys, rules, tls = keyring(settings), target_rules(settings), server_tls(settings)
-        self._watch_loop()
         await start_agents(self._agents, self._stack)
         self._roster = await self._make_roster(rules)
         # Over TCP the gateway could reach another process, and under mTLS it would need a certificate (D9).
@@ -128,6 +128,7 @@ class Server:
             await self._start_http(socket, keys)
         self._repeat(self._roster.forget, settings.cleanup_seconds)
         self._repeat(keys.refresh, KEYS_SECONDS)
+        self._watch_loop()  # last: nobody waits for what a start takes
 
     async def _make_roster(self, rules: TargetRules) -> Roster:
         settings, stack = self.settings, self._stack
@@ -135,7 +136,7 @@ class Server:
         stack.push_async_callback(tokenizers.close)
         lookup = CheckedLookup(rules)
         stack.push_async_callback(lookup.close)
-        client = http_client(lookup, settings)
+        client = await asyncio.to_thread(http_client, lookup, settings)  # which reads certificates
         stack.push_async_callback(client.close)
         channels = Channels(lookup, ClientTls(settings.target_ca))
         stack.push_async_callback(channels.close)
@@ -220,8 +221,7 @@ def serve_with(
 
     chosen = load(**settings)
     logs.set_up(chosen.log_format, chosen.log_level)
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(_serve(agents, chosen, serving))
+    run(_serve(agents, chosen, serving), loop_factory())
 
 
 def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
@@ -236,7 +236,11 @@ def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[[Server], None] | None) -> None:
     began = time.monotonic()
     signals = _Signals()
-    async with Server(agents, settings) as server:
+    async with AsyncExitStack() as stack:
+        server = Server(agents, settings)
+        if not await _started(stack, server, signals):
+            _log.info("stopped before it served")
+            return
         where = f"gRPC on port {server.grpc_port}" + (f", HTTP on port {server.http_port}" if settings.http else "")
         _log.info("serving %s (%.2f s)", where, time.monotonic() - began)
         if serving is not None:
@@ -244,6 +248,20 @@ async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[
         await signals.first.wait()
         _log.info("stopping: rollouts may go on for %g s; a second signal ends them", settings.drain_seconds)
         await _first_of(server.drain(), signals.second.wait())
+
+
+async def _started(stack: AsyncExitStack, server: Server, signals: _Signals) -> bool:
+    """Whether the server serves; not where a signal came first. Raises as entering it does."""
+    entering = asyncio.create_task(stack.enter_async_context(server), name="start of the server")
+    stopped = asyncio.create_task(signals.first.wait())
+    await asyncio.wait({entering, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not entering.done():
+        entering.cancel()
+        await asyncio.wait({entering}, timeout=LAST_SECONDS)  # an agent's start may not give way
+        return False
+    await entering
+    return True
 
 
 class _Signals:

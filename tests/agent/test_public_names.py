@@ -27,6 +27,7 @@ HEAVY = (
 def test_the_public_names_are_there() -> None:
     assert sorted(rollout_server.__all__) == [
         "Agent",
+        "Image",
         "Limits",
         "Reply",
         "Request",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -50,13 +51,51 @@ class Parts(Agent):
             await conversation.sample()
 
 
+class Cooling(Agent):
+    """Samples its second turn of three in a way of its own."""
+
+    name = "cooling"
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        await run.append({"role": "user", "content": "And now?"})
+        await run.sample(temperature=0.25, max_tokens=64, logprobs=False, extra={"seed": 2})
+        await run.append({"role": "user", "content": "And now?"})
+        await run.sample()
+
+
+class Tree(Agent):
+    """Branches of branches, with and without turns between, and a shorter context in place of the first conversation."""
+
+    name = "tree"
+    tools = (add,)
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        branch = await run.fork()
+        at_once = await branch.fork()
+        await self._goes_on(branch)
+        again = await branch.fork()
+        shorter = await run.fork([{"role": "user", "content": "In short."}], kind="compaction")
+        for conversation in (at_once, again, branch, shorter, shorter):
+            await self._goes_on(conversation)
+        await asyncio.gather(*(self._goes_on(each) for each in (at_once, again, await shorter.fork())))
+
+    async def _goes_on(self, run: Run) -> None:
+        await run.append({"role": "user", "content": f"Turn {run.turn}?"})
+        await run.sample()
+
+
 @asynccontextmanager
 async def connected() -> AsyncIterator[AsyncClient]:
     """A client of a real server that asks again soon."""
     ports: Any = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False}
     retries: Any = {"retry_base_seconds": 0.01, "retry_max_seconds": 0.02, "retries": 2}
     settings = Settings(_env_file=None, tokenizers={"t": TOY_TOKENIZER}, tokenizers_offline=True, **ports, **retries)
-    async with Server([Sums(), Parts()], settings) as server, AsyncClient(f"127.0.0.1:{server.grpc_port}") as client:
+    async with (
+        Server([Sums(), Parts(), Tree(), Cooling()], settings) as server,
+        AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
+    ):
         yield client
 
 
@@ -93,6 +132,25 @@ def check_whole(sample: TrainingSample, seen: Sequence[Generated]) -> None:
     assert sample.prompt_ids == seen[0].prompt
     assert sample.response_mask == mask[len(sample.prompt_ids) :]
     assert sample.logprobs == logprobs[len(sample.prompt_ids) :].tolist()
+
+
+def check_once(found: Sequence[TrainingSample], seen: Sequence[Generated]) -> None:
+    """Whatever the model wrote trains in one sample and in no other, with its logprobs, behind exactly what the model saw."""
+    trained = 0
+    for turn in seen:
+        start, stop = len(turn.prompt), len(turn.prompt) + len(turn.ids)
+        homes = 0
+        for sample in found:
+            opening = len(sample.prompt_ids)
+            shown = [*sample.prompt_ids, *sample.response_ids][:stop] == [*turn.prompt, *turn.ids]
+            if shown and start >= opening and any(sample.response_mask[start - opening : stop - opening]):
+                homes += 1
+                assert sample.response_mask[start - opening : stop - opening] == [1] * len(turn.ids)
+                assert sample.logprobs is not None
+                assert sample.logprobs[start - opening : stop - opening] == array("f", turn.logprobs).tolist()
+        assert homes == 1, turn
+        trained += len(turn.ids)
+    assert sum(sum(sample.response_mask) for sample in found) == trained
 
 
 def only(outcome: outcome_pb2.Outcome) -> TrainingSample:

@@ -15,6 +15,11 @@ from rollout_server.runtime.run import AgentMistake
 from tests.runtime.world import FOREVER, Say, World, assert_internal, call, contents, outcome_of
 
 HELP = {"role": "user", "content": "Help."}
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "d", "type": "function", "function": {"name": "ping", "arguments": "{}"}}],
+}
 
 
 @tool
@@ -49,7 +54,7 @@ async def test_tools_run_in_each_conversation_for_itself(new_world: type[World])
 
         async def play(self, run: Run) -> None:
             calls = (await run.sample()).tool_calls
-            other = await run.fork([HELP], tools=[ping])
+            other = await run.fork([HELP, CALLED], tools=[ping])
             branch = await run.fork()
             done = await asyncio.gather(run.call(calls), branch.call(calls), other.call([call("ping", "d")]))
             seen.extend([[result.content for result in results] for results in done])

@@ -94,10 +94,11 @@ async def test_a_tool_that_swallows_its_cancellation_holds_nobody_up(
     outcome = await played(new_world, stubborn, calls=[call("stubborn", seconds=100)])
     assert contents(outcome, "tool") == ["Error: stubborn took longer than 1 s"]
     assert now() - began == pytest.approx(1)
-    assert caplog.messages == []
-    await asyncio.sleep(GRACE_SECONDS)
-    (message,) = caplog.messages
     place = f"{__file__}:{stubborn.definition.line}"
+    (late,) = caplog.messages
+    assert late.startswith(f"tool stubborn ({place}) took longer than 1 s at {__file__}:")
+    await asyncio.sleep(GRACE_SECONDS)
+    message = caplog.messages[-1]
     assert (
         message
         == f"tool stubborn ({place}) does not give way to its cancellation and is left alone, with the places it holds"
@@ -395,7 +396,7 @@ async def test_an_authors_mistakes_are_logged_once_with_file_and_line(caplog: py
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         f"tool broken ({__file__}:{line}) raised KeyError at {__file__}:{line + 4}",
         f"tool broken ({__file__}:{line}) returned what cannot be written as text",
-        f"tool broken ({__file__}:{line}) ended with SystemExit",
+        f"tool broken ({__file__}:{line}) ended with SystemExit at {__file__}:{line + 3}",
     ]
     assert "secret" not in caplog.text
 

@@ -13,6 +13,7 @@ from rollout_server.sdk import OsmosisValidationError, RolloutContext, RolloutRe
 from rollout_server.sdk.testing import create_mock_trainer_app
 from rollout_server.testing.serving import Listener
 
+from tests.sdk.calculator_agent import SCHEMAS
 from tests.sdk.conftest import OpenPlace
 from tests.sdk.loops import Loop, say, user
 
@@ -148,14 +149,51 @@ async def test_a_history_without_the_last_answer_is_another_one(open_place: Open
     assert place.accepted("again")
 
 
-async def test_a_system_prompt_may_be_put_first(open_place: OpenPlace) -> None:
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_system_prompt_may_be_put_first(open_place: OpenPlace, dialect: str) -> None:
+    async def play(ctx: RolloutContext) -> RolloutResult:
+        messages, _ = await say(ctx, {"role": "system", "content": "Be kind."}, *ctx.request.messages)
+        messages, _ = await say(ctx, *messages, user("Kinder."))
+        return ctx.complete(messages, reward=0.5)
+
+    place = await open_place(Loop(play, SCHEMAS))
+    told = await place.of(dialect, "system")
+    assert (told["status"], told["metrics"]["num_llm_calls"]) == ("COMPLETED", 2), told
+    roles = ["system", "user", "assistant", "user", "assistant"]
+    assert [message["role"] for message in told["final_messages"]] == roles
+    assert "final_messages" not in told.get("extra_fields", {})
+    masks = [seen.body.get("response_mask") for seen in place.requests("system")]
+    assert [mask is not None for mask in masks] == [False, dialect == "masked"]
+    assert place.accepted("system")
+
+
+@pytest.mark.parametrize("tokens", [None, "toy"])
+async def test_a_system_prompt_put_first_leaves_one_sample(open_place: OpenPlace, tokens: str | None) -> None:
     async def play(ctx: RolloutContext) -> RolloutResult:
         messages, _ = await say(ctx, {"role": "system", "content": "Be kind."}, *ctx.request.messages)
         return ctx.complete(messages)
 
     place = await open_place(Loop(play))
-    told = await place.plain("system")
-    assert [message["role"] for message in told["final_messages"]] == ["system", "user", "assistant"]
+    outcome = await place.over_grpc("system", **({"tokenizer": tokens} if tokens else {}))
+    assert outcome.stop.reason == "stop", outcome
+    assert len(outcome.samples) == 1
+    assert place.accepted("system")
+
+
+async def test_other_messages_may_replace_those_of_the_request_before_the_first_turn_only(
+    open_place: OpenPlace,
+) -> None:
+    """A trainer that counts masks has seen nothing until then."""
+
+    async def play(ctx: RolloutContext) -> RolloutResult:
+        messages, _ = await say(ctx, user("Something else."))
+        await say(ctx, user("And now this."), *messages)
+        raise AssertionError
+
+    place = await open_place(Loop(play))
+    told = await place.masked("replaced")
+    assert "response_mask" in told["error_message"]
+    assert [seen.body["messages"] for seen in place.requests("replaced")] == [[user("Something else.")]]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -212,20 +250,40 @@ async def test_a_list_that_cannot_be_sent_is_refused_and_the_rollout_goes_on(ope
     assert place.accepted("wrong")
 
 
-async def test_other_sampling_parameters_are_refused_by_name(open_place: OpenPlace) -> None:
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_sampling_parameters_hold_for_their_call(open_place: OpenPlace, dialect: str) -> None:
     async def play(ctx: RolloutContext) -> RolloutResult:
         assert ctx.request.completion_params["temperature"] == 0.7
         messages, _ = await say(ctx)
-        await ctx.chat([*messages, user("More")], temperature=0.7, top_p=None, vendor="ignored")
-        await ctx.chat([user("never sent")], temperature=0.1, max_tokens=5)
+        result = await ctx.chat([*messages, user("More")], temperature=0.1, top_p=None, stop="END", vendor="ignored")
+        messages += [user("More"), result.message]
+        messages, _ = await say(ctx, *messages, user("Less"))
+        return ctx.complete(messages)
+
+    place = await open_place(Loop(play))
+    told = await place.of(dialect, "own")
+    assert told["status"] == "COMPLETED", told
+    kept = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512, "stop": None, "vendor": None}
+    bodies = [{name: seen.body.get(name) for name in kept} for seen in place.requests("own")]
+    assert bodies == [kept, kept | {"temperature": 0.1, "stop": ["END"]}, kept]
+    assert place.accepted("own")
+
+
+async def test_a_sampling_parameter_that_is_none_is_refused_by_name(open_place: OpenPlace) -> None:
+    async def play(ctx: RolloutContext) -> RolloutResult:
+        messages, _ = await say(ctx)
+        with pytest.raises(OsmosisValidationError, match="max_tokens='many': a whole number is needed") as refused:
+            await ctx.chat([*messages, user("More")], max_tokens="many")
+        assert refused.value.status_code == 400
+        await ctx.chat([user("never sent")], temperature=7)
         raise AssertionError
 
     place = await open_place(Loop(play))
-    told = await place.plain("other")
+    told = await place.plain("wrong")
     assert told["status"] == "ERROR"
-    assert "temperature=0.1 instead of 0.7, max_tokens=5 instead of 512" in told["error_message"]
+    assert "temperature=7: must be from 0 to 2" in told["error_message"]
     assert told["extra_fields"]["error_category"] == "validation_error"
-    assert len(place.requests("other")) == 2
+    assert len(place.requests("wrong")) == 1
 
 
 async def test_a_rollout_that_is_over_says_so_past_except_exception(open_place: OpenPlace) -> None:

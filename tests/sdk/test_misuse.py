@@ -228,12 +228,18 @@ async def test_a_cancel_reaches_a_loop_that_waits(open_place: OpenPlace) -> None
     assert isinstance(loop.caught[0], asyncio.CancelledError)
 
 
-async def test_a_loop_whose_tools_break_ends_its_rollout_only(open_place: OpenPlace) -> None:
+async def test_a_loop_whose_tools_break_has_its_request_refused(
+    open_place: OpenPlace, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken(CalculatorAgentLoop):
         def get_tools(self, request: RolloutRequest) -> Any:
             return None if request.metadata.get("break") else SCHEMAS
 
     place = await open_place(Broken())
-    broken = await place.plain("broken", metadata={"break": True})
-    assert broken["status"] == "ERROR"
+    answer = await place.start("broken", metadata={"break": True})
+    assert (answer.status_code, answer.json()) == (500, {"detail": "Internal server error"})
+    assert "Current.get_tools (" in caplog.text
+    assert "returned None; a list of OpenAIFunctionToolSchema is needed" in caplog.text
+    masked = await place.masked("broken", metadata={"break": True})
+    assert masked["status"] == "ERROR"
     assert (await place.plain("fine"))["status"] == "COMPLETED"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
-from rollout_client import AsyncClient
+from rollout_client import AsyncClient, Target
 from rollout_server.sdk import RolloutContext, RolloutRequest, RolloutResult
 from rollout_server.sdk.core.schemas import OpenAIFunctionToolSchema
 
 from tests.sdk.calculator_agent import SCHEMAS, CalculatorAgentLoop
-from tests.sdk.conftest import QUESTION, OpenPlace
+from tests.sdk.conftest import QUESTION, OpenPlace, opened
 from tests.sdk.loops import Loop, say
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -63,13 +64,74 @@ async def test_a_loop_that_floods_its_log_is_cut(open_place: OpenPlace) -> None:
     assert max(len(text) for _, text in seen) == 2000
 
 
-async def test_tools_of_one_request_that_nobody_was_told_of_are_remarked(open_place: OpenPlace) -> None:
-    class Fewer(CalculatorAgentLoop):
-        def get_tools(self, request: RolloutRequest) -> list[OpenAIFunctionToolSchema]:
-            return SCHEMAS[:2]
+class Fewer(CalculatorAgentLoop):
+    """Has as many tools as its request says; `told` are those that its loop was given."""
 
-    seen = await notes(await open_place(Fewer()), "fewer")
-    assert seen[0][0] == "tools_not_told"
+    def __init__(self) -> None:
+        self.told: list[list[str]] = []
+        self.asked = 0
+
+    def get_tools(self, request: RolloutRequest) -> list[OpenAIFunctionToolSchema]:
+        self.asked += 1
+        return SCHEMAS[: request.metadata.get("tools", 4)]
+
+    async def run(self, ctx: RolloutContext) -> RolloutResult:
+        self.told.append([tool.function.name for tool in ctx.tools])
+        return await super().run(ctx)
+
+
+async def test_the_model_is_told_the_tools_of_its_request(open_place: OpenPlace) -> None:
+    loop = Fewer()
+    place = await open_place(loop)
+    for count in (2, 0, 4):
+        outcome = await place.over_grpc(f"fewer-{count}", metadata={"tools": count})
+        assert outcome.stop.reason == "stop", outcome
+        first = next(
+            each for each in place.trainer.completions if each.request.rollout_id == place.id(f"fewer-{count}")
+        )
+        names = [schema.function.name for schema in SCHEMAS[:count]]
+        assert [tool.name for tool in first.request.tools.tools] == names
+        assert loop.told[-1] == names
+    assert loop.asked == 3
+
+
+async def test_the_answer_to_a_start_lists_the_tools_of_its_request(open_place: OpenPlace) -> None:
+    loop = Fewer()
+    place = await open_place(loop)
+    answer = await place.start("few", metadata={"tools": 1})
+    names = [tool["function"]["name"] for tool in answer.json()["tools"]]
+    assert (await place.trainer.completed(place.id("few")))["status"] == "COMPLETED"
+    assert [names] == loop.told == [[SCHEMAS[0].function.name]]
+
+
+async def test_a_trainer_that_knows_one_list_of_tools_is_told_no_other(open_place: OpenPlace) -> None:
+    """In the synchronous dialect the loop has its own tools, as it always had, and a note says that the model has not."""
+    loop = Fewer()
+    place = await open_place(loop)
+    target = Target(place.trainer.url, "http_masked")
+    more: Any = {"tokenizer": "toy", "metadata": {"tools": 2}}
+    messages = [{"role": "user", "content": QUESTION}]
+    async with AsyncClient(f"127.0.0.1:{place.server.grpc_port}") as client:
+        run = client.run(messages=messages, completions=target, rollout_id=place.id("one-list"), **more)
+        events = [each async for each in run]
+    assert events[-1].finished.outcome.stop.reason == "stop", events[-1]
+    assert loop.told == [[schema.function.name for schema in SCHEMAS[:2]]]
+    assert place.accepted("one-list")
+    assert "tools_not_told" in [each.note.code for each in events]
+
+
+async def test_a_loop_that_needs_a_request_to_tell_its_tools_is_served(caplog: pytest.LogCaptureFixture) -> None:
+    class Needing(CalculatorAgentLoop):
+        def get_tools(self, request: RolloutRequest) -> list[OpenAIFunctionToolSchema]:
+            return SCHEMAS[: request.metadata["tools"]]
+
+    async with opened(Needing()) as place:
+        assert (await place.http.get("/tools")).json() == {"tools": []}
+        answer = await place.start("needing", metadata={"tools": 3})
+        assert len(answer.json()["tools"]) == 3
+        assert (await place.trainer.completed(place.id("needing")))["status"] == "COMPLETED"
+    assert "Needing.get_tools (" in caplog.text
+    assert "KeyError: 'tools'" in caplog.text
 
 
 async def test_a_request_is_what_was_asked_for(open_place: OpenPlace) -> None:

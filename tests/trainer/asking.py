@@ -43,6 +43,7 @@ class Asking:
         self.sampler: Sampler = trainers.open(spec) if isinstance(trainers, PlainTrainers) else trainers.open(spec, [])
         self.credentials = Credentials(completions=credential)
         self.deadline = deadline
+        self.sampling = sampling
         self.asks: list[Ask] = []
         self.remarks: list[tuple[str, str]] = []
         self._messages = [QUESTION]
@@ -50,10 +51,11 @@ class Asking:
         self._last_messages = 0
         self._turn = 0
 
-    async def turn(self) -> Answered:
-        """The next answer. Raises `Failed`."""
+    async def turn(self, sampling: Sampling | None = None) -> Answered:
+        """The next answer; None: sampled as in all turns. Raises `Failed`."""
         asked = Asked(self._turn + 1, "0", TURN_KEY.format(turn=self._turn + 1), len(self._messages))
-        ask = Ask(asked, self._messages, self._last, self._last_messages, self.deadline, self.credentials, self._remark)
+        before = self._messages, self._last, self._last_messages
+        ask = Ask(asked, *before, self.deadline, self.credentials, self._remark, sampling or self.sampling)
         self.asks.append(ask)
         answered = await self.sampler.sample(ask)
         self._turn, self._last, self._last_messages = asked.turn, answered, len(self._messages)

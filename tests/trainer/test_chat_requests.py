@@ -50,8 +50,19 @@ def parsed(body: bytes) -> dict[str, Any]:
     return found
 
 
-def writing(sampling: Sampling, rollout_id: str = "r1") -> RequestWriter:
-    return RequestWriter(rollout_id, masked_parameters(sampling))
+class Writing:
+    """Writes the requests of a rollout, all sampled in one way."""
+
+    def __init__(self, sampling: Sampling, rollout_id: str) -> None:
+        self.writer = RequestWriter(rollout_id)
+        self.parameters = masked_parameters(sampling)
+
+    def masked(self, history: list[Message], length: int | None) -> bytes:
+        return self.writer.masked(history, self.parameters, length)
+
+
+def writing(sampling: Sampling, rollout_id: str = "r1") -> Writing:
+    return Writing(sampling, rollout_id)
 
 
 def messages(*texts: str) -> list[Message]:
@@ -92,6 +103,16 @@ def test_many_new_messages_at_once_and_none() -> None:
     again = writer.masked(messages(*TEXTS), 3)
     assert again == writing(SAMPLING).masked(messages(*TEXTS), 3)
     assert writer.masked(messages(*TEXTS), 3) == again
+
+
+def test_a_turn_may_be_sampled_in_another_way() -> None:
+    writing_ = writing(SAMPLING)
+    bodies = [
+        writing_.writer.masked(messages(*TEXTS[:count]), masked_parameters(sampling), None)
+        for count, sampling in ((1, SAMPLING), (3, Sampling(max_tokens=5)), (5, SAMPLING))
+    ]
+    assert [parsed(body).get("temperature") for body in bodies] == [0.5, None, 0.5]
+    assert bodies[2] == writing(SAMPLING).masked(messages(*TEXTS), None)
 
 
 @pytest.mark.parametrize("length", [1, 2, 17, 40_000])

@@ -30,7 +30,7 @@ DEFAULTS = Sampling(temperature=1.0, top_p=1.0, max_tokens=512, logprobs=True)
 
 def written(sampling: Sampling, *texts: str) -> dict[str, Any]:
     """The body with a sampling and messages."""
-    return parsed(RequestWriter("r1", plain_parameters(sampling)).plain(messages(*texts or TEXTS[:1])))
+    return parsed(RequestWriter("r1").plain(messages(*texts or TEXTS[:1]), plain_parameters(sampling)))
 
 
 def test_a_body_has_no_mask_and_nothing_that_is_null() -> None:
@@ -41,13 +41,13 @@ def test_a_body_has_no_mask_and_nothing_that_is_null() -> None:
 
 
 def test_a_conversation_may_begin_with_nothing() -> None:
-    writer = RequestWriter("r1", plain_parameters(Sampling()))
-    assert parsed(writer.plain([]))["messages"] == []
-    assert parsed(writer.plain(messages(*TEXTS)))["messages"] == [json.loads(text) for text in TEXTS]
+    writer, parameters = RequestWriter("r1"), plain_parameters(Sampling())
+    assert parsed(writer.plain([], parameters))["messages"] == []
+    assert parsed(writer.plain(messages(*TEXTS), parameters))["messages"] == [json.loads(text) for text in TEXTS]
 
 
 def test_messages_go_out_to_the_byte() -> None:
-    body = RequestWriter("r1", plain_parameters(Sampling())).plain(messages(*TEXTS))
+    body = RequestWriter("r1").plain(messages(*TEXTS), plain_parameters(Sampling()))
     assert b'"messages":[' + ",".join(TEXTS).encode() + b"]}" in body
 
 
@@ -109,7 +109,7 @@ async def test_a_parameter_that_no_trainer_could_read_ends_the_rollout_before_an
 
 @pytest.mark.parametrize("text", ['{"seed": 18446744073709551617}', '{"seed": 1.10}', '{"n": "\\u00fc"}'])
 def test_extras_go_out_as_they_were_written(text: str) -> None:
-    body = RequestWriter("r1", plain_parameters(Sampling(extra_json=text))).plain(messages(TEXTS[0]))
+    body = RequestWriter("r1").plain(messages(TEXTS[0]), plain_parameters(Sampling(extra_json=text)))
     assert text[1:-1].encode() in body
     assert json.loads(text).items() <= parsed(body).items()
 

@@ -49,6 +49,10 @@ class Asynchronous(Agent):
         reply = await run.sample()
         assert_type(reply, Reply)
         assert_type(reply.content, str)
+        assert_type(reply.token_ids, Sequence[int] | None)
+        assert_type(await run.sample(temperature=0.2, stop="END", extra={"min_p": 0.1}), Reply)
+        assert_type(run.request, Request)
+        assert_type(run.used.generated_tokens, int)
         for call in reply.tool_calls:
             assert_type(call.name, str)
         results = await run.call(reply.tool_calls)
@@ -127,6 +131,8 @@ async def misuse(run: Run, reply: Reply) -> None:
     await run.append("text")  # type: ignore[arg-type]
     await run.call(["add"])  # type: ignore[list-item]
     await run.once(lambda: {1})  # type: ignore[type-var]
+    await run.sample(temperature="hot")  # type: ignore[arg-type]
+    await run.sample(min_p=0.1)  # type: ignore[call-arg]
     run.mask(reply)  # type: ignore[call-arg]
     run.mask("reply", "dull")  # type: ignore[arg-type]
     run.wait(reply)  # type: ignore[arg-type]

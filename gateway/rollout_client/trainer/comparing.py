@@ -36,43 +36,60 @@ class Mismatch:
         )
 
 
-def difference(record: Record, samples: Sequence[TrainingSample], *, whole: bool) -> Mismatch | None:
+def difference(record: Record, samples: Sequence[TrainingSample], *, turns: int) -> Mismatch | None:
     """The first difference; None: element by element the same.
 
     Args:
         record: the trainer's.
         samples: the server's.
-        whole: the rollout came to its end. Otherwise the last answer may never have reached the server, and is not missed.
+        turns: answers that the server took, by its own count. The last one of a conversation may be none of them: the server
+            had stopped waiting for it. Whatever it took must be there.
     """
     left = list(record.ledgers())
+    found, lacking = 0, list[Mismatch]()
     for sample in samples:
         # Where a prompt began anew, the two sides may call a segment by different names.
         left.sort(key=lambda named: named[0] != sample.segment_id)
-        wrong = [_of_segment(left[0][1], sample, whole=whole)] if left else []
-        same = 0 if wrong == [None] else _equal(left[1:], sample, whole=whole)
+        wrong = [_of_segment(left[0][1], sample)] if left else []
+        same = 0 if wrong == [None] else _equal(left[1:], sample)
         if same is None:
             missing = Mismatch(sample.segment_id, "segment", None, "no such segment", "a sample of it")
             return wrong[0] if left and left[0][0] == sample.segment_id else missing
-        del left[same]
-    for segment_id, ledger in left:
-        if whole and any(run.own for run in ledger.runs):
-            return Mismatch(segment_id, "segment", None, f"{ledger.tokens} tokens", "no sample of it")
-    return None
+        _, ledger = left.pop(same)
+        length = len(sample.prompt_ids) + len(sample.response_ids)
+        found += _answers(ledger, length)
+        if length < ledger.marks[-1].tokens:
+            lacking.append(Mismatch(sample.segment_id, "length", None, f"{ledger.tokens} tokens", f"{length}"))
+    lacking += [
+        Mismatch(segment_id, "segment", None, f"{ledger.tokens} tokens", "no sample of it")
+        for segment_id, ledger in left
+        if any(run.own for run in ledger.runs)
+    ]
+    return lacking[0] if lacking and found < turns else None
 
 
-def _equal(left: Sequence[tuple[str, SegmentLedger]], sample: TrainingSample, *, whole: bool) -> int | None:
+def _answers(ledger: SegmentLedger, length: int) -> int:
+    """How many turns the model answered in the first tokens of a segment, those left out that belong to another one."""
+    start, answered = 0, set[int]()
+    for run in ledger.runs:
+        if run.by_model and ledger.inherited <= start < length:
+            answered.add(run.turn)
+        start += len(run.ids)
+    return len(answered)
+
+
+def _equal(left: Sequence[tuple[str, SegmentLedger]], sample: TrainingSample) -> int | None:
     """Which one of those behind the first is the sample's."""
-    equal = (at for at, (_, ledger) in enumerate(left, start=1) if _of_segment(ledger, sample, whole=whole) is None)
+    equal = (at for at, (_, ledger) in enumerate(left, start=1) if _of_segment(ledger, sample) is None)
     return next(equal, None)
 
 
-def _of_segment(ledger: SegmentLedger, sample: TrainingSample, *, whole: bool) -> Mismatch | None:
+def _of_segment(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
     theirs = [*sample.prompt_ids, *sample.response_ids]
     ours = ledger.ids[: len(theirs)].tolist()
     if (at := _first(ours, theirs)) is not None:
         return Mismatch(sample.segment_id, "ids", at, str(ours[at]), str(theirs[at]))
-    ends = [mark.tokens for mark in ledger.marks]
-    if len(theirs) not in (ends[-1:] if whole else ends):
+    if len(theirs) not in [mark.tokens for mark in ledger.marks]:
         return Mismatch(sample.segment_id, "length", None, f"{ledger.tokens} tokens", f"{len(theirs)}")
     return _of_mask(ledger, sample) or _of_logprobs(ledger, sample) or _of_policies(ledger, sample)
 

@@ -14,8 +14,6 @@ from rollout_client.trainer.comparing import Mismatch, difference
 from rollout_client.trainer.records import Record
 from rollout_client.training import TrainingSample, samples
 
-_STOP = "stop"
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -111,8 +109,7 @@ def finished_of(rollout: Rollout, record: Record | None) -> Finished:
         return Finished(rollout, (), wrong, True)
     if record is None:
         return Finished(rollout, found, None, checked=not found)
-    whole = rollout.outcome.WhichOneof("end") == _STOP
-    wrong_at = difference(record, found, whole=whole)
+    wrong_at = difference(record, found, turns=rollout.outcome.metrics.turns)
     checked = all(ledger.complete for _, ledger in record.ledgers())
     return Finished(rollout, () if wrong_at else found, wrong_at, checked)
 

@@ -13,6 +13,7 @@ from rollout_gateway.chat import message_json
 from rollout_gateway.resource import words
 from rollout_gateway.resource.outcome import origin_json, outcome_json, span_json
 from rollout_gateway.resource.rollout import time_json
+from rollout_gateway.resource.spec import sampling_json, spliced
 
 # The view in which the outcome of a `finished` event comes.
 _VIEWS: Final[Mapping[int, int]] = MappingProxyType(
@@ -82,6 +83,13 @@ def _segment_opened(own: event_pb2.SegmentOpened) -> dict[str, Any]:
     return {"origin": origin_json(own.origin), "prompt_tokens": own.prompt_tokens}
 
 
+def _asked(own: event_pb2.Asked) -> dict[str, Any]:
+    found = _fields("turn_key", "messages")(own)
+    if own.HasField("sampling"):
+        found["sampling"] = sampling_json(own.sampling)
+    return found
+
+
 def _answered(own: event_pb2.Answered) -> dict[str, Any]:
     found: dict[str, Any] = {
         "finish_reason": own.finish_reason,
@@ -122,6 +130,11 @@ def _forked(own: event_pb2.Forked) -> dict[str, Any]:
     return found
 
 
+def _observed(own: event_pb2.Observed) -> dict[str, Any]:
+    value = {"value": spliced(own.value_json)} if own.value_json else {}
+    return {"what": own.what} | value
+
+
 def _tool_returned(own: event_pb2.ToolReturned) -> dict[str, Any]:
     found = _fields("call_id", "name", "index", "failed", "elapsed_ms")(own)
     if own.HasField("message"):
@@ -140,7 +153,7 @@ _OWN: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = MappingProxyType(
     {
         "accepted": _fields("messages", "agent", "agent_version"),
         "segment_opened": _segment_opened,
-        "asked": _fields("turn_key", "messages"),
+        "asked": _asked,
         "answered": _answered,
         "appended": _appended,
         "tool_started": _fields("call_id", "name", "index"),
@@ -151,6 +164,6 @@ _OWN: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = MappingProxyType(
         "forked": _forked,
         "given_up": _fields(),
         "masked": _fields("reason"),
-        "observed": _fields("what", "value_json"),
+        "observed": _observed,
     }
 )

@@ -35,7 +35,7 @@ def spec_json(spec: spec_pb2.RolloutSpec, *, messages: bool) -> dict[str, Any]:
         if spec.HasField(key):
             found[key] = _target(getattr(spec, key))
     if spec.HasField("sampling"):
-        found["sampling"] = _sampling(spec.sampling)
+        found["sampling"] = sampling_json(spec.sampling)
     if spec.HasField("limits"):
         found["limits"] = limits_json(spec.limits)
     if spec.HasField("tokenizer"):
@@ -72,7 +72,8 @@ def _target(target: spec_pb2.Target) -> dict[str, Any]:
     return found
 
 
-def _sampling(sampling: spec_pb2.Sampling) -> dict[str, Any]:
+def sampling_json(sampling: spec_pb2.Sampling) -> dict[str, Any]:
+    """How the model samples; what is unset is left out."""
     found: dict[str, Any] = _set(sampling, "temperature", "top_p", "max_tokens", "logprobs")
     if sampling.stop:
         found["stop"] = list(sampling.stop)

@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any
 
 from rollout_server.agent import Agent
 from rollout_server.authoring.mistake import Mistake, mistake_in, near
 
 _FORMS = "MODULE, MODULE:OBJECT, FILE.py or FILE.py:OBJECT"
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +91,9 @@ def named(module: ModuleType, reference: Reference) -> object:
     return found
 
 
-def made(found: object, kind: type[_T] | None, reference: Reference) -> object:
-    """An object as it is; a class (of a kind, where one is given) is made without arguments. Raises `Mistake`."""
-    if not isinstance(found, type) or not issubclass(found, kind or object):
+def made(found: object, kinds: tuple[type[Any], ...] | None, reference: Reference) -> object:
+    """An object as it is; a class (of one of the kinds, where some are given) is made without arguments. Raises `Mistake`."""
+    if not isinstance(found, type) or not issubclass(found, kinds or object):
         return found
     try:
         return found()
@@ -117,24 +116,42 @@ def _only(reference: Reference) -> Agent:
 
 
 def _agent(module: ModuleType, reference: Reference) -> Agent:
-    agent = made(named(module, reference), Agent, reference)
-    if not isinstance(agent, Agent):
+    found = made(named(module, reference), _kinds(), reference)
+    if isinstance(found, Agent):
+        return found
+    if not isinstance(found, _kinds()):
         raise Mistake(f"{reference.name!r} in {reference.place} is not an Agent")
-    return agent
+    from rollout_server.sdk.adapter import as_agent
+
+    try:
+        return as_agent(found)
+    except (TypeError, ValueError) as error:
+        raise Mistake(str(error), *_source(type(found))) from None
+
+
+def _kinds() -> tuple[type[Any], ...]:
+    """What an agent can be made of. Only a file that imports the earlier SDK's names has a loop of it."""
+    if "rollout_server.sdk.core.base" not in sys.modules:
+        return (Agent,)
+    from rollout_server.sdk.core.base import RolloutAgentLoop
+
+    return Agent, RolloutAgentLoop
 
 
 def _agents_in(module: ModuleType, reference: Reference) -> list[str]:
     """The names of a module's agents: objects first, then the classes that it defines and that none of these is made of."""
+    kinds = _kinds()
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    objects = {name: value for name, value in public.items() if isinstance(value, Agent)}
+    objects = {name: value for name, value in public.items() if isinstance(value, kinds)}
     classes = {
         name: value
         for name, value in public.items()
-        if isinstance(value, type) and issubclass(value, Agent) and value.__module__ == module.__name__
+        if isinstance(value, type) and issubclass(value, kinds) and value.__module__ == module.__name__
     }
     bases = {base for kind in [*classes.values(), *map(type, objects.values())] for base in kind.__mro__[1:]}
     spoken_for = bases | {type(value) for value in objects.values()}
-    found = [*objects, *(name for name, kind in classes.items() if kind not in spoken_for)]
+    ready = {name: kind for name, kind in classes.items() if not inspect.isabstract(kind)}
+    found = [*objects, *(name for name, kind in ready.items() if kind not in spoken_for)]
     if not found:
         raise Mistake("holds no agent: write a class in it that is an Agent", reference.place)
     return found
@@ -193,19 +210,23 @@ def _executed(path: Path) -> ModuleType:
 
 
 def _check_source(path: Path) -> None:
-    """A call of `serve` at the top of a file would serve instead of being imported, and never come back."""
+    """A call of `serve` at the top of a file would serve instead of being imported, and never come back.
+
+    `serve_agent_loop` is what the earlier SDK calls it.
+    """
     tree = ast.parse(path.read_bytes(), str(path))
     names = {
         alias.asname or alias.name
         for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.module == "rollout_server"
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("rollout_server.")
         for alias in node.names
-        if alias.name == "serve"
+        if alias.name in ("serve", "serve_agent_loop")
     }
     for node in tree.body:
         call = node.value if isinstance(node, ast.Expr) else None
         if isinstance(call, ast.Call) and ast.unparse(call.func) in {*names, "rollout_server.serve"}:
-            text = 'serve() is called as the file is imported; put it under `if __name__ == "__main__":`'
+            called = ast.unparse(call.func).rpartition(".")[2]
+            text = f'{called}() is called as the file is imported; put it under `if __name__ == "__main__":`'
             raise Mistake(text, str(path), node.lineno)
 
 

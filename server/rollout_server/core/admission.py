@@ -67,7 +67,7 @@ def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
             "spec.outcome.dialect", "the synchronous dialect has no callback for outcomes; use HTTP_PLAIN or GRPC"
         )
     yield from _engines(spec)
-    yield from _sampling(spec.sampling, masked=spec.completions.dialect is Dialect.HTTP_MASKED)
+    yield from sampling_violations(spec.sampling, spec.completions.dialect)
     yield from _limits(spec.limits, least=0 if spec.completions.dialect is Dialect.HTTP_PLAIN else 1)
     yield from _tokenizer(spec)
     yield from _metadata(spec, bounds)
@@ -138,12 +138,13 @@ def _conversation(spec: Spec) -> Iterator[Violation]:
             yield Violation(f"spec.messages[{index}].role", f"must be one of {', '.join(HTTP_ROLES)}")
 
 
-def _sampling(sampling: Sampling, *, masked: bool) -> Iterator[Violation]:
+def sampling_violations(sampling: Sampling, dialect: Dialect) -> Iterator[Violation]:
+    """What is wrong with sampling parameters for a trainer of a dialect."""
     if sampling.temperature is not None and not 0 <= sampling.temperature <= 2:
         yield Violation("spec.sampling.temperature", "must be from 0 to 2")
     if sampling.top_p is not None and not 0 <= sampling.top_p <= 1:
         yield Violation("spec.sampling.top_p", "must be from 0 to 1")
-    most = 32_768 if masked else 2**31 - 1
+    most = 32_768 if dialect is Dialect.HTTP_MASKED else 2**31 - 1
     if sampling.max_tokens is not None and not 1 <= sampling.max_tokens <= most:
         yield Violation("spec.sampling.max_tokens", f"must be from 1 to {most}")
     if len(sampling.stop) > 64:

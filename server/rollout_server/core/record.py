@@ -13,6 +13,7 @@ from rollout_server.core.ledger import Drift, Logprobs, Origin, Prediction, Toke
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import End, Verdict
 from rollout_server.core.segment import Plane
+from rollout_server.core.spec import Sampling
 
 RESAMPLED: Final = "resampled"
 """The code of notes and warnings on a turn that may have been generated more than once (D8)."""
@@ -32,12 +33,16 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A completion is wanted. `turn_key` stays the same on each attempt; `messages` counts the conversation."""
+    """A completion is wanted. `turn_key` stays the same on each attempt; `messages` counts the conversation.
+
+    `sampling` is how the model samples in this turn, whole; None: as the rollout's spec says.
+    """
 
     turn: int
     segment_id: str
     turn_key: str
     messages: int
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True, slots=True)

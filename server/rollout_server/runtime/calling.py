@@ -3,11 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
+from rollout_server.core.conversation import Conversation
+from rollout_server.core.message import MalformedMessage, ToolCall, tool_calls
 from rollout_server.core.record import ToolReturned, ToolStarted
-from rollout_server.runtime.course import Course
+from rollout_server.runtime.course import AgentMistake, Course
 from rollout_server.runtime.toolbox import Toolbox, ToolResult
+
+
+def made(calls: Iterable[ToolCall], conversation: Conversation) -> Sequence[ToolCall]:
+    """The calls, each of which the model has made in its last message. Raises `AgentMistake` for others: no answer fits them."""
+    wanted = list(calls)
+    open_ = _open_calls(conversation)
+    for call in wanted:
+        if not isinstance(call, ToolCall):
+            raise AgentMistake(f"call: {call!r} is no tool call; `reply.tool_calls` are those of an answer")
+        if not open_[call.id]:
+            raise AgentMistake(
+                f"call: the model has made no call {call.id!r} in turn {conversation.turn}, or it has its result already; "
+                "give what `reply.tool_calls` of its last answer holds, each call once"
+            )
+        open_[call.id] -= 1
+    return wanted
+
+
+def _open_calls(conversation: Conversation) -> Counter[str]:
+    """How often each id was called in the last answer, without the calls that have their results."""
+    returned: Counter[str] = Counter()
+    for message in reversed(conversation.messages):
+        fields = message.fields()
+        if message.role == "assistant":
+            try:
+                called = Counter(call.id for call in tool_calls(fields))
+            except MalformedMessage:
+                return Counter()
+            return called - returned
+        if message.role == "tool":
+            returned[str(fields.get("tool_call_id"))] += 1
+    return Counter()
 
 
 async def run_calls(course: Course, toolbox: Toolbox, started: Sequence[ToolStarted]) -> Sequence[ToolResult]:

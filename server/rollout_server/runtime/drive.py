@@ -15,14 +15,14 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rollout_server.core.outcome import Category, End, Failure, Stop, Verdict
-from rollout_server.core.record import Ended
+from rollout_server.core.record import Ended, ToolReturned, ToolStarted
 from rollout_server.core.spec import Dialect
 from rollout_server.runtime.course import Course
 from rollout_server.runtime.port import OpenSampler
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run import RolloutOver, Run
-from rollout_server.runtime.toolbox import Toolbox
-from rollout_server.runtime.where import raised_at
+from rollout_server.runtime.toolbox import Toolbox, label_of
+from rollout_server.runtime.where import raised_at, waits_at, written_at
 from rollout_server.runtime.workbench import Workbench
 
 _log = logging.getLogger(__name__)
@@ -85,10 +85,23 @@ async def _play(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> E
         _log_other_errors(rollout, play)
         return run.over.result()
     if not play.done():
-        return rollout.ending.result()
+        return _ended_early(rollout, "play", play)
     if play.cancelled() or play.exception() is not None:
         return _agent_failed(rollout, "play", play)
+    for task in run.under_way:
+        text = "the play of agent %s returned while a task that it had started went on%s; that is cancelled"
+        _log.warning(text, rollout.agent.name, waits_at(task), extra=_where(rollout))
     return _natural_stop(rollout)
+
+
+def _ended_early(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> End:
+    """The end that somebody wished for. Where time was over, the author is told for what."""
+    end = rollout.ending.result()
+    if isinstance(end, Failure) and end.category is Category.TIMEOUT:
+        text = "the %s of agent %s%s had not returned when the time of its rollout was over: it waited%s"
+        waited = _calls_under_way(rollout) or waits_at(task)
+        _log.warning(text, part, rollout.agent.name, _written(rollout, part), waited, extra=_where(rollout))
+    return end
 
 
 def _natural_stop(rollout: Rollout) -> Stop:
@@ -105,7 +118,7 @@ async def _judge(rollout: Rollout, run: Run, stop: Stop, tasks: list[asyncio.Tas
     judge = _start(rollout.agent.judge(run.latest), f"judge {rollout.uid}", tasks)
     await _first_of(judge, rollout.ending)
     if not judge.done():
-        return rollout.ending.result(), Verdict()
+        return _ended_early(rollout, "reward", judge), Verdict()
     if judge.cancelled() or judge.exception() is not None:
         return _agent_failed(rollout, "reward", judge), Verdict()
     return stop, judge.result()
@@ -151,9 +164,28 @@ def _time_over(rollout: Rollout, seconds: float) -> None:
 
 def _agent_failed(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Failure:
     error = None if task.cancelled() else task.exception()
-    place = raised_at(error) if error is not None else ""
+    place = (raised_at(error) if error is not None else "") or _written(rollout, part)
     _log.error("the %s of agent %s failed%s", part, rollout.agent.name, place, exc_info=error, extra=_where(rollout))
     return _failure(rollout, f"agent's {part} failed")
+
+
+def _calls_under_way(rollout: Rollout) -> str:
+    """The tools that have not returned, as " for tool add (agent.py:3)"; empty: all have."""
+    names: dict[tuple[str, int, int], str] = {}
+    for entry in rollout.log.entries:
+        match entry.record:
+            case ToolStarted(turn, index, call, segment_id):
+                names[segment_id, turn, index] = call.name
+            case ToolReturned(turn=turn, index=index, segment_id=segment_id):
+                names.pop((segment_id, turn, index), None)
+    waited = {name: label_of(tool) for tool in rollout.tools if (name := tool.name) in names.values()}
+    return f" for {', '.join(waited.values())}" if waited else ""
+
+
+def _written(rollout: Rollout, part: str) -> str:
+    """Where the author's function is."""
+    function = getattr(rollout.agent, part, None)
+    return written_at(function) if callable(function) else ""
 
 
 def _log_other_errors(rollout: Rollout, play: asyncio.Task[Any]) -> None:
@@ -161,7 +193,9 @@ def _log_other_errors(rollout: Rollout, play: asyncio.Task[Any]) -> None:
     error = play.exception() if play.done() and not play.cancelled() else None
     others = error.split(RolloutOver)[1] if isinstance(error, BaseExceptionGroup) else error
     if others is not None and not isinstance(others, RolloutOver):
-        _log.error("agent %s failed as its rollout ended", rollout.agent.name, exc_info=others, extra=_where(rollout))
+        place = raised_at(others)
+        text = "agent %s failed as its rollout ended%s"
+        _log.error(text, rollout.agent.name, place, exc_info=others, extra=_where(rollout))
 
 
 def _failure(rollout: Rollout, what: str) -> Failure:
@@ -176,7 +210,8 @@ async def _give_way(tasks: list[asyncio.Task[Any]]) -> None:
         return
     done, pending = await asyncio.wait(tasks, timeout=GRACE_SECONDS)
     for task in pending:
-        _log.warning("%s does not give way to its cancellation and is left alone", task.get_name())
+        text = "%s does not give way to its cancellation and is left alone%s"
+        _log.warning(text, task.get_name(), waits_at(task))
     for task in done:
         if not task.cancelled():
             task.exception()  # it has been told of, or came after the end

@@ -1,10 +1,11 @@
-"""What an agent says when it opens a conversation, checked."""
+"""What an agent says when it opens a conversation or adds to one, checked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollout_server.core.ledger import SegmentKind
+from rollout_server.core.message import JSON, MalformedMessage, Message
 from rollout_server.runtime.course import AgentMistake
 from rollout_server.runtime.port import Tool
 
@@ -39,3 +40,11 @@ def forkable_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     if doubled:
         raise AgentMistake(f"fork: more than one tool has the name {', '.join(map(repr, doubled))}")
     return tuple(tools)
+
+
+def written(messages: Iterable[Mapping[str, JSON]]) -> tuple[Message, ...]:
+    """An agent's messages as the conversation holds them. Raises `AgentMistake`."""
+    try:
+        return tuple(Message.write(message) for message in messages)
+    except (MalformedMessage, TypeError, ValueError) as error:
+        raise AgentMistake(f"not a message: {error}") from error

@@ -41,7 +41,7 @@ async def once(course: Course, conversation: Conversation, function: Callable[[]
     if inspect.iscoroutinefunction(function):
         result = await function()
     else:
-        result = await course.aside(f"once of agent {course.rollout.agent.name}", function)
+        result = await course.aside(f"once of agent {course.rollout.agent.name}{written_at(function)}", function)
         if inspect.isawaitable(result):
             result = await result
     try:

@@ -12,7 +12,7 @@ from rollout_server.core.limits import Limits
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Failure, Verdict
 from rollout_server.core.record import Answered, Asked
-from rollout_server.core.spec import Spec, Target
+from rollout_server.core.spec import Sampling, Spec, Target
 from rollout_server.runtime.delivery import Receipt
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class Ask:
         deadline: when the rollout's time is over, on the monotonic clock; None: never.
         credentials: of the rollout.
         remark: leaves a note in the rollout's log, as (code, text).
+        sampling: how the model samples in this turn, whole.
     """
 
     asked: Asked
@@ -97,6 +98,7 @@ class Ask:
     deadline: float | None = None
     credentials: Credentials = Credentials()
     remark: Callable[[str, str], None] = field(default=lambda code, text: None, repr=False)
+    sampling: Sampling = Sampling()
 
 
 @dataclass(frozen=True, slots=True)

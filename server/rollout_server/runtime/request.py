@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_server.core.error import NotPossible, RolloutError
+from rollout_server.core.limits import Limits
 from rollout_server.core.message import parse_object
-from rollout_server.core.spec import Dialect, Spec
+from rollout_server.core.spec import Dialect, Sampling, Spec
 from rollout_server.runtime.port import PlaysRuns, Tool
 from rollout_server.runtime.where import raised_at
 
@@ -18,34 +19,44 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A rollout as its caller wants it."""
+    """A rollout as its caller wants it. `spec` is all of it, in the server's own words."""
 
-    _spec: Spec
+    spec: Spec
 
     @property
     def rollout_id(self) -> str:
         """The caller's id of the rollout."""
-        return self._spec.rollout_id
+        return self.spec.rollout_id
 
     @property
     def group_id(self) -> str:
         """Of the rollouts that belong together, as the caller groups them; may be empty."""
-        return self._spec.group_id
+        return self.spec.group_id
 
     @property
     def labels(self) -> Mapping[str, str]:
         """What rollouts are selected by."""
-        return self._spec.labels
+        return self.spec.labels
 
     @property
     def metadata(self) -> Mapping[str, Any]:
         """What the request says beside the conversation, parsed anew at each look."""
-        return parse_object(self._spec.metadata_json) if self._spec.metadata_json else {}
+        return parse_object(self.spec.metadata_json) if self.spec.metadata_json else {}
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:
         """The conversation that the rollout begins with, parsed anew at each look."""
-        return [message.fields() for message in self._spec.messages]
+        return [message.fields() for message in self.spec.messages]
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the model samples where a turn says nothing else; None leaves it to the trainer."""
+        return self.spec.sampling
+
+    @property
+    def limits(self) -> Limits:
+        """What the rollout may use up: of the request's own limits and the agent's the lower ones."""
+        return self.spec.limits
 
 
 def chosen_tools(agent: PlaysRuns, spec: Spec) -> Sequence[Tool]:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import TypeAlias
+from typing import Protocol
 
 from rollout_server.core.machine import Machine
 from rollout_server.core.outcome import Cancellation, End, Outcome
 from rollout_server.core.record import Accepted, Ended, Input, Record
+from rollout_server.runtime.admitted import Admitted
 from rollout_server.runtime.delivery import Delivery, DeliveryState
 from rollout_server.runtime.log import Entry, Log
-from rollout_server.runtime.port import Clock, PlaysRuns
-from rollout_server.runtime.request import chosen_tools
-from rollout_server.runtime.wish import Wish
+from rollout_server.runtime.port import Clock, Tool
 
-Observe: TypeAlias = "Callable[[Rollout, Sequence[Entry]], None]"
-"""Told of every entry right after it was added to a rollout's log."""
+
+class Keeper(Protocol):
+    """Who keeps rollouts."""
+
+    def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
+        """Is told of every entry right after it was added to a rollout's log."""
+
+    def released(self, rollout: Rollout) -> None:
+        """Nobody holds it any more."""
 
 
 class RolloutState(Enum):
@@ -32,13 +38,13 @@ class RolloutState(Enum):
 class Rollout:
     """Lives on one event loop. Everything that happens to it goes through `record`, and then to the observer."""
 
-    def __init__(self, uid: str, wish: Wish, agent: PlaysRuns, clock: Clock, observe: Observe) -> None:
-        """Raises `RolloutError` where the agent fails over the request."""
+    def __init__(self, uid: str, admitted: Admitted, tools: Sequence[Tool], clock: Clock, keeper: Keeper) -> None:
+        wish, agent = admitted.wish, admitted.agent
         self.uid = uid
         self.spec = wish.spec
         self.caller = wish.caller
         self.agent = agent
-        self.tools = chosen_tools(agent, wish.spec)
+        self.tools = tools
         self.clock = clock
         self.credentials = wish.credentials
         self.machine = Machine(uid, wish.spec.messages, wish.spec.limits)
@@ -50,7 +56,8 @@ class Rollout:
         self.finished: float | None = None
         self.deadline: float | None = None
         self.ending: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self._observe = observe
+        self.held = False
+        self._keeper = keeper
         self._queued_at = clock.monotonic()
         self._attached = 0
         self._leaving: asyncio.TimerHandle | None = None
@@ -88,13 +95,23 @@ class Rollout:
         conversation = self.machine.find(record)
         turn, segment = getattr(record, "turn", conversation.turn), conversation.line.segment
         entries = self.log.append(logged, now, turn, segment.id if segment is not None else "")
-        self._observe(self, entries)
+        self._keeper.recorded(self, entries)
         return logged
 
     def ask_to_end(self, end: End) -> None:
         """Wants the rollout to end this way. The first wish counts; one that has finished stays as it is."""
         if self.outcome is None and not self.ending.done():
             self.ending.set_result(end)
+
+    def hold(self) -> None:
+        """Somebody is still to take note of how it ends, and until then it is not forgotten."""
+        self.held = self.outcome is None or self.held
+
+    def release(self) -> None:
+        """Nobody is any more."""
+        if self.held:
+            self.held = False
+            self._keeper.released(self)
 
     @contextmanager
     def attached(self) -> Iterator[None]:

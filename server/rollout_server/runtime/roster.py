@@ -7,23 +7,30 @@ import heapq
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from typing import TypeAlias
 
 from rollout_server.core.admission import Bounds, settle, violations
-from rollout_server.core.error import Busy, Conflict, Draining, InvalidRequest, NotFound, NotPossible, Violation
+from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, NotPossible, Violation
 from rollout_server.core.fingerprint import fingerprint
 from rollout_server.core.outcome import Cancellation, Category, Failure
 from rollout_server.core.record import Ended
+from rollout_server.runtime.admitted import Admitted
 from rollout_server.runtime.drive import drive
 from rollout_server.runtime.kept import Kept
+from rollout_server.runtime.known import Known, check_alike
 from rollout_server.runtime.log import Entry
+from rollout_server.runtime.noting import log_finished
 from rollout_server.runtime.outbox import Outbox
-from rollout_server.runtime.place import Place, Selection
-from rollout_server.runtime.port import Credentials, OpenSampler, PlaysRuns
+from rollout_server.runtime.place import Selection
+from rollout_server.runtime.port import Credentials, OpenSampler, PlaysRuns, Tool
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.surroundings import Surroundings
+from rollout_server.runtime.where import defined_at
 from rollout_server.runtime.wish import Caller, Capacity, Wish
 from rollout_server.runtime.workbench import Workbench
+
+Check: TypeAlias = Callable[[Sequence[Rollout | None]], None]
+"""Looks at the rollouts that were found for wishes, None for those that are to be taken, and raises what forbids it."""
 
 _log = logging.getLogger(__name__)
 _LAST_DELIVERIES = 5.0
@@ -43,8 +50,11 @@ class Roster:
         surroundings: Surroundings = Surroundings(),
     ) -> None:
         self.agents = {agent.name: agent for agent in agents}
-        if len(self.agents) < len(agents):
-            raise ValueError(f"two agents have the same name, of {[agent.name for agent in agents]}")
+        names = [agent.name for agent in agents]
+        doubled = [name for name in self.agents if names.count(name) > 1]
+        if doubled:
+            places = "; ".join(defined_at(type(agent)) for agent in agents if agent.name == doubled[0])
+            raise ValueError(f"two agents have the name {doubled[0]!r}: {places}")
         self.default_agent = agents[0].name
         self.capacity = capacity
         self.bounds = bounds
@@ -56,11 +66,9 @@ class Roster:
         self._observer = surroundings.observer
         self._workbench = surroundings.workbench or Workbench()
         self._outbox = Outbox(surroundings, self._settle)
-        self._places: dict[str, Place] = {}
-        self._requests: dict[tuple[str, str, str], str] = {}
+        self._known = Known()
         self._queue: list[tuple[int, int, str]] = []
         self._waiting: dict[str, Rollout] = {}
-        self._numbers = count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._kept = Kept(capacity, self._clock)
 
@@ -91,43 +99,49 @@ class Roster:
 
         `also_wrong` is what the caller of this method found, told of together with what is found here: one word for each field.
         """
-        wrong = [*violations(wish.spec, self.bounds)]
-        named = {violation.field for violation in wrong}
-        wrong += [violation for violation in also_wrong if violation.field not in named]
-        if len(wish.request_id) > 256:
-            raise NotPossible("request_id has more than 256 characters", reason="REQUEST_ID_TOO_LONG")
-        if wrong:
-            raise InvalidRequest(*wrong)
-        agent = self.agent(wish.spec.agent)
-        spec = settle(wish.spec, agent.name, agent.limits, self.bounds)
-        print_ = fingerprint(spec)
-        key = (wish.caller, spec.completions.url, wish.request_id) if wish.request_id else None
-        known = self._known(wish, key, print_)
+        admitted = self._admit(wish, also_wrong)
+        known = self._known.find(admitted)
         if known is not None:
-            if known.outcome is None or known.owes:
-                known.credentials = known.credentials.refreshed(wish.credentials)
-            return known, True
-        return self._take(replace(wish, spec=spec), agent, print_, key), False
+            return self._found(known, wish), True
+        self._check_room((admitted,))
+        return self._take(admitted, admitted.tools()), False
+
+    async def start_all(
+        self, wishes: Sequence[Wish], also_wrong: Iterable[Violation] = (), check: Check = lambda found: None
+    ) -> Sequence[tuple[Rollout, bool]]:
+        """Takes a rollout for each wish, or finds it, or takes none of them and raises what `start` raises.
+
+        Other work gets its turn while the wishes are looked at. Then all are taken in one go. Right before, `check` is given what
+        was found for each and may raise; nothing else happens between that and the return.
+        """
+        wrong, tools = tuple(also_wrong), dict[int, Sequence[Tool]]()
+        admitted: list[Admitted] = []
+        for wish in wishes:
+            admitted.append(self._admit(wish, wrong))
+            if self._known.find(admitted[-1]) is None:
+                tools[len(admitted) - 1] = admitted[-1].tools()
+            await asyncio.sleep(0)
+        found = [self._known.find(each) for each in admitted]
+        check_alike(admitted)
+        lacking = {at: each for at, each in enumerate(admitted) if found[at] is None}
+        tools |= {at: each.tools() for at, each in lacking.items() if at not in tools}
+        self._check_room(tuple(lacking.values()))
+        check(found)
+        taken: list[tuple[Rollout, bool]] = []
+        for at, each in enumerate(admitted):
+            known = self._known.find(each)  # it may have come with this very group
+            taken.append(
+                (self._take(each, tools[at]), False) if known is None else (self._found(known, each.wish), True)
+            )
+        return taken
 
     def get(self, uid: str, caller: Caller) -> Rollout:
         """A rollout that the caller sees. Raises `NotFound`."""
-        place = self._places.get(uid)
-        if place is None or not caller.sees(place.rollout.caller):
-            raise NotFound(
-                f"there is no rollout {uid!r}; finished ones are forgotten after a while", reason="ROLLOUT_NOT_FOUND"
-            )
-        return place.rollout
+        return self._known.get(uid, caller)
 
     def select(self, selection: Selection, *, before: int | None = None) -> Iterator[tuple[int, Rollout]]:
         """The selected rollouts with their numbers, newest first, those with a number below `before` only."""
-        if selection.uids:
-            chosen = [self._places[uid] for uid in set(selection.uids) if uid in self._places]
-            places: Sequence[Place] = sorted(chosen, key=lambda place: -place.number)
-        else:
-            places = list(reversed(self._places.values()))
-        for place in places:
-            if (before is None or place.number < before) and selection.matches(place.rollout):
-                yield place.number, place.rollout
+        return self._known.select(selection, before)
 
     def cancel(self, selection: Selection, reason: str) -> Sequence[str]:
         """Asks the selected rollouts to end. Returns the uids of those that had not finished."""
@@ -147,9 +161,7 @@ class Roster:
     def forget(self) -> None:
         """Drops finished rollouts that are too old, too many or too large together, the oldest first."""
         for uid in self._kept.surplus():
-            place = self._places.pop(uid)
-            if place.request is not None and self._requests.get(place.request) == uid:
-                del self._requests[place.request]
+            self._known.drop(uid)
 
     async def drain(self, grace: float) -> None:
         """Takes nothing new, lets rollouts finish for `grace` seconds, then ends those that are left as interrupted.
@@ -161,8 +173,8 @@ class Roster:
         text = "the server stopped while the rollout ran; start it again"
         if self._tasks:
             await self._idle(grace)
-        for place in list(self._places.values()):
-            place.rollout.ask_to_end(Failure(Category.INTERRUPTED, text, place.rollout.machine.turn))
+        for rollout in self._known.rollouts():
+            rollout.ask_to_end(Failure(Category.INTERRUPTED, text, rollout.machine.turn))
         await self._idle(5.0)
         await self._outbox.drain(max(_LAST_DELIVERIES, until - asyncio.get_running_loop().time()))
 
@@ -171,36 +183,44 @@ class Roster:
         while self._tasks and (left := deadline - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
-    def _known(self, wish: Wish, key: tuple[str, str, str] | None, print_: str) -> Rollout | None:
-        uid = self._requests.get(key) if key is not None else None
-        if uid is None:
-            return None
-        place = self._places[uid]
-        over = place.rollout.state is RolloutState.FINISHED
-        if place.fingerprint == print_:
-            return None if place.until_received and over and place.rollout.received else place.rollout
-        if place.until_received and over:
-            return None
-        raise Conflict(
-            f"request id {wish.request_id!r} is known with another payload (rollout {uid}); use another id for another rollout"
-        )
+    def _admit(self, wish: Wish, also_wrong: Iterable[Violation]) -> Admitted:
+        """Looks at everything that a wish says. Raises `RolloutError`."""
+        wrong = [*violations(wish.spec, self.bounds)]
+        named = {violation.field for violation in wrong}
+        wrong += [violation for violation in also_wrong if violation.field not in named]
+        if len(wish.request_id) > 256:
+            raise NotPossible("request_id has more than 256 characters", reason="REQUEST_ID_TOO_LONG")
+        if wrong:
+            raise InvalidRequest(*wrong)
+        agent = self.agent(wish.spec.agent)
+        spec = settle(wish.spec, agent.name, agent.limits, self.bounds)
+        return Admitted(replace(wish, spec=spec), agent, fingerprint(spec))
 
-    def _take(self, wish: Wish, agent: PlaysRuns, print_: str, key: tuple[str, str, str] | None) -> Rollout:
+    def _found(self, known: Rollout, wish: Wish) -> Rollout:
+        if known.outcome is None or known.owes:
+            known.credentials = known.credentials.refreshed(wish.credentials)
+        return known
+
+    def _check_room(self, admitted: Sequence[Admitted]) -> None:
+        """Raises `Draining`, or `Busy` where there is no room for all of them."""
+        if not admitted:
+            return
         if self.draining:
             raise Draining("the server is stopping and takes no new rollouts", retry_after=1.0)
-        if self.running >= self.capacity.running and self.queued >= self.capacity.queued:
-            raise Busy(f"{self.running} rollouts run and {self.queued} wait; ask again later", retry_after=1.0)
+        room = self.capacity.running + self.capacity.queued - self.running - self.queued
+        if len(admitted) > room:
+            more = f": there is no room for {len(admitted)} more" if len(admitted) > 1 else ""
+            raise Busy(f"{self.running} rollouts run and {self.queued} wait{more}; ask again later", retry_after=1.0)
         most = max(self.capacity.finished, 1)
-        if wish.spec.outcome is not None and self.owed >= most:
+        if self.owed >= most and any(each.wish.spec.outcome is not None for each in admitted):
             text = f"{self.owed} outcomes wait for their receivers, at most {most} may; ask again when they have been taken"
             raise Busy(text, retry_after=1.0)
-        rollout = Rollout(self._new_uid(), wish, agent, self._clock, self._recorded)
-        place = Place(next(self._numbers), rollout, print_, key, wish.until_received)
-        self._places[rollout.uid] = place
-        if key is not None:
-            self._requests[key] = rollout.uid
+
+    def _take(self, admitted: Admitted, tools: Sequence[Tool]) -> Rollout:
+        rollout = Rollout(self._new_uid(), admitted, tools, self._clock, self)
+        number = self._known.add(rollout, admitted)
         rollout.ending.add_done_callback(lambda _: self._end_queued(rollout))
-        heapq.heappush(self._queue, (-wish.spec.priority, place.number, rollout.uid))
+        heapq.heappush(self._queue, (-rollout.spec.priority, number, rollout.uid))
         self._waiting[rollout.uid] = rollout
         self._fill()
         return rollout
@@ -232,15 +252,21 @@ class Roster:
         rollout.record(Ended(rollout.ending.result(), queued_ms=rollout.queued_ms()))
         self._keep(rollout)
 
-    def _recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
+    def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
+        """As `Keeper`."""
         if rollout.outcome is not None and rollout.spec.outcome is not None:
             # At once: an agent that does not give way holds its place, not the outcome.
             self._outbox.send(rollout, rollout.spec.outcome)
         self._observer.recorded(rollout, entries)
 
+    def released(self, rollout: Rollout) -> None:
+        """As `Keeper`."""
+        if rollout.outcome is not None:
+            self._settle(rollout)
+
     def _keep(self, rollout: Rollout) -> None:
         self.finished += 1
-        _log_finished(rollout)
+        log_finished(rollout)
         self._settle(rollout)
 
     def _settle(self, rollout: Rollout) -> None:
@@ -248,25 +274,6 @@ class Roster:
         if self._outbox.holds(rollout):
             return
         rollout.credentials = Credentials()
-        if not rollout.running:
+        if not (rollout.running or rollout.held):
             self._kept.add(rollout)
             self.forget()
-
-
-def _log_finished(rollout: Rollout) -> None:
-    """The one line about a rollout: never contents, tokens or keys."""
-    outcome = rollout.outcome
-    if outcome is None:
-        return
-    end, metrics = outcome.end, outcome.metrics
-    what = {"end": type(end).__name__.lower(), "turns": metrics.turns, "tool_calls": metrics.tool_calls}
-    if isinstance(end, Failure):
-        what |= {"category": end.category.value}
-    what |= {
-        "generated_tokens": metrics.generated_tokens,
-        "warnings": len(outcome.warnings),
-        "ms": round(metrics.total_ms),
-    }
-    text = " ".join(f"{key}={value}" for key, value in what.items())
-    extra = {"rollout_uid": rollout.uid, "rollout_id": rollout.spec.rollout_id, "turn": rollout.machine.turn}
-    _log.info("rollout finished: %s", text, extra=extra)

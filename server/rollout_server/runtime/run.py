@@ -9,29 +9,24 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from random import Random
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, Unpack, cast
 
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.machine import Over
-from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_object, tool_calls
-from rollout_server.core.outcome import Category, End, Failure, Stop
-from rollout_server.core.record import (
-    Answered,
-    Appended,
-    DriftFound,
-    GivenUp,
-    Masked,
-    Note,
-    Record,
-)
+from rollout_server.core.message import JSON, ToolCall
+from rollout_server.core.outcome import Category, End, Failure, Metrics, Stop
+from rollout_server.core.record import Appended, GivenUp, Masked, Note
 from rollout_server.core.spec import DriftPolicy
-from rollout_server.runtime.calling import run_calls
+from rollout_server.runtime.calling import made, run_calls
 from rollout_server.runtime.course import AgentMistake, Course, RolloutOver
-from rollout_server.runtime.forking import fork_kind, forkable_tools
+from rollout_server.runtime.forking import fork_kind, forkable_tools, written
+from rollout_server.runtime.history import only_read
 from rollout_server.runtime.observing import T, now, once, random
 from rollout_server.runtime.port import Ask, Failed, Fork, Sampler, Tool
-from rollout_server.runtime.reply import Reply, text_of
+from rollout_server.runtime.reply import Reply, drift_failure, text_of
+from rollout_server.runtime.request import Request
+from rollout_server.runtime.sampling import SamplingOptions, overridden
 from rollout_server.runtime.toolbox import Toolbox, ToolResult
 
 R = TypeVar("R")
@@ -73,10 +68,24 @@ class Run:
         return self._machine.turn
 
     @property
+    def request(self) -> Request:
+        """What the rollout was asked to be, with the limits in force."""
+        return Request(self._rollout.spec)
+
+    @property
     def metadata(self) -> Mapping[str, JSON]:
         """What the request says beside the conversation."""
-        text = self._rollout.spec.metadata_json
-        return parse_object(text) if text else {}
+        return self.request.metadata
+
+    @property
+    def used(self) -> Metrics:
+        """What the rollout has used so far, in all of its conversations: turns, tokens, tool calls, milliseconds."""
+        return self._machine.metrics
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """What the model is told in this conversation, and may call."""
+        return self._toolbox.tools
 
     @property
     def state(self) -> dict[str, Any]:
@@ -85,23 +94,30 @@ class Run:
 
     @property
     def messages(self) -> Sequence[Mapping[str, JSON]]:
-        """The conversation so far, parsed."""
-        return [message.fields() for message in self._conversation.messages]
+        """The conversation so far, parsed. It is for reading: `AgentMistake` for whoever changes it."""
+        return cast(
+            "Sequence[Mapping[str, JSON]]", only_read([message.fields() for message in self._conversation.messages])
+        )
 
     @property
     def cancelled(self) -> bool:
         """Somebody wants the rollout to end. Plain functions in threads may look at it."""
         return self._rollout.ending.done() or self._machine.outcome is not None
 
-    async def sample(self) -> Reply:
-        """Asks the model for the next message. Raises `RolloutOver` when a limit is met or the trainer fails."""
-        talk = self._conversation
+    async def sample(self, **sampling: Unpack[SamplingOptions]) -> Reply:
+        """Asks the model for the next message: `await run.sample()`, or `await run.sample(temperature=0.2, max_tokens=64)`.
+
+        The options hold for this turn; the rest is as the request says. Raises `RolloutOver` when a limit is met or the trainer
+        fails, and `AgentMistake` naming an option that is none or has a wrong value.
+        """
+        talk, spec = self._conversation, self._rollout.spec
+        own = overridden(spec.sampling, sampling, spec.completions.dialect) if sampling else spec.sampling
         await self._course.check(talk)
-        asked = self._machine.ask(talk)
+        asked = self._machine.ask(talk, None if own == spec.sampling else own)
         if isinstance(asked, Over):
             self._course.end(asked.stop)
         remark, deadline = partial(self._remark, asked.turn), self._rollout.deadline
-        ask = Ask(asked, talk.messages, talk.last_answer, talk.asked, deadline, self._rollout.credentials, remark)
+        ask = Ask(asked, talk.messages, talk.last_answer, talk.asked, deadline, self._rollout.credentials, remark, own)
         self._course.record(asked)
         try:
             with self._course.waiting():
@@ -111,17 +127,23 @@ class Run:
         except asyncio.CancelledError:
             self._gave_up(asked.turn)
             raise
-        self._follow_drift_policy(self._course.record(answered))
-        return self._reply(answered)
+        logged = self._course.record(answered)
+        drift = drift_failure(logged) if spec.on_drift is DriftPolicy.FAIL else None
+        if drift is not None:
+            self._course.end(drift)
+        try:
+            return Reply.of(answered)
+        except Failed as failed:
+            self._course.end(failed.failure)
 
     async def call(self, calls: Iterable[ToolCall]) -> Sequence[ToolResult]:
         """Runs tool calls at the same time and appends their results in the calls' order.
 
         Raises `RolloutOver` when a limit is met. A tool that fails answers the model, and so does one that the agent stops
-        waiting for.
+        waiting for. Raises `AgentMistake` for a call that the model has not made, or that has its result.
         """
         await self._course.check(self._conversation)
-        started = self._machine.start_calls(calls, self._conversation)
+        started = self._machine.start_calls(made(calls, self._conversation), self._conversation)
         if isinstance(started, Over):
             self._course.end(started.stop)
         return await run_calls(self._course, self._toolbox, started)
@@ -129,9 +151,9 @@ class Run:
     async def append(self, *messages: Mapping[str, JSON]) -> None:
         """Adds messages to the conversation. They do not train."""
         await self._course.check(self._conversation)
-        written = _written(messages)
-        if written:
-            self._course.record(Appended(written, self._conversation.id))
+        added = written(messages)
+        if added:
+            self._course.record(Appended(added, self._conversation.id))
 
     async def fork(
         self,
@@ -161,7 +183,7 @@ class Run:
         apart = opens is SegmentKind.SUBAGENT
         await self._course.check(self._conversation, *((State.OPEN, State.ASKING, State.CALLING) if apart else ()))
         given = None if tools is None else forkable_tools(tools)
-        forked = self._machine.fork(opens, _written(messages or ()), self._conversation)
+        forked = self._machine.fork(opens, written(messages or ()), self._conversation)
         told = self._toolbox.tools if given is None else given
         try:
             sampler = self._sampler.fork(Fork(forked.origin, given))
@@ -254,30 +276,3 @@ class Run:
     def _remark(self, turn: int, code: str, text: str) -> None:
         with suppress(RolloutOver):
             self._course.record(Note(turn, code, text))
-
-    def _follow_drift_policy(self, logged: Sequence[Record]) -> None:
-        if self._rollout.spec.on_drift is not DriftPolicy.FAIL:
-            return
-        for record in logged:
-            if isinstance(record, DriftFound):
-                drift = record.drift
-                text = (
-                    f"{record.text}. It has {drift.reported} tokens, {drift.expected} were expected: its template, tools or "
-                    'tokenizer differ from ours; with on_drift "warn" the rollout goes on in a new segment'
-                )
-                self._course.end(Failure(Category.TOKEN_DRIFT, text, record.turn))
-
-    def _reply(self, answered: Answered) -> Reply:
-        try:
-            fields = answered.message.fields()
-            return Reply(fields, tool_calls(fields), answered.finish_reason, answered.turn)
-        except MalformedMessage as error:
-            text = f"turn {answered.turn}: the trainer's message is malformed: {error}"
-            self._course.end(Failure(Category.VALIDATION, text, answered.turn))
-
-
-def _written(messages: Iterable[Mapping[str, JSON]]) -> tuple[Message, ...]:
-    try:
-        return tuple(Message.write(message) for message in messages)
-    except (MalformedMessage, TypeError, ValueError) as error:
-        raise AgentMistake(f"not a message: {error}") from error

@@ -17,9 +17,11 @@ from rollout_server.runtime.hands import HandledTool, Hands, ToolFailed, Unwrita
 from rollout_server.runtime.places import NoPlace, Places
 from rollout_server.runtime.policy import ToolPolicy
 from rollout_server.runtime.port import ArgumentError, Content, Tool, ToolError
+from rollout_server.runtime.where import raised_at, waits_at, written_at
 from rollout_server.runtime.work import Work
 from rollout_server.runtime.workbench import Workbench
 
+_FLOODS = "returned more than a result may have: the model reads its beginning; max_output_tokens says how much of it"
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 """Seconds between attempts: the first wait, which doubles with each attempt, and the longest."""
 
@@ -71,7 +73,10 @@ class Toolbox:
         tool = self._tools.get(call.name)
         try:
             content = await self._run(call, tool)
-            return ToolResult(call, await self._most(tool).cut(content), failed=False)
+            kept = await self._most(tool).cut(content)
+            if kept is not content and not _bounded(tool):
+                self._bench.complain(_label(call.name, tool), _FLOODS)
+            return ToolResult(call, kept, failed=False)
         except Exception as error:  # the boundary to a tool author's code
             self._complain(call.name, tool, error)
             return ToolResult(call, await self._most(tool).cut(f"Error: {_said(error)}"), failed=True)
@@ -102,9 +107,9 @@ class Toolbox:
     async def _placed(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
         """Runs the call as soon as it has all places that it needs."""
         if not isinstance(tool, HandledTool):
-            work = Work(tool.name)
+            work = Work(label_of(tool))
             return await self._timed(tool, ToolPolicy(), work, tool.run(arguments))
-        policy, label = tool.policy, f"{tool.name} ({tool.definition})"
+        policy, label = tool.policy, label_of(tool)
         async with AsyncExitStack() as stack:
             places = await self._take(tool)
             worker = None
@@ -158,6 +163,7 @@ class Toolbox:
             work.give_up()
             raise
         if not task.done():
+            self._bench.complain(label_of(tool), f"took longer than {policy.timeout:g} s{waits_at(task)}")
             work.give_up()
             raise ToolError(f"{tool.name} took longer than {policy.timeout:g} s")
         if task.cancelled():
@@ -173,11 +179,27 @@ class Toolbox:
         """Names file and line. The error's own text is not for the log: it may repeat what the model wrote."""
         if isinstance(error, ToolError) and not isinstance(error, Unwritable):
             return
-        label = f"{name} ({tool.definition})" if isinstance(tool, HandledTool) else name
+        label = _label(name, tool)
         if isinstance(error, Unwritable):
             self._bench.complain(label, "returned what cannot be written as text")
         else:
             self._bench.complain(label, _raised(error))
+
+
+def label_of(tool: Tool) -> str:
+    """A tool's name, and where it is defined, for the log."""
+    if isinstance(tool, HandledTool):
+        return f"tool {tool.name} ({tool.definition})"
+    return f"tool {tool.name}{written_at(tool.run)}"
+
+
+def _label(name: str, tool: Tool | None) -> str:
+    return label_of(tool) if tool is not None else f"tool {name}"
+
+
+def _bounded(tool: Tool | None) -> bool:
+    """Its author has said how much of a result is wanted."""
+    return isinstance(tool, HandledTool) and tool.policy.max_output_tokens is not None
 
 
 async def _attempts(tool: HandledTool, hands: Hands, arguments: Mapping[str, JSON]) -> Content:
@@ -200,10 +222,10 @@ def _said(error: Exception) -> str:
 
 def _raised(error: Exception) -> str:
     if isinstance(error, ToolFailed):
-        return f"ended with {error.kind or 'an error'}" + (f" at {error.place}" if error.place else "")
+        return f"ended with {error.kind or 'an error'}" + (f" at {error.place}" if error.place else raised_at(error))
     frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
-    return f"raised {type(error).__name__} at {place}"
+    innermost = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"raised {type(error).__name__}{raised_at(error) or innermost}"
 
 
 def _arguments(call: ToolCall) -> JSON:

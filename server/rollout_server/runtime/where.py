@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+_CAUSES = 32
 _OURS = str(Path(__file__).resolve().parents[1])
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -18,14 +22,36 @@ def written_at(function: Callable[..., object]) -> str:
     return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
 
 
+def defined_at(kind: type) -> str:
+    """Class, file and line; without these two where nobody knows."""
+    try:
+        return f"{kind.__qualname__} ({inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]})"
+    except (OSError, TypeError):
+        return kind.__qualname__
+
+
 def raised_at(error: BaseException) -> str:
-    """File and line of the author's code that raised an error or led to it, as " at file.py:3"; empty where none did."""
-    return _innermost(traceback.extract_tb(error.__traceback__))
+    """File and line of the author's code that raised an error or led to it, as " at file.py:3"; empty where none did.
+
+    Of a group of errors it is that of the first one, and of an error of ours that of its cause.
+    """
+    place, told = "", 0
+    inner: BaseException | None = error
+    while inner is not None and told < _CAUSES:  # causes may go round in circles
+        place = _named(authors_frames(traceback.extract_tb(inner.__traceback__))) or place
+        inner = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else None if place else inner.__cause__
+        told += 1
+    return place
 
 
-def held_at(stack: traceback.StackSummary) -> str:
-    """The same for what a thread is doing."""
-    return _innermost(stack)
+def waits_at(task: asyncio.Task[Any]) -> str:
+    """The same for what a task waits for."""
+    return _named(authors_frames(_suspended(task.get_coro())))
+
+
+def authors_frames(frames: Iterable[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
+    """Those that are an author's, outermost first."""
+    return [frame for frame in frames if is_authors(frame.filename)]
 
 
 def is_authors(filename: str) -> bool:
@@ -33,6 +59,17 @@ def is_authors(filename: str) -> bool:
     return not filename.startswith(("<", _OURS, *_INSTALLED))
 
 
-def _innermost(frames: Iterable[traceback.FrameSummary]) -> str:
-    found = [frame for frame in frames if is_authors(frame.filename)]
-    return f" at {found[-1].filename}:{found[-1].lineno}" if found else ""
+def _named(frames: Sequence[traceback.FrameSummary]) -> str:
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _suspended(awaited: object) -> traceback.StackSummary:
+    """The frames of a coroutine that waits, and of those that it waits for. `Task.get_stack` tells only of the first."""
+    frames: list[tuple[FrameType, int]] = []
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
+        if frame is None:
+            break
+        frames.append((frame, frame.f_lineno))
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+    return traceback.StackSummary.extract(iter(frames))

@@ -1,4 +1,4 @@
-"""What one tool call has under way: a task, and threads where its function is a plain one.
+"""What one call of an author's function has under way: a task, and threads where the function is a plain one.
 
 A call that is given up is cancelled and not waited for. It keeps its places until all of it has ended: they stand for
 something that there is not more of. If it does not give way within a grace time they count as lost, and the log says so.
@@ -22,14 +22,14 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 GRACE_SECONDS = 5.0
-"""How long a tool may take to give way after its call was given up."""
+"""How long a function may take to give way after its call was given up."""
 
 
 class Work:
     """The hands of one call."""
 
     def __init__(self, label: str, places: Sequence[Places] = (), worker: Worker | None = None) -> None:
-        """Takes over `places`. `label` names the tool in the log."""
+        """Takes over `places`. `label` names the function in the log, such as "tool add (agent.py:3)"."""
         self._label = label
         self._places = places
         self._worker = worker
@@ -65,7 +65,7 @@ class Work:
             except RuntimeError:
                 return  # the loop is closed: nobody waits
 
-        Thread(target=run, name=f"tool {self._label}", daemon=True).start()
+        Thread(target=run, name=self._label, daemon=True).start()
         self._parts += 1
         self._threads += 1
         return await returned
@@ -86,7 +86,7 @@ class Work:
     def _lose(self) -> None:
         self._lost = True
         what = "is still in its thread" if self._threads else "does not give way to its cancellation"
-        _log.warning("tool %s %s and is left alone, with the places it holds", self._label, what)
+        _log.warning("%s %s and is left alone, with the places it holds", self._label, what)
         for places in self._places:
             places.lose()
 
@@ -124,7 +124,9 @@ def _carried(error: BaseException) -> BaseException:
     if isinstance(error, StopIteration):
         return RuntimeError("StopIteration")
     if isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit | asyncio.CancelledError):
-        return ToolFailed(_said(error), type(error).__name__)
+        failed = ToolFailed(_said(error), type(error).__name__)
+        failed.__cause__ = error
+        return failed
     return error
 
 

@@ -55,11 +55,11 @@ class Workbench:
         return self._places.setdefault((tool.definition, tool.name, limit), Places(limit))
 
     def complain(self, tool: str, what: str) -> None:
-        """Tells the author of a tool's fault: as a warning once, after that for those who look closely."""
+        """Tells the author of a fault of "tool NAME (PLACE)": as a warning once, after that for those who look closely."""
         known = (tool, what) in self._said or len(self._said) >= _REMEMBERED
         if not known:
             self._said.add((tool, what))
-        _log.log(logging.DEBUG if known else logging.WARNING, "tool %s %s", tool, what)
+        _log.log(logging.DEBUG if known else logging.WARNING, "%s %s", tool, what)
 
     async def close(self) -> None:
         """Ends the processes."""

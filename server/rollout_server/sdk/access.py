@@ -1,4 +1,4 @@
-"""What the adapter needs of a run beyond the face that agents see. Nothing else here looks behind it."""
+"""Results of tools that a loop ran itself: the one thing for which the adapter looks behind the face that agents see."""
 
 from __future__ import annotations
 
@@ -7,25 +7,8 @@ from contextlib import suppress
 
 from rollout_server.core.machine import Over
 from rollout_server.core.message import JSON, Message, ToolCall
-from rollout_server.core.outcome import Metrics
-from rollout_server.core.record import Answered, ToolReturned
-from rollout_server.core.spec import Spec
+from rollout_server.core.record import ToolReturned
 from rollout_server.runtime.run import Run
-
-
-def spec_of(run: Run) -> Spec:
-    """What the rollout was asked to be, with the limits in force."""
-    return run._rollout.spec
-
-
-def metrics_of(run: Run) -> Metrics:
-    """What it has used so far."""
-    return run._machine.metrics
-
-
-def answer_of(run: Run) -> Answered | None:
-    """The newest answer of its conversation."""
-    return run._conversation.last_answer
 
 
 async def append_results(

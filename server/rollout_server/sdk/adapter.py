@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollout_server.agent import Agent
 from rollout_server.core.message import JSON
 from rollout_server.core.outcome import Category, End, Failure, Verdict
-from rollout_server.runtime.port import ToolError
+from rollout_server.core.spec import Dialect
+from rollout_server.runtime.port import Tool, ToolError
+from rollout_server.runtime.request import Request
 from rollout_server.runtime.run import Run
-from rollout_server.sdk.access import spec_of
 from rollout_server.sdk.asked import request_of, sample_request, told_tools
 from rollout_server.sdk.core.base import RolloutAgentLoop, RolloutContext, RolloutResult
 from rollout_server.sdk.core.exceptions import OsmosisRolloutError, OsmosisValidationError, ToolExecutionError
 from rollout_server.sdk.core.schemas import MessageDict, OpenAIFunctionToolSchema, RolloutRequest, RolloutStatus
 from rollout_server.sdk.run_client import RunClient
+
+_log = logging.getLogger(__name__)
 
 _REASON_LENGTH = 256
 _KEPT_LENGTH = 1024 * 1024
@@ -59,13 +63,14 @@ class ToldTool:
     description: str
     parameters_json_schema: str
     strict: bool = False
+    schema: OpenAIFunctionToolSchema | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, schema: OpenAIFunctionToolSchema) -> ToldTool:
         """The tool of a schema."""
         function = schema.function
         parameters = json.dumps(function.parameters.model_dump(exclude_none=True), ensure_ascii=False)
-        return cls(function.name, function.description, parameters, function.strict)
+        return cls(function.name, function.description, parameters, function.strict, schema)
 
     async def run(self, arguments: Mapping[str, JSON]) -> str:
         """Never called by a loop: it answers the model itself."""
@@ -84,18 +89,24 @@ class LoopAgent(Agent):
         self._debug_dir = debug_dir
         # By the rollout's end, which all its conversations share and which is forgotten with it.
         self._verdicts: weakref.WeakKeyDictionary[asyncio.Future[End], Verdict] = weakref.WeakKeyDictionary()
-        self.tools = [ToldTool.of(schema) for schema in self._told(sample_request())]
+        self.tools = self._tools_without_request()
+
+    def choose_tools(self, request: Request) -> Sequence[Tool]:
+        """Those that `get_tools` gives for the request, where its trainer hears of them."""
+        return self.tools if _tells_no_tools(request) else self._tools(request_of(request))
 
     async def play(self, run: Run) -> None:
         """Lets the loop run, and ends the rollout as its result says."""
-        request = request_of(spec_of(run))
+        request = request_of(run.request)
         client = RunClient(run, request)
-        tools = self._told(request)
-        if [ToldTool.of(schema) for schema in tools] != list(self.tools):
-            run.note("tools_not_told", "get_tools gave this rollout other tools than the model was told of")
+        tools = list(run.tools)
+        if _tells_no_tools(run.request):
+            tools = self._tools(request)
+            if tools != list(run.tools):
+                run.note("tools_not_told", "get_tools gave this rollout other tools than the model was told of")
         context = RolloutContext(
             request=request,
-            tools=tools,
+            tools=[tool.schema for tool in tools if isinstance(tool, ToldTool) and tool.schema is not None],
             llm=client,
             _debug_dir=self._debug_dir,
             _note=run.note,
@@ -111,9 +122,19 @@ class LoopAgent(Agent):
         """What the loop's result says."""
         return self._verdicts.get(run.over, Verdict())
 
-    def _told(self, request: RolloutRequest) -> list[OpenAIFunctionToolSchema]:
+    def _tools_without_request(self) -> list[Tool]:
+        """What `GET /tools` tells: those for a request such as trainers send, none where `get_tools` needs more to choose."""
         where = place_of(self._loop, "get_tools")
-        return told_tools(self._loop.get_tools(request), where)
+        try:
+            tools = self._loop.get_tools(sample_request())
+        except Exception as error:  # the boundary to an author's code
+            _log.warning("%s gives no tools without a real request, so GET /tools has none", where, exc_info=error)
+            return []
+        return [ToldTool.of(schema) for schema in told_tools(tools, where)]
+
+    def _tools(self, request: RolloutRequest) -> list[Tool]:
+        where = place_of(self._loop, "get_tools")
+        return [ToldTool.of(schema) for schema in told_tools(self._loop.get_tools(request), where)]
 
     async def _conclude(self, run: Run, client: RunClient, result: object) -> None:
         result = self._checked(result)
@@ -142,6 +163,11 @@ class LoopAgent(Agent):
         if isinstance(reward, float) and not math.isfinite(reward):
             raise ValueError(f"{where}: reward is {reward}; a finite number or None is needed")
         return result
+
+
+def _tells_no_tools(request: Request) -> bool:
+    """Trainers of the synchronous dialect know the tools of `GET /tools`, and hear of no others (http-wire.md, A)."""
+    return request.spec.completions.dialect is Dialect.HTTP_MASKED
 
 
 def _kept(run: Run, messages: Sequence[MessageDict]) -> str:

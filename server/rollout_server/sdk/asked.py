@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
 from rollout_server.core.message import parse_object
-from rollout_server.core.spec import Sampling, Spec
+from rollout_server.core.spec import Sampling
+from rollout_server.runtime.request import Request
+from rollout_server.runtime.run import AgentMistake
+from rollout_server.runtime.sampling import SamplingOptions, overridden
+from rollout_server.sdk.core.exceptions import OsmosisValidationError
 from rollout_server.sdk.core.schemas import OpenAIFunctionToolSchema, RolloutRequest, SamplingParamsDict, copied
 from rollout_server.sdk.utils import normalize_stop
 
 _TURNS, _TOKENS = 10, 8192
-_SAMPLED = ("temperature", "top_p", "max_tokens", "stop")
+_SAMPLED = ("temperature", "top_p", "max_tokens", "stop", "logprobs")
 
 
-def request_of(spec: Spec) -> RolloutRequest:
+def request_of(request: Request) -> RolloutRequest:
     """The request, with the limits in force; where there is none, the dialect's default stands in. Not validated again."""
+    spec = request.spec
     return RolloutRequest.model_construct(
         rollout_id=spec.rollout_id,
         server_url=spec.completions.url,
-        messages=[copied(message.fields()) for message in spec.messages],
+        messages=[copied(message) for message in request.messages],
         completion_params=_parameters(spec.sampling),
         tool_server_url=spec.tools.url if spec.tools is not None else None,
         max_turns=_TURNS if spec.limits.turns is None else spec.limits.turns,
         max_tokens_total=_TOKENS if spec.limits.generated_tokens is None else spec.limits.generated_tokens,
-        metadata=dict(parse_object(spec.metadata_json)) if spec.metadata_json else {},
+        metadata=dict(request.metadata),
         api_key=None,
         idempotency_key=None,
     )
@@ -42,19 +47,18 @@ def sample_request() -> RolloutRequest:
     )
 
 
-def differing_parameters(asked: SamplingParamsDict, wanted: Mapping[str, Any]) -> str:
-    """The sampling parameters of a call that are not the request's, as `name=value`; empty where there are none.
+def own_sampling(request: Request, asked: SamplingParamsDict, wanted: Mapping[str, Any]) -> SamplingOptions:
+    """The sampling parameters of a call that are not the request's, `asked`. Raises `OsmosisValidationError`.
 
     None leaves a parameter as it is, and parameters that the earlier SDK ignores are ignored.
     """
-    differing = []
-    for name in _SAMPLED:
-        value, known = wanted.get(name), asked.get(name)
-        if name == "stop":
-            value, known = normalize_stop(value) or None, normalize_stop(known) or None
-        if value is not None and value != known:
-            differing.append(f"{name}={value!r} instead of {asked.get(name)!r}")
-    return ", ".join(differing)
+    named = {name: normalize_stop(value) if name == "stop" else value for name, value in wanted.items()}
+    own = {name: named[name] for name in _SAMPLED if name in named and named[name] != asked.get(name)}
+    try:
+        overridden(request.sampling, own, request.spec.completions.dialect)
+    except AgentMistake as mistake:
+        raise OsmosisValidationError(str(mistake), 400) from None
+    return cast("SamplingOptions", own)
 
 
 def _parameters(sampling: Sampling) -> SamplingParamsDict:

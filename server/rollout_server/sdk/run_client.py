@@ -8,8 +8,8 @@ from typing import Any
 from rollout_server.core.message import ToolCall
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.runtime.run import Reply, RolloutOver, Run
-from rollout_server.sdk.access import answer_of, append_results, metrics_of
-from rollout_server.sdk.asked import differing_parameters
+from rollout_server.sdk.access import append_results
+from rollout_server.sdk.asked import own_sampling
 from rollout_server.sdk.client import CompletionsResult
 from rollout_server.sdk.core.exceptions import (
     OsmosisRolloutError,
@@ -36,37 +36,31 @@ class RunClient:
     async def chat_completions(self, messages: list[MessageDict], **kwargs: Any) -> CompletionsResult:
         """The model's answer to the whole conversation.
 
-        A list that is the last one with the answer and more appended is followed; any other opens a segment. Raises
-        `OsmosisValidationError` for a list that cannot be sent and for sampling parameters other than the request's, and an
-        `OsmosisRolloutError` when the trainer fails; then the rollout is over.
+        A list that is the last one with the answer and more appended is followed; any other opens a segment. Sampling parameters
+        hold for this call; those that are not given are the request's. Raises `OsmosisValidationError` for a list or a parameter
+        that cannot be sent, and an `OsmosisRolloutError` when the trainer fails; then the rollout is over.
         """
-        differing = differing_parameters(self._params, kwargs)
-        if differing:
-            raise OsmosisValidationError(
-                f"a rollout has one set of sampling parameters, and this call wants {differing}: pass "
-                "**ctx.request.completion_params, or nothing",
-                400,
-            )
+        own = own_sampling(self.run.request, self._params, kwargs)
         given = _checked(messages)
         try:
             await self._follow(given)
-            before = metrics_of(self.run)
-            reply = await self.run.sample()
+            before = self.run.used
+            reply = await self.run.sample(**own)
         except RolloutOver as over:
             # Once: a loop that swallows it and asks again has to end.
             if not isinstance(over.end, Failure) or self._has_failed:
                 raise
             self._has_failed = True
             raise failed(over.end) from over
-        after = metrics_of(self.run)
+        after = self.run.used
         self._following.answered(given, reply.message)
         self._calls = reply.tool_calls
         prompt, generated = after.prompt_tokens - before.prompt_tokens, after.generated_tokens - before.generated_tokens
-        return self._result(reply, {"prompt_tokens": prompt, "completion_tokens": generated})
+        return _result(reply, {"prompt_tokens": prompt, "completion_tokens": generated})
 
     def get_metrics(self) -> RolloutMetrics:
         """What the rollout has used so far."""
-        used = metrics_of(self.run)
+        used = self.run.used
         return RolloutMetrics(
             llm_latency_ms=used.completion_ms,
             num_llm_calls=used.turns,
@@ -102,17 +96,15 @@ class RunClient:
         self._calls, self._tool_ms = (), 0.0
         await self.run.append(*left)
 
-    def _result(self, reply: Reply, usage: dict[str, int]) -> CompletionsResult:
-        answered = answer_of(self.run)
-        ids = answered.token_ids if answered is not None else None
-        logprobs = answered.logprobs if answered is not None else None
-        return CompletionsResult(
-            message=copied(reply.message),
-            token_ids=list(ids or ()),
-            logprobs=list(logprobs or ()),
-            usage={**usage, "total_tokens": sum(usage.values())},
-            finish_reason=reply.finish_reason,
-        )
+
+def _result(reply: Reply, usage: dict[str, int]) -> CompletionsResult:
+    return CompletionsResult(
+        message=copied(reply.message),
+        token_ids=list(reply.token_ids or ()),
+        logprobs=list(reply.logprobs or ()),
+        usage={**usage, "total_tokens": sum(usage.values())},
+        finish_reason=reply.finish_reason,
+    )
 
 
 def failed(failure: Failure) -> OsmosisRolloutError:

@@ -80,7 +80,7 @@ class FunctionTool(Generic[P, R]):
 
         Raises `ArgumentError` for wrong arguments, `ToolError` for a result that cannot be written.
         """
-        return await self.run_by(Work(self.name), arguments)
+        return await self.run_by(Work(f"tool {self.name}"), arguments)
 
     async def run_by(self, hands: Hands, arguments: Mapping[str, JSON]) -> Content:
         """Runs one call as `run` does, where the hands are."""

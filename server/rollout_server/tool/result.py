@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Collection
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -15,6 +16,10 @@ from pydantic_core import to_jsonable_python
 from rollout_server.core.message import JSON
 from rollout_server.runtime.port import Content
 
+LARGEST = 4 * 1024 * 1024
+"""Of a result that is written as JSON, about so many bytes. It is written at one go, and nothing else runs meanwhile."""
+_PART = 16
+_FLAT = (int, float, bool, type(None))
 _MEDIA_TYPE = re.compile(r"image/[A-Za-z0-9][A-Za-z0-9.+-]*")
 
 
@@ -93,7 +98,33 @@ def written(result: object) -> str:
                 raise ValueError(f"{result} is not a finite number")
             return float.__repr__(result)
         case _:
+            if _size(result) > LARGEST:
+                raise ValueError(f"it has more than {LARGEST // 2**20} MiB as JSON; a text may be longer, and is cut")
             return json.dumps(to_jsonable_python(result, fallback=_refuse), ensure_ascii=False, allow_nan=False)
+
+
+def _size(value: object) -> int:
+    """About how many bytes a value takes as JSON, `_PART` for each part of it. Counts no further than is needed."""
+    total, left = 0, [value]
+    while left and total <= LARGEST:
+        part = left.pop()
+        if isinstance(part, str | bytes | bytearray):
+            total += len(part)
+            continue
+        parts = _parts(part)
+        total += _PART * len(parts)
+        if total > LARGEST:
+            break
+        left += [each for each in parts if type(each) not in _FLAT]
+    return total
+
+
+def _parts(value: object) -> Collection[object]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    return list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type) else ()
 
 
 def _refuse(value: Any) -> Any:

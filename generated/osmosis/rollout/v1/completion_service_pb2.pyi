@@ -70,7 +70,7 @@ class CompleteRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _spec_pb2.Sampling:
-        """How to sample."""
+        """How to sample. An agent may want one turn sampled in another way than the spec says."""
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from osmosis.rollout.v1 import message_pb2 as _message_pb2
 from osmosis.rollout.v1 import outcome_pb2 as _outcome_pb2
+from osmosis.rollout.v1 import spec_pb2 as _spec_pb2
 from osmosis.rollout.v1 import token_pb2 as _token_pb2
 import builtins as _builtins
 import sys
@@ -285,19 +286,25 @@ class Asked(_message.Message):
 
     TURN_KEY_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     turn_key: _builtins.str
     """The same on each attempt of the turn: "uid/segment/turn"."""
     messages: _builtins.int
     """Messages of the conversation at this point."""
+    @_builtins.property
+    def sampling(self) -> _spec_pb2.Sampling:
+        """How the model samples in this turn, whole, where the agent wants it otherwise than the spec says; unset: as the spec says."""
+
     def __init__(
         self,
         *,
         turn_key: _builtins.str = ...,
         messages: _builtins.int = ...,
+        sampling: _spec_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "turn_key", b"turn_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "sampling", b"sampling", "turn_key", b"turn_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

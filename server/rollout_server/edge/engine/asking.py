@@ -34,7 +34,6 @@ class _Finished(Protocol):
         """The engine's word."""
 
 
-_T = TypeVar("_T")
 _A = TypeVar("_A", bound=_Finished)
 
 
@@ -85,10 +84,10 @@ async def whole(
         failures += 1
 
 
-def opened(turn: int, open_it: Callable[[], _T]) -> _T:
-    """What `open_it` makes. Raises `Failed` for a parameter that no engine could read."""
+def wrote(turn: int, write: Callable[[], bytes]) -> bytes:
+    """The request that `write` makes. Raises `Failed` for a parameter that no engine could read."""
     try:
-        return open_it()
+        return write()
     except WrongParameter as error:
         raise Failed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
 

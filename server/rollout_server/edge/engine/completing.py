@@ -10,9 +10,9 @@ from rollout_server.core.ledger import Tokens
 from rollout_server.core.message import Message
 from rollout_server.core.spec import Spec
 from rollout_server.edge.engine.answer import EngineAnswer, Sampled, aside, read_completion, read_sampled
-from rollout_server.edge.engine.asking import Access, opened, post, usable, whole
+from rollout_server.edge.engine.asking import Access, post, usable, whole, wrote
 from rollout_server.edge.engine.refusal import wants_other_limit
-from rollout_server.edge.engine.request import LIMIT, OTHER_LIMIT, ChatWriter, TokenWriter
+from rollout_server.edge.engine.request import OTHER_LIMIT, ChatWriter, TokenWriter
 from rollout_server.edge.engine.routes import Routes
 from rollout_server.edge.trainer.retry import Fetched
 from rollout_server.runtime.port import Ask, Tool
@@ -46,10 +46,9 @@ class Chat:
 
     def __init__(self, access: Access, spec: Spec, tools: Sequence[Tool]) -> None:
         self._access = access
-        self._spec = spec
-        self._tools = tools
+        self._target = spec.completions
         self._url = Routes.of(spec.completions.url).chat
-        self._writer: ChatWriter | None = None
+        self._writer = ChatWriter(spec, tools)
 
     async def complete(self, messages: Sequence[Message], ask: Ask, prompt: Tokens | None = None) -> Completed:
         """As `Completes` says."""
@@ -62,28 +61,23 @@ class Chat:
 
     def body(self, messages: Sequence[Message], ask: Ask) -> bytes:
         """The request, for whoever has to read the answer to another one."""
-        return self._open(ask, self._access.limits.of(self._spec.completions)).written(messages)
+        return self._written(messages, ask, self._access.limits.of(self._target))
 
     async def _fetch(self, messages: Sequence[Message], ask: Ask, prompt: Tokens | None) -> Fetched:
         """Asks; where the engine speaks of the other name for `max_tokens`, once more with that one."""
-        target = self._spec.completions
-        limit = self._access.limits.of(target)
-        first = await post(self._access, self._url, self._open(ask, limit).written(messages, prompt), ask)
-        if limit == OTHER_LIMIT or self._spec.sampling.max_tokens is None:
+        limit = self._access.limits.of(self._target)
+        first = await post(self._access, self._url, self._written(messages, ask, limit, prompt), ask)
+        if limit == OTHER_LIMIT or ask.sampling.max_tokens is None:
             return first
         if not wants_other_limit(first.answer, OTHER_LIMIT):
             return first
-        again = await post(self._access, self._url, self._open(ask, OTHER_LIMIT).written(messages, prompt), ask)
+        again = await post(self._access, self._url, self._written(messages, ask, OTHER_LIMIT, prompt), ask)
         if again.answer.status == 200:
-            self._access.limits.remember_other(target)
+            self._access.limits.remember_other(self._target)
         return Fetched(again.answer, first.attempts + again.attempts)
 
-    def _open(self, ask: Ask, limit: str = LIMIT) -> ChatWriter:
-        writer = self._writer
-        if writer is None or writer.limit != limit:
-            writer = opened(ask.asked.turn, lambda: ChatWriter(self._spec, self._tools, limit))
-            self._writer = writer
-        return writer
+    def _written(self, messages: Sequence[Message], ask: Ask, limit: str, prompt: Tokens | None = None) -> bytes:
+        return wrote(ask.asked.turn, lambda: self._writer.written(messages, ask.sampling, limit, prompt))
 
 
 class Generation:
@@ -91,18 +85,16 @@ class Generation:
 
     def __init__(self, access: Access, spec: Spec, tools: Sequence[Tool]) -> None:
         self._access = access
-        self._spec = spec
         self._chat = Chat(access, spec, tools)
         self._routes = Routes.of(spec.completions.url)
-        self._writer: TokenWriter | None = None
+        self._writer = TokenWriter(spec.completions.model)
 
     async def complete(self, messages: Sequence[Message], ask: Ask, prompt: Tokens | None = None) -> Completed:
         """As `Completes` says; a prompt is needed. Raises ValueError without one."""
         if prompt is None:
             raise ValueError("ids are needed to generate from")
-        if self._writer is None:
-            self._writer = opened(ask.asked.turn, lambda: TokenWriter(self._spec))
-        writer, request = self._writer, self._writer.generation(prompt)
+        writer = self._writer
+        request = wrote(ask.asked.turn, lambda: writer.generation(prompt, ask.sampling))
 
         async def fetch() -> Fetched:
             return await self._post(self._routes.generate, request, ask)

@@ -18,7 +18,7 @@ import msgspec
 
 from rollout_server.core.ledger import Tokens
 from rollout_server.core.message import Message
-from rollout_server.core.spec import Dialect, Spec, Target
+from rollout_server.core.spec import Dialect, Sampling, Spec, Target
 from rollout_server.edge.trainer.chat import RequestWriter
 from rollout_server.edge.trainer.parameters import engine_parameters
 from rollout_server.edge.trainer.rendering import as_function
@@ -58,35 +58,38 @@ class LimitNames:
 
 
 class ChatWriter:
-    """Writes the chat completion requests of one rollout. Raises `WrongParameter`."""
+    """Writes the chat completion requests of one rollout."""
 
-    def __init__(self, spec: Spec, tools: Sequence[Tool], limit: str = LIMIT) -> None:
-        self.limit = limit
-        own = _own_members(spec, tools)
-        self._writer = RequestWriter(None, engine_parameters(spec.sampling, own, limit))
+    def __init__(self, spec: Spec, tools: Sequence[Tool]) -> None:
+        self._own = _own_members(spec, tools)
+        self._reports = spec.completions.dialect is not Dialect.OPENAI
+        self._writer = RequestWriter(None)
 
-    def written(self, messages: Sequence[Message], input_ids: Tokens | None = None) -> bytes:
-        """The body for a conversation that extends the one written before. `input_ids`: SGLang is to take them for its prompt."""
+    def written(
+        self, messages: Sequence[Message], sampling: Sampling, limit: str = LIMIT, input_ids: Tokens | None = None
+    ) -> bytes:
+        """The body for a conversation that extends the one written before. Raises `WrongParameter`.
+
+        `limit` is the name of the most tokens of an answer. `input_ids`: SGLang is to take them for its prompt.
+        """
+        logprobs = {"logprobs": _TRUE} if self._reports and sampling.logprobs is not False else {}
         more = b"" if input_ids is None else b',"input_ids":' + _json(input_ids)
-        return self._writer.plain(messages, more)
+        return self._writer.plain(messages, engine_parameters(sampling, {**self._own, **logprobs}, limit), more)
 
 
 class TokenWriter:
-    """Writes the bodies of vLLM's token routes: from ids to ids, and from those to a message. Raises `WrongParameter`."""
+    """Writes the bodies of vLLM's token routes: from ids to ids, and from those to a message."""
 
-    def __init__(self, spec: Spec) -> None:
-        model = json.dumps(spec.completions.model)
-        own = {} if spec.sampling.logprobs is False else {"logprobs": msgspec.Raw(b"0")}  # of the sampled token alone
+    def __init__(self, model: str) -> None:
+        self._model = json.dumps(model).encode()
+
+    def generation(self, prompt: Tokens, sampling: Sampling) -> bytes:
+        """Asks for what follows the prompt. Raises `WrongParameter`."""
+        own = {} if sampling.logprobs is False else {"logprobs": msgspec.Raw(b"0")}  # of the sampled token alone
         # What else vLLM's chat completions take is ignored among the parameters of its sampler.
-        parameters = engine_parameters(replace(spec.sampling, logprobs=None), own)
-        self._head = (
-            f'{{"model":{model},"return_token_ids":true,"sampling_params":{{{parameters}}},"token_ids":'.encode()
-        )
-        self._model = model.encode()
-
-    def generation(self, prompt: Tokens) -> bytes:
-        """Asks for what follows the prompt."""
-        return b"".join((self._head, _json(prompt), b"}"))
+        parameters = engine_parameters(replace(sampling, logprobs=None), own).encode()
+        members = b',"return_token_ids":true,"sampling_params":{', parameters, b'},"token_ids":', _json(prompt), b"}"
+        return b"".join((b'{"model":', self._model, *members))
 
     def rendering(self, prompt: Tokens, generated: bytes, chat: bytes) -> bytes:
         """Asks for the message in an answer, `generated`, to the request `chat`. Of the prompt its end is all that is looked at."""
@@ -100,12 +103,10 @@ class TokenWriter:
 
 
 def _own_members(spec: Spec, tools: Sequence[Tool]) -> Mapping[str, msgspec.Raw]:
-    """The members that are ours to set, as JSON."""
+    """The members that are ours to set and the same in each turn, as JSON."""
     dialect = spec.completions.dialect
     own = {"model": msgspec.Raw(json.dumps(spec.completions.model).encode())}
     own |= dict.fromkeys(_ASKED[dialect], _TRUE)
-    if dialect is not Dialect.OPENAI and spec.sampling.logprobs is not False:
-        own["logprobs"] = _TRUE
     if tools:
         own["tools"] = msgspec.Raw(json.dumps([as_function(tool) for tool in tools]).encode())
     if dialect is not Dialect.OPENAI and spec.tokenizer is not None and spec.tokenizer.template_kwargs_json:

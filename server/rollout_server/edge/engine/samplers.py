@@ -97,7 +97,7 @@ class MessageSampler:
 
     def _notes(self, sampled: Sampled, ask: Ask) -> Iterator[tuple[str, str]]:
         turn, since = ask.asked.turn, _REPORTS.get(self._spec.completions.dialect)
-        yield from notes_on(sampled.token_ids, sampled.logprobs, self._spec.sampling, turn)
+        yield from notes_on(sampled.token_ids, sampled.logprobs, ask.sampling, turn)
         if sampled.token_ids is not None and (sampled.reported is not None or self._opened is not None):
             if sampled.reported is None:
                 text = "the engine sent no prompt_token_ids; prompt and environment tokens are our rendering"
@@ -137,7 +137,7 @@ class TokenSampler:
             raise Failed(_unknown(turn, self._spec.completions.dialect))
         saw = prompt if answered.reported is None else answered.reported
         self._held = saw + answered.token_ids
-        return replace(answered, notes=tuple(self._notes(completed.sampled, turn)))
+        return replace(answered, notes=tuple(_notes(completed.sampled, ask)))
 
     def fork(self, fork: Fork) -> TokenSampler:
         """A branch goes on from the ids that are held; any other conversation begins with nothing."""
@@ -146,13 +146,13 @@ class TokenSampler:
             other._renderer, other._held = copy(self._renderer), self._held
         return other
 
-    def _notes(self, sampled: Sampled, turn: int) -> Iterator[tuple[str, str]]:
-        yield from notes_on(sampled.token_ids, sampled.logprobs, self._spec.sampling, turn)
-        if sampled.reported is None:
-            yield (
-                "unverified",
-                f"turn {turn}: the engine does not repeat the ids that it was sent, so nothing proves that it generated from them",
-            )
+
+def _notes(sampled: Sampled, ask: Ask) -> Iterator[tuple[str, str]]:
+    turn = ask.asked.turn
+    yield from notes_on(sampled.token_ids, sampled.logprobs, ask.sampling, turn)
+    if sampled.reported is None:
+        text = "the engine does not repeat the ids that it was sent, so nothing proves that it generated from them"
+        yield "unverified", f"turn {turn}: {text}"
 
 
 async def _rendered(renderer: Renderer, messages: Sequence[Message], ask: Ask) -> Rendered:

@@ -67,25 +67,25 @@ _logprobs_decoder = msgspec.json.Decoder(list[float])
 
 
 class RequestWriter:
-    """Writes the requests of one rollout. `parameters` are the members that stay the same in each of them.
+    """Writes the requests of one rollout. `rollout_id` is None for an endpoint that knows nothing of rollouts.
 
-    `rollout_id` is None for an endpoint that knows nothing of rollouts.
+    `parameters` are the members beside it and the messages: how the model samples, and what else the turn says.
     """
 
-    def __init__(self, rollout_id: str | None, parameters: str) -> None:
-        rollout = "" if rollout_id is None else f'"rollout_id":{json.dumps(rollout_id)},'
-        self._head = f'{{{rollout}{parameters},"messages":['.encode()
+    def __init__(self, rollout_id: str | None) -> None:
+        self._head = b"{" if rollout_id is None else f'{{"rollout_id":{json.dumps(rollout_id)},'.encode()
         self._history = bytearray()
         self._messages = 0
 
-    def masked(self, messages: Sequence[Message], mask_length: int | None) -> bytes:
+    def masked(self, messages: Sequence[Message], parameters: str, mask_length: int | None) -> bytes:
         """The body for a conversation that extends the one written before. `mask_length` None or 0 is a null mask."""
         mask = b"[" + b"0," * (mask_length - 1) + b"0]" if mask_length else b"null"
-        return b"".join((self._head, self._written(messages), b'],"response_mask":', mask, b"}"))
+        return self.plain(messages, parameters, b',"response_mask":' + mask)
 
-    def plain(self, messages: Sequence[Message], more: bytes = b"") -> bytes:
+    def plain(self, messages: Sequence[Message], parameters: str, more: bytes = b"") -> bytes:
         """The same without a mask. `more` is a further member, with a comma before it."""
-        return b"".join((self._head, self._written(messages), b"]", more, b"}"))
+        members = parameters.encode(), b',"messages":[', self._written(messages), b"]", more
+        return b"".join((self._head, *members, b"}"))
 
     def _written(self, messages: Sequence[Message]) -> bytearray:
         for message in messages[self._messages :]:

@@ -64,7 +64,7 @@ class CompletionSampler:
         self._caller = caller
         self._tokenizers = tokenizers
         self._spec = spec
-        self._asking = Asking(uid, spec.rollout_id, spec.typed, spec.sampling, tools)
+        self._asking = Asking(uid, spec.rollout_id, spec.typed, tools)
         self._book = Book()
         self._begun = ""
         self._whole = True
@@ -149,7 +149,8 @@ class CompletionSampler:
             self._whole = base is None
             try:
                 news = self._news(ask, messages, page, base)
-                return await self._caller.complete(self._asking.request(ask.asked, news, list_tools=listed), call)
+                request = self._asking.request(ask.asked, ask.sampling, news, list_tools=listed)
+                return await self._caller.complete(request, call)
             except BaseUnknown:
                 if base is None:
                     raise
@@ -248,7 +249,7 @@ class CompletionSampler:
 
     def _notes(self, completion: Completion, ask: Ask, page: Page | None) -> Iterator[tuple[str, str]]:
         turn, secrets = ask.asked.turn, ask.credentials.secrets()
-        yield from notes_on(completion.token_ids, completion.logprobs, self._spec.sampling, turn)
+        yield from notes_on(completion.token_ids, completion.logprobs, ask.sampling, turn)
         if page is not None and not (completion.shows_prompt and completion.after is not None):
             missing = "after" if completion.shows_prompt else "prompt_checkpoint"
             yield (

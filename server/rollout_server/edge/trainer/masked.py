@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rollout_server.core.ledger import pack_tokens
+from rollout_server.core.ledger import SegmentKind, pack_tokens
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
@@ -48,13 +48,14 @@ class MaskedSampler:
         self._spec = spec
         self._tools = tools
         self._url = f"{spec.completions.url}/v1/chat/completions"
-        self._writer = RequestWriter(spec.rollout_id, masked_parameters(spec.sampling))
+        self._writer = RequestWriter(spec.rollout_id)
         self._opened: tuple[Renderer, Parting] | None = None
         self._form = trainers.forms.of(spec) or trainers.form
+        self._asked = False
 
     async def sample(self, ask: Ask) -> Answered:
         """Renders, posts, checks. Raises `Failed`."""
-        turn = ask.asked.turn
+        self._asked, turn = True, ask.asked.turn
         renderer, parting = await self._open()
         rendered = await _rendered(ask, renderer)
         started = time.monotonic()
@@ -79,13 +80,18 @@ class MaskedSampler:
             mask_length=mask_length or None,
             attempts=fetched.attempts,
             elapsed_ms=elapsed,
-            notes=self._notes(answer, rendered, turn),
+            notes=_notes(answer, rendered, ask),
             tool_calls=answer.tool_calls,
             around=around,
         )
 
     def fork(self, fork: Fork) -> MaskedSampler:
-        """Such a trainer keeps one list of messages and tokens for each rollout, and masks count from its end. Raises `Failed`."""
+        """Such a trainer keeps one list of messages and tokens for each rollout, and masks count from its end. Raises `Failed`.
+
+        Before the first turn it keeps none yet, so a conversation may take the place of the one that it has not seen.
+        """
+        if fork.origin.kind is SegmentKind.COMPACTION and fork.tools is None and not self._asked:
+            return MaskedSampler(self._trainers, self._spec, self._tools)
         text = (
             "the agent forked its conversation, but this rollout's trainer counts response_mask over a single one (POST /rollout). "
             "Several conversations need a trainer that speaks gRPC, or one that derives masks itself (POST /v1/rollout/init)"
@@ -114,7 +120,8 @@ class MaskedSampler:
         return again, counts[form]
 
     async def _post(self, ask: Ask, mask_length: int | None) -> Fetched:
-        body = self._writer.masked(ask.messages[: ask.asked.messages], mask_length)
+        parameters = masked_parameters(ask.sampling)
+        body = self._writer.masked(ask.messages[: ask.asked.messages], parameters, mask_length)
         request = HttpRequest(self._url, body, turn_headers(ask))
         return await fetch_once(self._trainers.client, Errand(request, ask.asked.turn, ask.deadline))
 
@@ -125,15 +132,17 @@ class MaskedSampler:
             self._opened, self._form = (renderer, Parting(renderer.loaded)), renderer.form
         return self._opened
 
-    def _notes(self, answer: Answer, rendered: Rendered, turn: int) -> tuple[tuple[str, str], ...]:
-        notes = list(notes_on(answer.token_ids, answer.logprobs, self._spec.sampling, turn))
-        if not rendered.exact:
-            text = f"turn {turn}: the chat template shows no place at which the last answer ends; environment tokens are a guess"
-            notes.append(("rendering_inexact", text))
-        if answer.reported is None:
-            text = f"turn {turn}: the trainer sent no prompt_token_ids; prompt and environment tokens are our rendering"
-            notes.append(("unverified", text))
-        return tuple(notes)
+
+def _notes(answer: Answer, rendered: Rendered, ask: Ask) -> tuple[tuple[str, str], ...]:
+    turn = ask.asked.turn
+    notes = list(notes_on(answer.token_ids, answer.logprobs, ask.sampling, turn))
+    if not rendered.exact:
+        text = f"turn {turn}: the chat template shows no place at which the last answer ends; environment tokens are a guess"
+        notes.append(("rendering_inexact", text))
+    if answer.reported is None:
+        text = f"turn {turn}: the trainer sent no prompt_token_ids; prompt and environment tokens are our rendering"
+        notes.append(("unverified", text))
+    return tuple(notes)
 
 
 async def _rendered(ask: Ask, renderer: Renderer) -> Rendered:

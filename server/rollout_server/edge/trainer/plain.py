@@ -40,13 +40,13 @@ class PlainSampler:
         self._trainers = trainers
         self._spec = spec
         self._url = f"{spec.completions.url}/v1/chat/completions"
-        self._writer: RequestWriter | None = None
+        self._writer = RequestWriter(spec.rollout_id)
         self._unnamed = False
 
     async def sample(self, ask: Ask) -> Answered:
         """Posts and checks. Raises `Failed`."""
         turn = ask.asked.turn
-        body = self._open_writer(turn).plain(ask.messages[: ask.asked.messages])
+        body = self._body(ask)
         errand = Errand(HttpRequest(self._url, body, turn_headers(ask)), turn, ask.deadline)
         started = time.monotonic()
         # Where the trainer declares that it replays turns, asking again makes no sibling (D8).
@@ -82,18 +82,17 @@ class PlainSampler:
         other._unnamed = True
         return other
 
-    def _open_writer(self, turn: int) -> RequestWriter:
-        if self._writer is None:
-            try:
-                parameters = plain_parameters(self._spec.sampling)
-            except WrongParameter as error:
-                raise Failed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
-            self._writer = RequestWriter(self._spec.rollout_id, parameters)
-        return self._writer
+    def _body(self, ask: Ask) -> bytes:
+        turn = ask.asked.turn
+        try:
+            parameters = plain_parameters(ask.sampling)
+        except WrongParameter as error:
+            raise Failed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
+        return self._writer.plain(ask.messages[: ask.asked.messages], parameters)
 
     def _notes(self, answer: Answer, fetched: Fetched, ask: Ask) -> tuple[tuple[str, str], ...]:
         turn, key = ask.asked.turn, ask.asked.turn_key
-        notes = list(notes_on(answer.token_ids, answer.logprobs, self._spec.sampling, turn))
+        notes = list(notes_on(answer.token_ids, answer.logprobs, ask.sampling, turn))
         if self._unnamed:
             self._unnamed = False
             text = (

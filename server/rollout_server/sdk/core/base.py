@@ -75,8 +75,9 @@ class RolloutContext:
         """Asks the model for its answer to the whole conversation.
 
         Give it the list that you gave before, with the last answer and what came after it appended. `kwargs` are sampling
-        parameters, as a rule `**ctx.request.completion_params`. Raises an `OsmosisRolloutError` when the trainer fails; the
-        rollout is over then, whatever you do about it.
+        parameters of this call, `temperature`, `top_p`, `max_tokens`, `stop` and `logprobs`; the request's stand in for those
+        that are not given. Raises an `OsmosisRolloutError` when the trainer fails; the rollout is over then, whatever you do
+        about it.
         """
         return await self.llm.chat_completions(messages, **kwargs)
 

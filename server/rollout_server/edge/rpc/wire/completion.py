@@ -113,10 +113,9 @@ class Asking:
     uid: str
     rollout_id: str
     typed: bool
-    sampling: Sampling
     tools: Sequence[Tool]
 
-    def request(self, asked: Asked, news: News, *, list_tools: bool) -> Request:
+    def request(self, asked: Asked, sampling: Sampling, news: News, *, list_tools: bool) -> Request:
         """The request of one turn, with the list of tools or their digest alone."""
         base = news.base
         request = pb.CompleteRequest(
@@ -125,7 +124,7 @@ class Asking:
             segment_id=asked.segment_id,
             turn=asked.turn,
             turn_key=asked.turn_key,
-            sampling=sampling_to_proto(self.sampling),
+            sampling=sampling_to_proto(sampling),
             base=_checkpoint(base) if base is not None else None,
             new_messages=messages_to_proto(news.messages, typed=self.typed),
             tools=self._tool_set(listed=list_tools),

@@ -1,0 +1,29 @@
+"""A wish with which nothing is wrong: what is left is whether there is room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout_server.runtime.port import PlaysRuns, Tool
+from rollout_server.runtime.request import chosen_tools
+from rollout_server.runtime.wish import Wish
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Nothing has been taken yet. What the spec left open is filled in."""
+
+    wish: Wish
+    agent: PlaysRuns
+    fingerprint: str
+
+    @property
+    def key(self) -> tuple[str, str, str] | None:
+        """What a repeated request finds its rollout by; None where the request has no id."""
+        wish = self.wish
+        return (wish.caller, wish.spec.completions.url, wish.request_id) if wish.request_id else None
+
+    def tools(self) -> Sequence[Tool]:
+        """Those of its rollout, chosen by the agent. Raises `RolloutError`."""
+        return chosen_tools(self.agent, self.wish.spec)

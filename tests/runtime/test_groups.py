@@ -1,0 +1,190 @@
+"""Groups of rollouts: all of them are taken, or none. And what is held is not forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from rollout_server import Agent, tool
+from rollout_server.core.error import (
+    Busy,
+    Conflict,
+    Draining,
+    InvalidRequest,
+    NotFound,
+    NotPossible,
+    RolloutError,
+    Violation,
+)
+from rollout_server.runtime.place import Selection
+from rollout_server.runtime.port import Credentials, Tool
+from rollout_server.runtime.request import Request
+from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.roster import Check
+from rollout_server.runtime.wish import Capacity, Wish
+
+from tests.runtime.world import FOREVER, ME, Looping, Say, Script, World, a_spec, outcome_of
+
+ALL = Selection(ME)
+
+
+def accepting(found: Sequence[Rollout | None]) -> None:
+    """Nothing is wrong."""
+
+
+class Groups(World):
+    """A world whose uids count up within a group too."""
+
+    taken = 0
+
+    def _new_uid(self) -> str:
+        self.taken += 1
+        return f"u{self.taken}"
+
+    async def begin(self, wishes: Sequence[Wish], check: Check = accepting) -> list[bool]:
+        """Starts them. Whether each was found."""
+        self.scripts |= {wish.spec.rollout_id: Script(Say(seconds=FOREVER)) for wish in wishes}
+        taken = await self.roster.start_all(wishes, (), check)
+        self.rollouts += [rollout for rollout, found in taken if not found]
+        return [found for _, found in taken]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all rollouts, the oldest first."""
+        return [rollout.spec.rollout_id for _, rollout in self.roster.select(ALL)][::-1]
+
+
+def group(count: int, *, keyed: bool = True, name: str = "g", **fields: object) -> list[Wish]:
+    return [
+        Wish(a_spec(rollout_id=f"{name}/{k}", **fields), "me", f"{name}/{k}" if keyed else "") for k in range(count)
+    ]
+
+
+@tool
+async def ping() -> str:
+    """Answers."""
+    return "pong"
+
+
+class Choosing(Agent):
+    """Chooses its tools, and fails over one request."""
+
+    name = "choosing"
+
+    def tools_for(self, request: Request) -> Sequence[Tool]:
+        if request.rollout_id == "g/3":
+            raise LookupError
+        return (ping,)
+
+
+async def test_a_group_is_taken_whole_and_found_again() -> None:
+    world = Groups()
+    assert await world.begin(group(4)) == [False] * 4
+    assert await world.begin(group(4)) == [True] * 4
+    assert await world.begin(group(6)) == [True] * 4 + [False] * 2
+    assert world.names == [f"g/{k}" for k in range(6)]
+    await world.close()
+
+
+def refusing(found: Sequence[Rollout | None]) -> None:
+    raise NotPossible("no")
+
+
+@pytest.mark.parametrize(
+    ("wishes", "error"),
+    [
+        (group(9), Busy),
+        ([*group(3), Wish(a_spec(rollout_id=" "), "me")], InvalidRequest),
+        ([*group(3), Wish(a_spec(rollout_id="other"), "me", "known")], Conflict),
+        ([*group(3), Wish(a_spec(rollout_id="other"), "me", "g/0")], Conflict),
+        ([*group(3), Wish(a_spec(rollout_id="x"), "me", "k" * 257)], NotPossible),
+        (group(4, agent="choosing"), RolloutError),
+    ],
+    ids=["no room", "invalid", "known otherwise", "twice in itself", "too long", "its agent fails"],
+)
+async def test_of_a_group_that_cannot_be_taken_whole_nothing_is_taken(
+    wishes: list[Wish], error: type[RolloutError]
+) -> None:
+    world = Groups(Looping(), Choosing(), capacity=Capacity(running=2, queued=7))
+    await world.begin([Wish(a_spec(rollout_id="there"), "me", "known")])
+    with pytest.raises(error):
+        await world.begin(wishes)
+    assert (world.names, world.taken) == (["there"], 1)
+    await world.begin(group(3))
+    await world.close()
+
+
+async def test_what_the_caller_finds_wrong_forbids_it_too() -> None:
+    world = Groups()
+    with pytest.raises(NotPossible):
+        await world.begin(group(3), refusing)
+    with pytest.raises(InvalidRequest, match=r"spec\.tools"):
+        await world.roster.start_all(group(3), (Violation("spec.tools", "are not served"),))
+    assert world.names == []
+    await world.close()
+
+
+async def test_rollouts_that_are_found_need_no_room_and_no_open_door() -> None:
+    world = Groups(capacity=Capacity(running=2, queued=2))
+    await world.begin(group(4))
+    assert await world.begin(group(4)) == [True] * 4
+    stopping = asyncio.create_task(world.roster.drain(1))
+    await asyncio.sleep(0)
+    assert await world.begin(group(4)) == [True] * 4
+    with pytest.raises(Draining):
+        await world.begin(group(5))
+    await stopping
+    await world.close()
+
+
+async def test_what_happens_while_a_group_is_looked_at_counts() -> None:
+    world = Groups(capacity=Capacity(running=2, queued=2))
+    late = asyncio.create_task(world.begin(group(4, name="late")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert world.names == []
+    world.start(Say(seconds=FOREVER), spec=a_spec(rollout_id="first"))
+    with pytest.raises(Busy):
+        await late
+    assert world.names == ["first"]
+    await world.close()
+
+
+async def test_two_groups_of_the_same_ids_at_the_same_time_are_one() -> None:
+    world = Groups()
+    found = await asyncio.gather(world.begin(group(5)), world.begin(group(5)))
+    assert sorted(found) == [[False] * 5, [True] * 5]
+    assert len(world.names) == 5
+    await world.close()
+
+
+async def test_what_is_held_is_not_forgotten_before_it_is_released() -> None:
+    world = Groups(capacity=Capacity(finished=0))
+    rollout = world.start(Say("8"))
+    rollout.credentials = Credentials("s3cr3t")
+    rollout.hold()
+    await outcome_of(rollout)
+    await asyncio.sleep(1)
+    world.roster.forget()
+    assert world.roster.get(rollout.uid, ME) is rollout
+    assert rollout.credentials == Credentials()
+    rollout.release()
+    with pytest.raises(NotFound):
+        world.roster.get(rollout.uid, ME)
+    rollout.hold()
+    rollout.release()  # too late, and means nothing
+    world.roster.forget()
+    await world.close()
+
+
+async def test_what_is_released_before_its_end_is_forgotten_as_any_other() -> None:
+    world = Groups(capacity=Capacity(finished=0))
+    rollout = world.start(Say("8", seconds=5))
+    rollout.hold()
+    rollout.release()
+    await outcome_of(rollout)
+    await asyncio.sleep(1)
+    with pytest.raises(NotFound):
+        world.roster.get(rollout.uid, ME)
+    await world.close()
