@@ -11,12 +11,21 @@ from pathlib import Path
 
 import httpx
 import pytest
+from rollout_client import AsyncClient
 from rollout_server.app import Server
+from rollout_server.authoring.finding import find_agents
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
+from tests.cli.conftest import here
+from tests.system.processes import environment
+
+__all__ = ["here"]
+
+# Plugins that happen to be here, and cost a process a second each time.
+FOREIGN = "-p no:schemathesis -p no:hypothesispytest"
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
@@ -69,32 +78,26 @@ async def test_the_python_client(ports: dict[str, str], tmp_path: Path) -> None:
     assert r"\x01" in last or "1, 1" in last
 
 
-async def test_the_agent_is_served(tmp_path: Path) -> None:
+async def test_the_agent_is_served(here: Path) -> None:
     (block,) = blocks("python", "class Weather")
     assert len([line for line in block.splitlines() if line.strip()]) <= 15
-    (tmp_path / "weather.py").write_text(block)
-    output = await run_python(
-        "import asyncio\n"
-        "from weather import Weather\n"
-        "from rollout_server.app import Server\n"
-        "from rollout_server.settings import Settings\n"
-        "async def main():\n"
-        "    async with Server([Weather()], Settings(host='127.0.0.1', http_port=0, grpc_port=0)) as server:\n"
-        "        print(server.grpc_port > 0, [tool.name for tool in Weather.tools])\n"
-        "asyncio.run(main())\n",
-        tmp_path,
-    )
-    assert output.strip() == "True ['temperature']"
+    (here / "weather.py").write_text(block)
+    [agent] = find_agents(["weather.py"])
+    settings = Settings(_env_file=None, host="127.0.0.1", http=False, grpc_port=0)
+    async with Server([agent], settings) as server, AsyncClient(f"127.0.0.1:{server.grpc_port}") as client:
+        [served] = await client.agents()
+    assert [tool.name for tool in served.tools] == ["temperature"]
 
 
 def test_the_first_project(tmp_path: Path) -> None:
     """The block for authors, line by line, in a shell."""
     (block,) = blocks("sh", "rollout new")
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    env = environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", PYTEST_ADDOPTS=FOREIGN)
     done = subprocess.run(
         ["bash", "-euc", block], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\b4 passed", done.stdout)
     assert "100.0%" in done.stdout
     assert (tmp_path / "letter-counter" / "dataset.report.html").is_file()
 

@@ -116,3 +116,55 @@ def test_what_is_not_there_is_told_apart_from_what_it_lacks(here: Path) -> None:
     Path("lacks.py").write_text("import gone\n")
     with pytest.raises(Mistake, match=r"lacks.py:1: .*No module named 'gone'"):
         names("lacks")
+
+
+LOOP = """from rollout_server.sdk import RolloutAgentLoop, serve_agent_loop
+
+
+class Loop(RolloutAgentLoop):
+    name = "loop"
+
+    def get_tools(self, request):
+        return []
+
+    async def run(self, ctx):
+        result = await ctx.chat(list(ctx.request.messages), temperature=0.25)
+        return ctx.complete([*ctx.request.messages, result.message], reward=1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "reference", "found"),
+    [
+        ("", "loop.py", ["loop"]),
+        ("", "loop.py:Loop", ["loop"]),
+        ("\n\nmade = Loop()\n", "loop.py", ["loop"]),
+        ("\n\nmade = Loop()\nmade.name = 'mine'\n", "loop.py:made", ["mine"]),
+        ("\n\nclass Other(Loop):\n    name = 'other'\n", "loop.py", ["other"]),
+        ("\n\nclass Base(RolloutAgentLoop):\n    pass\n", "loop.py", ["loop"]),
+        ("\n\nif __name__ == '__main__':\n    serve_agent_loop(Loop())\n", "loop.py", ["loop"]),
+    ],
+)
+def test_a_loop_of_the_earlier_sdk_is_an_agent(here: Path, more: str, reference: str, found: list[str]) -> None:
+    Path("loop.py").write_text(LOOP + more)
+    assert names(reference) == found
+
+
+def test_loops_and_agents_may_be_beside_each_other(here: Path) -> None:
+    Path("both.py").write_text(LOOP + "\n\n" + AGENT.format("A"))
+    assert sorted(agent.name for agent in all_agents("both.py")) == ["A", "loop"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("\n    get_tools = lambda self, request: None\n", "it.py:4: Loop.get_tools"),
+        ("\n    def run(self, ctx):\n        return None\n", "it.py:4: Loop.run"),
+        ("\n\nserve_agent_loop(Loop())\n", "it.py:15: serve_agent_loop() is called as the file is imported"),
+    ],
+)
+def test_a_loop_that_cannot_be_served_is_told_by_file_and_line(here: Path, more: str, said: str) -> None:
+    Path("it.py").write_text(LOOP + more)
+    with pytest.raises(Mistake) as caught:
+        names("it.py")
+    assert str(caught.value).startswith(said)

@@ -15,6 +15,7 @@ COMMANDS = (
     ("run",),
     ("test",),
     ("gateway",),
+    ("trainer",),
     ("demo",),
     ("inspect",),
     ("config",),

@@ -1,4 +1,4 @@
-"""Commands that go on until they are told to stop: `serve --reload`, and an evaluation that is interrupted."""
+"""Commands that go on until they are told to stop: servers that answer in JSON, and an evaluation that is interrupted."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from rollout_client import AsyncClient
 from rollout_server.authoring.project import make_project
 
 from tests.cli.conftest import Invoke, document
 from tests.system.processes import ANY_PORTS, COMMAND, environment
+from tests.testing.conftest import KeyedCaller
 
 AGENT = "from rollout_server import Agent\n\n\nclass A(Agent):\n    name = '{}'\n"
 
@@ -32,8 +34,14 @@ class Running:
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         assert line, await self.said()
-        found: dict[str, Any] = json.loads(line)
+        found: dict[str, Any] = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
         return found
+
+    async def rest(self) -> tuple[str, int]:
+        """Waits for the end: what else stands on standard output, and the exit code."""
+        out, _ = await self.process.communicate()
+        assert self.process.returncode is not None
+        return out.decode(), self.process.returncode
 
     async def said_until(self, text: str) -> None:
         """Reads standard error until a line that has the text."""
@@ -94,6 +102,36 @@ async def test_agents_are_served_anew_when_their_file_changes(tmp_path: Path) ->
         assert await serving.process.wait() == 0
         with pytest.raises(OSError, match=str(second["grpc_port"])):
             await asyncio.open_connection("127.0.0.1", second["grpc_port"])
+
+
+async def test_the_gateway_says_where_it_serves(tmp_path: Path) -> None:
+    named = ("--server", "127.0.0.1:1", "--host", "127.0.0.1", "--port", "0", "--log-format", "text")
+    async with running("gateway", *named, "--json", cwd=tmp_path) as gateway:
+        serving = (await gateway.document())["serving"]
+        assert (serving["url"], serving["servers"]) == (f"http://127.0.0.1:{serving['port']}", ["127.0.0.1:1"])
+        async with httpx.AsyncClient(base_url=serving["url"], trust_env=False) as client:
+            assert (await client.get("/healthz")).status_code == 200
+        gateway.process.terminate()
+        assert await gateway.rest() == ("", 0)
+
+
+async def test_the_trainer_tells_each_outcome(tmp_path: Path) -> None:
+    async with running("trainer", "--port", "0", "--tools-from", "", "--json", cwd=tmp_path) as trainer:
+        serving = (await trainer.document())["serving"]
+        assert serving["grpc_target"].startswith("127.0.0.1:")
+        async with httpx.AsyncClient(base_url=serving["url"], trust_env=False) as client:
+            asking = KeyedCaller(client, rollout_id="b\x1b[2J\nad")
+            assert (await client.get("/verdicts")).json() == {"verdicts": []}
+            await asking.play()
+            body = json.dumps(asking.outcome(reward=None, finish_reason="\ud800")).replace(
+                '"reward": null', '"reward": 1e999'
+            )
+            await client.post("/v1/rollout/completed", content=body, headers={"idempotency-key": "outcome"})
+        verdict = (await trainer.document())["verdict"]
+        assert (verdict["rollout_id"], verdict["turns"]) == ("b\x1b[2J\nad", 3)
+        assert (verdict["outcome"]["reward"], verdict["outcome"]["finish_reason"]) == (None, "\ud800")
+        trainer.process.terminate()
+        assert await trainer.rest() == ("", 0)
 
 
 async def test_an_evaluation_that_is_interrupted_goes_on(here: Path, invoke: Invoke) -> None:

@@ -101,6 +101,40 @@ def test_plots_can_be_read_without_seeing_them() -> None:
     assert sum(counts) == 20
 
 
+def test_what_did_not_pass_does_not_look_as_if_it_had() -> None:
+    ends: list[dict[str, Any]] = [{"reward": 1.0}, {"reward": 0.5}, {"reward": None}]
+    results = [hostile(row, end="stop", reason="stop", **each) for row, each in enumerate(ends, 1)]
+    tags = read(made([*results, hostile(4)]))
+    marks = [
+        str(attributes["class"]).split() for tag, attributes in tags.seen if tag == "span" and "class" in attributes
+    ]
+    assert [mark for mark in marks if mark != ["dim"]] == [["passed"], ["not-passed"], ["no-reward"], ["failed"]]
+
+
+def luminance(colour: str) -> float:
+    """WCAG 2.2, relative luminance."""
+    digits = colour if len(colour) == 6 else "".join(2 * digit for digit in colour)
+    parts = [int(digits[place : place + 2], 16) / 255 for place in (0, 2, 4)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_every_colour_can_be_read_in_light_and_in_dark() -> None:
+    schemes = [dict(re.findall(r"--(\w+): #(\w+);", block)) for block in re.findall(r":root \{(.*?)\}", made([]))]
+    assert len(schemes) == 2
+    for scheme in schemes:
+        for name, least in {
+            "ink": 4.5,
+            "dim": 4.5,
+            "good": 4.5,
+            "bad": 4.5,
+            "bar": 3.0,
+        }.items():  # WCAG 1.4.3 and 1.4.11
+            for behind in ("paper", "box"):
+                dark, light = sorted((luminance(scheme[name]), luminance(scheme[behind])))
+                assert (light + 0.05) / (dark + 0.05) >= least, (name, behind)
+
+
 def test_of_very_many_rollouts_those_that_went_wrong_are_shown() -> None:
     right = [hostile(row, end="stop", reason="stop", reward=1.0, messages=[]) for row in range(1, MOST_TRANSCRIPTS + 1)]
     wrong = hostile(MOST_TRANSCRIPTS + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack
@@ -136,6 +137,60 @@ def test_an_agent_that_fails_is_told_at_its_own_line(project: Path, invoke: Invo
     assert "KeyError: 'key'" in told.stderr
     assert "broken.py:9" in told.stderr
     assert "Traceback" not in told.stderr
+
+
+FORKING = """import asyncio
+
+from rollout_server import Agent, Run
+
+
+class Forking(Agent):
+    name = "forking"
+
+    async def play(self, run: Run) -> None:
+        await run.once(lambda: {"seen": True})
+        plan = await run.sample()
+        run.mask(plan, "a plan\\n\\x1b[31mfinished")
+        judge = await run.fork([{"role": "user", "content": "Are you sure?"}])
+        lost = asyncio.create_task(judge.sample())
+        await asyncio.sleep(0)
+        lost.cancel()
+        await asyncio.wait([lost])
+        branch = await run.fork()
+        await branch.append({"role": "user", "content": "Another way."})
+        await branch.sample()
+        await run.append({"role": "user", "content": "Go on."})
+        await run.sample()
+        short = await run.fork([{"role": "user", "content": "In short."}], kind="compaction")
+        await short.sample()
+"""
+
+
+def test_what_an_agent_does_beside_its_turns_is_told(project: Path, invoke: Invoke) -> None:
+    (project / "forking.py").write_text(FORKING)
+    told = invoke("run", "forking.py", "--prompt", "hi", "--out", "kept", "--json")
+    assert told.exit_code == 0, told.stderr
+    for said in (
+        'observed  │ once {"seen": true}',
+        "masked    │ turn 1 does not train: a plan\nmasked    │ ␛[31mfinished",
+        "fork      │ segment 1, a subagent of segment 0: 1 message, without tools\nuser      │ Are you sure?",
+        "given up  │ turn 2: the agent no longer waits for its answer",
+        "fork      │ segment 2, a branch of segment 0: 2 messages, without tools\nuser      │ Another way.",
+        "          │ in segment 0:\nuser      │ Go on.",
+        "fork      │ segment 3, a compaction of segment 0: 1 message, without tools\nuser      │ In short.",
+        " of the model, masked by the agent, ",
+    ):
+        assert said in told.stderr, said
+    *events, _ = lines(told.stdout)
+    found = {event["event"]: event for event in events}
+    assert (found["observed"]["what"], found["observed"]["value"]) == ("once", {"seen": True})
+    assert found["masked"]["reason"] == "a plan\n\x1b[31mfinished"
+    assert found["forked"]["origin"] == {"parent_id": "0", "parent_tokens": 0, "kind": "compaction"}
+    assert found["given_up"]["segment_id"] == "1"
+    seen = invoke("inspect", "kept", "--tokenizer", "toy=toy").stdout
+    assert re.search(r"segment 0 \(main\): \d+ of \d+ tokens train, \d+ of the model's are masked by the author", seen)
+    assert re.search(r"segment 2 \(branch of segment 0, which shares \d+ tokens\): ", seen)
+    assert "segment 3 (compaction of segment 0, with a prompt of its own): " in seen
 
 
 def test_a_limit_ends_it(project: Path, invoke: Invoke) -> None:

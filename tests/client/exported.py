@@ -9,7 +9,7 @@ from itertools import accumulate
 from hypothesis import strategies as st
 from osmosis.rollout.v1 import outcome_pb2, spec_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_server.core.ledger import Ledger, pack_logprobs
+from rollout_server.core.ledger import Ledger, Line, Origin, Plane, SegmentKind, pack_logprobs
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure, Metrics, Outcome, Stop, Verdict
 from rollout_server.edge.rpc.wire.outcome import outcome_to_proto
@@ -22,18 +22,28 @@ ENDS = (Stop("stop"), Stop("max_tokens", truncated=True), Failure(Category.NETWO
 
 @st.composite
 def rollouts(draw: st.DrawFn) -> pb.Rollout:
-    """Finished rollouts in view "full": any turns whatever, with drift of each kind, gaps, closing tokens, missing logprobs."""
+    """Finished rollouts in view "full".
+
+    Any turns whatever: with drift of each kind, gaps, closing tokens, missing logprobs, conversations beside the main one,
+    answers that their author masked, and values beside tokens.
+    """
     ledger, data = Ledger(), draw(st.data())
-    turns = draw(st.integers(0, 6))
+    lines, turns = [ledger.main], draw(st.integers(0, 6))
     for number in range(1, turns + 1):
-        segment = ledger.current
-        turn = draw_turn(data, number, None if segment is None else list(segment.ids()))
-        if draw(st.integers(0, 5)) == 0 or (ledger.gap and turn.reported is None):
-            ledger.skip()
+        lines += draw(forks(ledger, draw(st.sampled_from(lines))))
+        line = draw(st.sampled_from(lines))
+        turn = draw_turn(data, number, list(line.held()) if line.tokens else None)
+        if draw(st.integers(0, 5)) == 0 or (line.gap and turn.reported is None):
+            line.gap = True
             continue
         if turn.logprobs is not None:  # as the server takes them: finite
             turn = replace(turn, logprobs=pack_logprobs(max(value, LEAST) for value in turn.logprobs))
-        ledger.commit(turn)
+        if draw(st.integers(0, 3)) == 0:
+            turn = replace(turn, planes=(Plane("routed_experts", "uint8", bytes(2 * len(turn.answer))),))
+        line.commit(turn)
+    for masked in draw(st.sets(st.integers(1, 6), max_size=2)):
+        for segment in ledger.segments:
+            segment.mask_answer(masked)
     reward = draw(st.none() | st.floats(-10, 10))
     outcome = Outcome(
         draw(st.sampled_from(ENDS)),
@@ -48,6 +58,15 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
         spec=spec_pb2.RolloutSpec(rollout_id="r/1", group_id="g"),
         outcome=outcome_to_proto(outcome, typed=False, messages=True, samples=True, segments=True),
     )
+
+
+@st.composite
+def forks(draw: st.DrawFn, ledger: Ledger, forked: Line) -> list[Line]:
+    """Nearly always none; else one conversation of any kind that is opened beside this one."""
+    kind = draw(st.sampled_from((None, None, None, SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)))
+    if kind is None:
+        return []
+    return [forked.branch() if kind is SegmentKind.BRANCH else ledger.open(Origin(kind, forked.id))]
 
 
 def span(author: str, count: int, **fields: object) -> token_pb2.Span:

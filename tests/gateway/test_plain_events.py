@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from fastapi import FastAPI
-from osmosis.rollout.v1 import event_pb2, message_pb2
+from osmosis.rollout.v1 import event_pb2, message_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_gateway.boundary import Boundary
@@ -290,6 +290,38 @@ async def test_httpx_reads_the_stream_to_its_end(plain: Plain) -> None:
         lines = [line async for line in reply.aiter_lines()]
     assert lines.count("event: finished") == 1
     assert plain.server.watches[0].detail == event_pb2.EVENT_DETAIL_FULL
+
+
+async def test_what_agents_do_has_its_fields(plain: Plain) -> None:
+    origin = token_pb2.SegmentOrigin(parent_id="0", kind=token_pb2.SEGMENT_KIND_SUBAGENT)
+    help_ = message_pb2.Message(json='{"role": "user", "content": "Help."}')
+    forked = event_pb2.Forked(of_segment_id="0", origin=origin, count=1, messages=[help_], tools=["add"])
+    deeds: list[tuple[event_pb2.RolloutEvent, dict[str, Any]]] = [
+        (
+            event(1, forked=forked),
+            {
+                "of_segment_id": "0",
+                "origin": {"parent_id": "0", "parent_tokens": 0, "kind": "subagent"},
+                "count": 1,
+                "tools": ["add"],
+                "messages": [{"role": "user", "content": "Help."}],
+            },
+        ),
+        (event(2, given_up=event_pb2.GivenUp()), {}),
+        (event(3, masked=event_pb2.Masked(reason="a plan")), {"reason": "a plan"}),
+        (
+            event(4, observed=event_pb2.Observed(what="once", value_json='{"n": [1]}')),
+            {"what": "once", "value": {"n": [1]}},
+        ),
+        (event(5, observed=event_pb2.Observed(what="now")), {"what": "now"}),
+    ]
+    finish(plain.server, *(each for each, _ in deeds))
+    for frame, (_, own) in zip(await (await plain.events()).all(), deeds, strict=False):
+        assert {
+            key: value
+            for key, value in frame.json.items()
+            if key not in {"sequence", "time", "event", "turn", "segment_id"}
+        } == own
 
 
 async def test_every_kind_of_event_has_a_form(plain: Plain) -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 from google.protobuf import json_format
 from osmosis.rollout.v1 import outcome_service_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from rich.console import Console
+from rollout_gateway.resource.rollout import rollout_json
+from rollout_server.inspection.draw import Look, draw
+from rollout_server.inspection.transcript import transcript_of
 from rollout_server.testing.scenarios import SCENARIOS
 from rollout_server.testing.script import Reply, Script, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer
 
+from tests.client.exported import outcome_of, span
 from tests.inspect.conftest import TOY, Invoke, Played, saved
 from tests.system.processes import command, environment
 
@@ -63,12 +70,12 @@ async def test_the_texts_are_the_tokens(played: Played, invoke: Invoke, tmp_path
     told = json.loads((await invoke(saved(rollout, tmp_path), "--json", *TOY)).stdout)
     tokenizer = AutoTokenizer.from_pretrained(TOY_TOKENIZER)
     for segment, shown in zip(rollout.outcome.segments, told["segments"], strict=True):
-        ids = [token for span in segment.spans for token in span.token_ids]
+        ids = [token for each in segment.spans for token in each.token_ids]
         assert "".join(run["text"] for run in shown["runs"]) == tokenizer.decode(ids)
-        for span, run in zip(segment.spans, shown["runs"], strict=True):
-            assert (run["turn"], run["token_ids"]) == (span.turn, list(span.token_ids))
-            assert run["logprobs"] == (list(span.logprobs.values) if span.HasField("logprobs") else None)
-            assert run["author"] == ("model" if span.author == token_pb2.AUTHOR_MODEL else "other")
+        for own, run in zip(segment.spans, shown["runs"], strict=True):
+            assert (run["turn"], run["token_ids"]) == (own.turn, list(own.token_ids))
+            assert run["logprobs"] == (list(own.logprobs.values) if own.HasField("logprobs") else None)
+            assert run["author"] == ("model" if own.author == token_pb2.AUTHOR_MODEL else "other")
 
 
 async def test_a_uid_and_every_form_of_file_tell_the_same(played: Played, invoke: Invoke, tmp_path: Path) -> None:
@@ -121,6 +128,46 @@ async def test_drift_is_marked_at_its_index_with_both_texts(played: Played, invo
     assert drift["was_ids"][0] != drift["here_ids"][0]
     assert lines[marked + 1].startswith("!       │ was   ")
     assert lines[marked + 2].startswith("!       │ here  ")
+
+
+async def test_what_an_author_masked_has_a_letter_and_planes_are_named(invoke: Invoke, tmp_path: Path) -> None:
+    planes = [token_pb2.TokenPlane(name="routed_experts", dtype="uint8", values=bytes(6))]
+    rollout = pb.Rollout(
+        uid="u" * 20,
+        state=pb.ROLLOUT_STATE_FINISHED,
+        outcome=outcome_of(
+            span("prompt", 2),
+            span("model", 2),
+            span("environment", 1, turn=2),
+            span("author", 3, turn=2, planes=planes),
+        ),
+    )
+    (tmp_path / "plain").write_bytes(msgspec.json.encode(rollout_json(rollout, pb.ROLLOUT_VIEW_FULL)))
+    for path in (saved(rollout, tmp_path), tmp_path / "plain"):
+        told = (await invoke(path)).stdout
+        assert list(drawn(told)) == written(rollout)
+        assert "segment 0 (main): 2 of 8 tokens train, 3 of the model's are masked by the author, verified" in told
+        assert "turn 2, with routed_experts (uint8)" in told.splitlines()
+        (segment,) = json.loads((await invoke(path, "--json")).stdout)["segments"]
+        assert [run["mask_reason"] for run in segment["runs"]] == ["prompt", None, "environment", "author"]
+        assert [run["planes"] for run in segment["runs"]] == [
+            [],
+            [],
+            [],
+            [{"name": "routed_experts", "dtype": "uint8"}],
+        ]
+
+
+def test_colour_tells_an_authors_mask_from_what_trains() -> None:
+    outcome = outcome_of(span("prompt", 1), span("model", 1, first=5), span("author", 1, first=7, turn=2))
+    file = io.StringIO()
+    draw(
+        Console(file=file, force_terminal=True, width=80, color_system="standard"),
+        transcript_of(pb.Rollout(outcome=outcome)),
+        Look(None),
+    )
+    assert "\x1b[1;32mM      1│ 5" in file.getvalue()
+    assert "\x1b[31mA      2│ 7" in file.getvalue()
 
 
 async def test_one_segment_or_one_turn(played: Played, invoke: Invoke, tmp_path: Path) -> None:

@@ -28,12 +28,12 @@ Invoke = Callable[..., Result]
 
 @pytest.fixture
 def invoke(tmp_path: Path) -> Iterator[Invoke]:
-    """`invoke(**environment)`: `rollout config --json` in this process, in an empty directory."""
+    """`invoke(*flags, **environment)`: `rollout config` in this process, in an empty directory."""
     clean = environment()
 
-    def invoked(**env: str) -> Result:
+    def invoked(*flags: str, **env: str) -> Result:
         unset = dict.fromkeys(os.environ.keys() - clean.keys())
-        return CliRunner().invoke(app, ["config", "--json"], env={**unset, **clean, **env})
+        return CliRunner().invoke(app, ["config", *flags], env={**unset, **clean, **env})
 
     with contextlib.chdir(tmp_path):
         yield invoked
@@ -149,6 +149,15 @@ def test_all_that_is_wrong_is_told_at_once(invoke: Invoke) -> None:
     (line,) = told.stderr.splitlines()
     for variable in ("ROLLOUT_MAX_RUNNING", "ROLLOUT_LOG_FORMAT", "ROLLOUT_TARGETS", "HTTP_CLIENT_TIMEOUT"):
         assert variable in line
+
+
+def test_where_json_is_asked_for_the_same_is_told_in_it(invoke: Invoke) -> None:
+    wrong = {"ROLLOUT_MAX_RUNNING": "0", "ROLLOUT_LOG_FORMAT": "xml"}
+    told, people = invoke("--json", **wrong), invoke(**wrong)
+    assert (told.exit_code, told.stderr) == (1, "")
+    error = json.loads(told.stdout)["error"]
+    assert (error["command"], error["kind"]) == ("config", "failed")
+    assert people.stderr == f"rollout config: {error['message']}\n"
 
 
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])

@@ -43,8 +43,8 @@ class Gated:
 
     async def attached(self, count: int) -> None:
         """Waits until so many listen. No call tells how many do, so this looks behind the scenes."""
-        (place,) = self.world.server._roster._places.values()
-        while place.rollout._attached != count:  # noqa: ASYNC110
+        (rollout,) = self.world.server._roster._known.rollouts()
+        while rollout._attached != count:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
     async def rollouts(self) -> list[pb.Rollout]:

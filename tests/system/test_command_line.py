@@ -11,14 +11,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from rollout_server import __version__
 from rollout_server.cli.commands import app
 from rollout_server.settings import Settings
 from typer.testing import CliRunner, Result
 
-from tests.system.processes import COMMAND, command, environment
+from tests.system.processes import command, environment
 
 Invoke = Callable[..., Result]
 
@@ -157,27 +156,6 @@ async def test_demo_ends_well_and_says_so_also_behind_a_proxy(tmp_path: Path) ->
     assert told.out.count("its record equals the server's, token for token") == 2
     assert "every token agrees" in told.out
     assert "Traceback" not in told.err
-
-
-async def test_trainer_serves_verdicts_and_ends_with_a_signal(tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND, "trainer", "--port", "0", cwd=tmp_path, env=environment(), stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        assert process.stderr is not None
-        line = ""
-        while "strict trainer on" not in line:
-            line = (await process.stderr.readline()).decode()
-            assert line, "the trainer ended before it served"
-        url = line.split()[3].rstrip(";")
-        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
-            assert (await client.get("/verdicts")).json() == {"verdicts": []}
-        process.terminate()
-        assert await process.wait() == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 def test_trainer_says_that_its_port_is_taken(invoke: Invoke) -> None:

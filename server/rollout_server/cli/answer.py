@@ -46,14 +46,23 @@ class Answers:
     def give(self, document: Mapping[str, Any]) -> None:
         """Writes the command's document, if JSON was asked for."""
         if self.as_json:
-            self._out.write(json.dumps(document, indent=2) + "\n")
+            self._out.write(_text(document, indent=2) + "\n")
             self._out.flush()
 
     def line(self, document: Mapping[str, Any]) -> None:
         """Writes one of several documents, each on a line."""
         if self.as_json:
-            self._out.write(json.dumps(document) + "\n")
+            self._out.write(_text(document) + "\n")
             self._out.flush()
+
+
+def _text(document: Mapping[str, Any], indent: int | None = None) -> str:
+    """ASCII. Numbers that JSON does not know, which others may have sent, are null."""
+    try:
+        return json.dumps(document, indent=indent, allow_nan=False)
+    except ValueError:
+        known = json.loads(json.dumps(document), parse_constant=lambda _name: None)
+        return json.dumps(known, indent=indent)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import typer
 
 from rollout_server.cli.answer import AsJson, answering
 from rollout_server.cli.complain import hush_transformers
+from rollout_server.cli.looped import run_loop
 from rollout_server.cli.shown import event_line, show_judgement, show_ledger, show_messages, show_metrics
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def demo(as_json: AsJson = False) -> None:
     """
     hush_transformers()
     with answering(as_json=as_json) as answers:
-        agreed = asyncio.run(_demo())
+        agreed = run_loop(_demo())
         answers.give({"agreed": all(agreed.values()), "rollouts": agreed})
     raise typer.Exit(0 if all(agreed.values()) else 1)
 

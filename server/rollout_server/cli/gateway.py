@@ -10,6 +10,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from rollout_gateway.options import Options, load_options, name_of
 
+from rollout_server.cli.answer import answering
 from rollout_server.cli.complain import complaining
 
 _REPEATED = {"servers": "--server"}
@@ -19,24 +20,30 @@ def gateway(as_json: bool = False, **flags: object) -> None:
     """Serve HTTP before one or several rollout servers until SIGTERM or Ctrl-C.
 
     A flag goes before the environment, and that before .env. API keys are set there only: a command line can be read by others.
+
+    With --json: {"serving": {"url", "port", "servers"}} on a line once it serves.
     """
     given = {name: value for name, value in flags.items() if value not in (None, [])}
     if as_json:
         given.setdefault("log_format", "json")
-    with complaining("gateway"):
+    with complaining("gateway"), answering(as_json=as_json) as answers:
         options = load_options(**given)
         from rollout_gateway import alone  # gRPC takes its time
 
         from rollout_server import logs
 
         logs.set_up(options.log_format, options.log_level)
-        alone.run(options)
+        alone.run(options, lambda url, port: answers.line(_serving(url, port, options)))
+
+
+def _serving(url: str, port: int, options: Options) -> dict[str, Any]:
+    return {"serving": {"url": url, "port": port, "servers": list(options.servers)}}
 
 
 def _flags() -> inspect.Signature:
     """A flag for each setting that is no secret, for typer, which reads flags off a function's parameters."""
     fields = {name: field for name, field in Options.model_fields.items() if field.annotation is not SecretStr}
-    as_json = typer.Option("--json", help="Logs in JSON, and what is wrong, too.")
+    as_json = typer.Option("--json", help="A JSON object on a line once it serves; logs in JSON.")
     last = inspect.Parameter(
         "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, as_json]
     )

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rollout_server.cli.shown import deed
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import MalformedMessage, parse_object
+from rollout_server.core.record import FIRST
 from rollout_server.inspection.visible import visible
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 _LONGEST = 20_000
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
 _AUTHORS = (("M", "model"), ("A", "author"), ("P", "prompt"), ("E", "environment"), ("C", "closing"))
+_DEEDS = {"fork": "blue", "given up": "magenta", "masked": "red", "observed": "dim"}
+_TOLD = frozenset({"answered", "tool_returned", "appended", "drift_found"})
 _SAID = {"model": "of the model", "author": "of the model, masked by the agent"}
 
 
@@ -33,6 +37,7 @@ class Progress:
         self._limits = limits
         self._began = time.monotonic()
         self._turn = self._calls = self._tokens = 0
+        self._segment = FIRST
         self._doing = "starting"
 
     @contextmanager
@@ -54,7 +59,8 @@ class Progress:
 
     def see(self, event: RolloutEvent) -> None:
         """Prints an event."""
-        self._turn = event.turn or self._turn
+        self._turn = max(event.turn, self._turn)
+        self._where(event)
         match event.WhichOneof("event"):
             case "asked":
                 self._doing = "waiting for the model"
@@ -70,6 +76,23 @@ class Progress:
                 self._line("drift", f"the trainer's prompt parts from ours at token {event.drift_found.index}", "red")
             case "note":
                 self._line("note", f"{event.note.code}: {event.note.text}", "magenta")
+            case "forked" | "given_up" | "masked" | "observed":
+                self._did(event)
+
+    def _where(self, event: RolloutEvent) -> None:
+        """Conversations may go on at the same time: what follows belongs to this one."""
+        told = event.WhichOneof("event") in _TOLD
+        if told and event.segment_id and event.segment_id != self._segment:
+            self._segment = event.segment_id
+            self._line("", f"in segment {event.segment_id}:", "dim")
+
+    def _did(self, event: RolloutEvent) -> None:
+        """What the agent itself did."""
+        who, text = deed(event)
+        self._line(who, text, _DEEDS[who])
+        if event.HasField("forked"):
+            self._segment = event.segment_id
+            self.messages([_parsed(message) for message in event.forked.messages])
 
     def _answered(self, event: RolloutEvent) -> None:
         answered = event.answered

@@ -1,4 +1,4 @@
-"""What the server says while a command plays rollouts: in a line each, an author's fault at the author's own line."""
+"""What the server says while a command plays rollouts, an author's fault at the author's own line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class _Remarks(logging.Handler):
 
         from rollout_server.inspection.visible import visible
 
-        text = visible(_told(record))
+        first, *more = _told(record).split("\n")
+        # What stands below the first line, such as a stack, is set apart: it cannot pass for a line of its own.
+        text = "\n".join([visible(first), *(f"    {visible(line)}" for line in more)])
         if text in self._told or len(self._told) >= _MOST:
             return
         self._told.add(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections import Counter
@@ -17,6 +16,7 @@ from rollout_server.cli.answer import Answers, answering
 from rollout_server.cli.asking import AskFlags
 from rollout_server.cli.complain import Interrupted, complaining, hush_transformers
 from rollout_server.cli.flags import taken, takes
+from rollout_server.cli.looped import run_loop
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +70,7 @@ def run(**given: Any) -> None:
         messages, metadata = _messages(flags), _metadata(flags)
         [agent] = find_agents([flags.target])
         try:
-            finished = asyncio.run(_run(agent, (flags, asked), (messages, metadata), answers))
+            finished = run_loop(_run(agent, (flags, asked), (messages, metadata), answers))
         except KeyboardInterrupt:
             raise Interrupted("interrupted, and the rollout with it") from None
     raise typer.Exit(0 if finished else 1)

@@ -97,8 +97,30 @@ def event_line(event: event_pb2.RolloutEvent) -> str:
             return f"turn {event.turn}: {returned.name} returned {json.loads(returned.message.json)['content']}"
         case "finished":
             return f"finished: {event.finished.outcome.stop.reason or 'failed'}"
+        case "forked" | "given_up" | "masked" | "observed":
+            return ": ".join(deed(event))
         case _:
             return str(kind).replace("_", " ")
+
+
+def deed(event: event_pb2.RolloutEvent) -> tuple[str, str]:
+    """What an agent did beside its turns and calls, in a word and in a few."""
+    from rollout_client.training import SEGMENT_KINDS
+
+    match event.WhichOneof("event"):
+        case "forked":
+            forked = event.forked
+            kind = SEGMENT_KINDS.get(forked.origin.kind, "conversation")
+            tools = f", with the tools {', '.join(forked.tools)}" if forked.tools else ", without tools"
+            count = f"{forked.count} message{'' if forked.count == 1 else 's'}"
+            return "fork", f"segment {event.segment_id}, a {kind} of segment {forked.of_segment_id}: {count}{tools}"
+        case "given_up":
+            return "given up", f"turn {event.turn}: the agent no longer waits for its answer"
+        case "masked":
+            return "masked", f"turn {event.turn} does not train: {event.masked.reason}"
+        case _:
+            value = f" {event.observed.value_json}" if event.observed.value_json else ""
+            return "observed", f"{event.observed.what}{value}"
 
 
 def _said(message: Mapping[str, Any]) -> str:

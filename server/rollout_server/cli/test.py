@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from rollout_server.cli.answer import answering
 from rollout_server.cli.asking import AskFlags
 from rollout_server.cli.complain import Interrupted, complaining, hush_transformers
 from rollout_server.cli.flags import taken, takes
+from rollout_server.cli.looped import run_loop
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,7 +100,7 @@ def test(**given: Any) -> None:
         [agent] = find_agents([flags.target])
         played = _Played(agent, flags, asked, console)
         try:
-            asyncio.run(played.play(jobs))
+            run_loop(played.play(jobs))
         except KeyboardInterrupt:
             raise Interrupted(f"interrupted; --resume goes on with {flags.results_file}") from None
         summary = played.sum_up()

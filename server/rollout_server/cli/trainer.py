@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollout_server.cli.answer import Answers, answering
 from rollout_server.cli.complain import complaining, hush_transformers
+from rollout_server.cli.flags import taken, takes
+from rollout_server.cli.looped import run_loop
 from rollout_server.testing.dialect import Dialect
 
 if TYPE_CHECKING:
@@ -18,20 +22,27 @@ if TYPE_CHECKING:
     from rollout_server.testing.verdict import Verdict
 
 
-def trainer(
-    port: Annotated[int, typer.Option(envvar="MOCK_TRAINER_PORT", help="HTTP port; 0: any.")] = 9001,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer; none: the built-in one.")] = None,
+@dataclass(frozen=True, slots=True)
+class TrainerFlags:
+    """What `rollout trainer` takes."""
+
+    port: Annotated[int, typer.Option(envvar="MOCK_TRAINER_PORT", help="HTTP port; 0: any.")] = 9001
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer; none: the built-in one.")] = None
     tools_from: Annotated[
         str | None, typer.Option(help="Base URL of the gateway whose tools the trainer renders; empty: none.")
-    ] = "http://127.0.0.1:9000",
-    api_key: Annotated[
-        str | None, typer.Option(envvar="MOCK_TRAINER_API_KEY", help="Demand this bearer token.")
-    ] = None,
+    ] = "http://127.0.0.1:9000"
+    api_key: Annotated[str | None, typer.Option(envvar="MOCK_TRAINER_API_KEY", help="Demand this bearer token.")] = None
     dialect: Annotated[
         Dialect, typer.Option(help="Expect response masks, never, or as each rollout's first call says.")
-    ] = Dialect.EITHER,
-) -> None:
+    ] = Dialect.EITHER
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON object on each line: once it serves, then each outcome that comes.")
+    ] = False
+
+
+@takes(TrainerFlags)
+def trainer(**given: Any) -> None:
     """Play a trainer that counts every token itself and refuses what is wrong, with a scripted model.
 
     It speaks both HTTP dialects. POST /rollout leads to callbacks with response
@@ -40,22 +51,40 @@ def trainer(
 
     GET /verdicts lists what was found, GET /verdict?rollout_id= tells all of it.
     PUT /script?rollout_id= says what the model answers and how the trainer fails.
+
+    With --json: {"serving": {"url", "grpc_target"}} on a line once it serves, then for each outcome that comes {"verdict":
+    {"rollout_id", "accepted", "turns", "refusals", "outcome", ...}}, as GET /verdicts lists it.
     """
     hush_transformers()
+    flags = taken(TrainerFlags, given)
+    with contextlib.suppress(KeyboardInterrupt), complaining("trainer"), answering(as_json=flags.as_json) as answers:
+        run_loop(_serve(_trainer(flags, answers), answers))
+
+
+def _trainer(flags: TrainerFlags, answers: Answers) -> StrictTrainer:
     from rollout_server.testing.trainer import StrictTrainer
 
-    with contextlib.suppress(KeyboardInterrupt), complaining("trainer"):
-        strict = StrictTrainer(
-            _directory(tokenizer),
-            host=host,
-            port=port,
-            tools_from=tools_from or None,
-            api_key=api_key,
-            dialect=dialect,
-            reuses_ids=True,
-            settled=lambda verdict: typer.echo(told(verdict)),
-        )
-        asyncio.run(_serve(strict))
+    return StrictTrainer(
+        _directory(flags.tokenizer),
+        host=flags.host,
+        port=flags.port,
+        tools_from=flags.tools_from or None,
+        api_key=flags.api_key,
+        dialect=flags.dialect,
+        reuses_ids=True,
+        settled=lambda verdict: _tell(verdict, answers),
+    )
+
+
+def _tell(verdict: Verdict, answers: Answers) -> None:
+    import msgspec
+
+    from rollout_server.testing.wire import summary_body
+
+    if answers.as_json:
+        answers.line({"verdict": msgspec.to_builtins(summary_body(verdict))})
+    else:
+        typer.echo(told(verdict))
 
 
 def _directory(tokenizer: Path | None) -> Path:
@@ -86,7 +115,7 @@ def _shown(value: object) -> str:
     return text if text.isprintable() else repr(text)
 
 
-async def _serve(strict: StrictTrainer) -> None:
+async def _serve(strict: StrictTrainer, answers: Answers) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -95,4 +124,5 @@ async def _serve(strict: StrictTrainer) -> None:
             f"strict trainer on {strict.url}; verdicts under /verdicts; CompletionService on grpc://{strict.grpc_target}",
             err=True,
         )
+        answers.line({"serving": {"url": strict.url, "grpc_target": strict.grpc_target}})
         await stopped.wait()

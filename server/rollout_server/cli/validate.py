@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from rollout_server.cli.answer import AsJson, answering
 from rollout_server.cli.complain import complaining, hush_transformers
+from rollout_server.cli.looped import run_loop
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +48,7 @@ def validate(
 
         agents = [agent for target in targets for agent in all_agents(target)]
         console = Console(highlight=False)
-        reports = asyncio.run(_validate(agents, console, call_tools=call_tools))
+        reports = run_loop(_validate(agents, console, call_tools=call_tools))
         valid = all(report.valid for report in reports)
         step = _next(targets[0], reports, valid=valid, called=call_tools)
         found = [{**asdict(report), "valid": report.valid} for report in reports]

@@ -93,11 +93,12 @@ def _conversation(transcript: Transcript) -> Iterator[Line]:
 
 
 def _title(stretch: Stretch) -> str:
-    opened = (
-        f" of segment {stretch.parent_id}, which shares {stretch.parent_tokens} tokens" if stretch.parent_id else ""
-    )
+    shares = f"which shares {stretch.parent_tokens} tokens" if stretch.parent_tokens else "with a prompt of its own"
+    opened = f" of segment {stretch.parent_id}, {shares}" if stretch.parent_id else ""
+    masked = f", {stretch.masked} of the model's are masked by the author" if stretch.masked else ""
     checked = "verified" if stretch.verified else "not verified: the trainer did not report every prompt"
-    return f"segment {stretch.id} ({stretch.kind}{opened}): {stretch.trained} of {len(stretch.ids)} tokens train, {checked}"
+    trained = f"{stretch.trained} of {len(stretch.ids)} tokens train{masked}"
+    return f"segment {stretch.id} ({stretch.kind}{opened}): {trained}, {checked}"
 
 
 def _stretch(stretch: Stretch, look: Look) -> Iterator[Line]:
@@ -107,8 +108,7 @@ def _stretch(stretch: Stretch, look: Look) -> Iterator[Line]:
     for run in stretch.runs:
         if run.turn != turn:
             turn = run.turn
-            policy = next((r.policy_version for r in stretch.runs if r.turn == turn and r.policy_version), "")
-            yield Line("", None, visible(f"turn {turn}{f', policy {policy}' if policy else ''}"))
+            yield Line("", None, visible(_turn([each for each in stretch.runs if each.turn == turn])))
         own = [piece for piece in made if run.start <= piece.start < run.stop]
         while drifts and drifts[0].index < run.stop:
             drift = drifts.pop(0)
@@ -118,6 +118,13 @@ def _stretch(stretch: Stretch, look: Look) -> Iterator[Line]:
         yield from _run(run, own, look)
     for drift in drifts:
         yield from _drift(drift, look)
+
+
+def _turn(runs: Sequence[Run]) -> str:
+    """Which turn it is, and what the trainer said of it."""
+    policy = next((f", policy {run.policy_version}" for run in runs if run.policy_version), "")
+    planes = ", ".join(f"{name} ({dtype})" for run in runs for name, dtype in run.planes)
+    return f"turn {runs[0].turn}{policy}{f', with {planes}' if planes else ''}"
 
 
 def _run(run: Run, own: Sequence[Piece], look: Look) -> Iterator[Line]:

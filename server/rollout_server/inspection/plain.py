@@ -117,6 +117,7 @@ def _span(value: Fields) -> token_pb2.Span:
         token_ids=value["token_ids"],
         logprobs=_logprobs(value["logprobs"]),
         policy_version=value["policy_version"],
+        planes=[token_pb2.TokenPlane(name=plane["name"], dtype=plane["dtype"]) for plane in value.get("planes", ())],
     )
 
 

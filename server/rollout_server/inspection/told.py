@@ -80,6 +80,7 @@ def _run(run: Run, made: list[Piece]) -> dict[str, Any]:
         "policy_version": run.policy_version,
         "text": None if None in texts else "".join(text or "" for text in texts),
         "token_ids": list(run.ids),
+        "planes": [{"name": name, "dtype": dtype} for name, dtype in run.planes],
         "logprobs": None if run.logprobs is None else list(run.logprobs),
     }
 

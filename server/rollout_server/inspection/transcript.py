@@ -28,6 +28,7 @@ class Run:
         ids: token ids, at least one.
         logprobs: one natural logarithm for each id; None: not known.
         policy_version: the policy that sampled them, in the trainer's words; empty: unknown.
+        planes: what the trainer sent beside them: names and element types.
     """
 
     letter: str
@@ -38,6 +39,7 @@ class Run:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
     policy_version: str
+    planes: tuple[tuple[str, str], ...] = ()
 
     @property
     def stop(self) -> int:
@@ -58,7 +60,7 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A segment: all its tokens, how many of them train, and the runs and drifts that are looked at."""
+    """A segment: all its tokens, how many train and how many the author masked, and the runs and drifts that are looked at."""
 
     id: str
     kind: str
@@ -67,6 +69,7 @@ class Stretch:
     verified: bool
     ids: tuple[int, ...]
     trained: int
+    masked: int
     runs: tuple[Run, ...]
     drifts: tuple[Drift, ...] = ()
 
@@ -117,8 +120,10 @@ def _stretch(segment: token_pb2.Segment) -> Stretch:
     origin = segment.origin
     kind = SEGMENT_KINDS.get(origin.kind, _UNKNOWN)
     ids = tuple(token for run in runs for token in run.ids)
-    trained = sum(len(run.ids) for run in runs if run.letter == "M")
-    return Stretch(segment.id, kind, origin.parent_id, origin.parent_tokens, segment.verified, ids, trained, runs)
+    trained, masked = (sum(len(run.ids) for run in runs if run.letter == letter) for letter in "MA")
+    return Stretch(
+        segment.id, kind, origin.parent_id, origin.parent_tokens, segment.verified, ids, trained, masked, runs
+    )
 
 
 def _run(span: token_pb2.Span, start: int, segment_id: str) -> Run:
@@ -128,7 +133,15 @@ def _run(span: token_pb2.Span, start: int, segment_id: str) -> Run:
     if logprobs is not None and len(logprobs) != len(span.token_ids):
         raise ValueError(f"segment {segment_id!r}, token {start}: there are not as many logprobs as tokens")
     return Run(
-        _letter(author, reason), author, reason, span.turn, start, tuple(span.token_ids), logprobs, span.policy_version
+        _letter(author, reason),
+        author,
+        reason,
+        span.turn,
+        start,
+        tuple(span.token_ids),
+        logprobs,
+        span.policy_version,
+        tuple((plane.name, plane.dtype) for plane in span.planes),
     )
 
 

@@ -28,7 +28,8 @@ class Capacity:
         running: rollouts that run at the same time.
         queued: rollouts that wait for a place; one more is refused.
         finished: finished rollouts that are remembered; the oldest are forgotten first. As many outcomes, and one at least, may
-            wait for their receivers; then no rollout is taken whose outcome is to be delivered.
+            wait for their receivers; then no rollout is taken whose outcome is to be delivered. Those that are held, such as by a
+            trainer's stream that owes their outcomes, come on top.
         finished_bytes: the same in bytes, counted roughly.
         finished_seconds: how long a finished rollout is remembered.
     """

@@ -9,6 +9,9 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from rollout_server.runtime.ending import end_tasks, hold, run_forever
+from rollout_server.runtime.threads import Threads
+
 T = TypeVar("T")
 
 
@@ -17,7 +20,8 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-stage", daemon=True)
+        self._loop.set_default_executor(Threads())
+        self._thread = threading.Thread(target=run_forever, args=(self._loop,), name="rollout-stage", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -26,7 +30,9 @@ class LoopThread:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.run(self._end())
+        left = self.run(end_tasks())
+        if left:
+            hold(left)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -47,13 +53,6 @@ class LoopThread:
     def leave(self, manager: AbstractAsyncContextManager[Any]) -> None:
         """Leaves a context that was entered here."""
         self.run(_left(manager))
-
-    async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._loop.shutdown_asyncgens()
 
 
 async def _entered(manager: AbstractAsyncContextManager[T]) -> T:

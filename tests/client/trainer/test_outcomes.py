@@ -99,19 +99,23 @@ def test_what_is_the_same_is_checked(played: Played) -> None:
     assert (finished.mismatch, finished.checked, finished.end, len(finished.samples)) == (None, True, "stop", 1)
 
 
-def test_an_answer_that_never_arrived_is_not_missed_in_a_failed_rollout(played: Played) -> None:
+@pytest.mark.parametrize("end", [STOP, FAILED], ids=["stop", "failure"])
+def test_an_answer_that_the_server_did_not_take_is_not_missed(played: Played, end: dict[str, Any]) -> None:
+    """It had stopped waiting, or failed."""
+    played.cut.outcome.MergeFrom(outcome_pb2.Outcome(**end))
     finished = finished_of(played.cut, played.record)
-    assert (finished.mismatch, finished.end, finished.error) == (None, "failure", "gone")
-    played.cut.outcome.stop.reason = "stop"
+    assert (finished.mismatch, finished.end) == (None, next(iter(end)))
+    played.cut.outcome.metrics.turns = 2  # it did take it
     mismatch = finished_of(played.cut, played.record).mismatch
     assert mismatch is not None
     assert mismatch.field == "length"
 
 
-def test_a_rollout_without_samples_is_not_missed_where_it_failed(played: Played) -> None:
+def test_a_whole_segment_is_not_missed_where_the_server_took_no_answer_in_it(played: Played) -> None:
     del played.cut.outcome.samples[:]
+    played.cut.outcome.metrics.turns = 0
     assert finished_of(played.cut, played.record).mismatch is None
-    played.cut.outcome.stop.reason = "stop"
+    played.cut.outcome.metrics.turns = 1
     mismatch = finished_of(played.cut, played.record).mismatch
     assert mismatch is not None
     assert (mismatch.field, mismatch.theirs) == ("segment", "no sample of it")

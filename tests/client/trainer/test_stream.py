@@ -173,7 +173,7 @@ async def test_a_trainer_that_lost_its_stream_looks_for_outcomes_and_fails_the_o
         with pytest.raises(NotPossible, match="start it anew") as caught:
             await going
         assert (caught.value.reason, model.cancelled) == ("STREAM_EXPIRED", 2)
-        assert host.received == ["u1-0"]
+        await until(lambda: host.received == ["u1-0"])
         model.gate.set()
         host.play = two_turns
         (group,) = await groups_of(trainer)
