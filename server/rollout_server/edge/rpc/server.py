@@ -113,7 +113,7 @@ def _options(settings: RpcSettings) -> list[tuple[str, int]]:
         # gRPC drops calls without a word when more than a thousand wait to be picked up; the roster admits instead.
         ("grpc.server.max_pending_requests", 100_000),
         ("grpc.server.max_pending_requests_hard_limit", 100_000),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # A trainer whose machine is gone says nothing: its stream would never be cut.
         ("grpc.keepalive_time_ms", 60_000),
