@@ -76,6 +76,9 @@ ROOMS: dict[str, set[str]] = {
     "rollout_server.authoring": {
         *_AUTHORS,
         "rollout_server.authoring",
+        # Agents may be loops of the earlier SDK.
+        "rollout_server.sdk.adapter",
+        "rollout_server.sdk.core.base",
         "rollout_server.inspection",
         "rollout_server.testing",
         "rollout_client",

@@ -37,6 +37,6 @@ class Calculator(Agent):
         """1.0 if the number after the last #### is the ground truth."""
         said = str(run.messages[-1].get("content")).rpartition("####")[2].strip()
         try:
-            return float(float(said) == float(str(run.metadata["ground_truth"])))
+            return float(float(said) == float(str(run.metadata.get("ground_truth"))))
         except ValueError:
             return 0.0

@@ -81,4 +81,4 @@ class Python(Agent):
     async def reward(self, run: Run) -> float:
         """1.0 if the text after the last #### is the ground truth."""
         said = str(run.messages[-1].get("content")).rpartition("####")[2].strip()
-        return float(said == str(run.metadata["ground_truth"]))
+        return float(said == str(run.metadata.get("ground_truth")))

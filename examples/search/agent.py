@@ -49,7 +49,7 @@ class Search(Agent):
     async def reward(self, run: Run) -> float:
         """1.0 if the answer holds the ground truth."""
         answer = " ".join(str(run.messages[-1].get("content")).split())
-        return float(str(run.metadata["ground_truth"]).casefold() in answer.casefold())
+        return float(str(run.metadata.get("ground_truth")).casefold() in answer.casefold())
 
 
 def indexed(corpus: Path) -> sqlite3.Connection:

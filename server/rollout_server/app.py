@@ -120,7 +120,7 @@ class Server:
             RolloutService(self._roster, facts),
             RpcSettings(addresses, settings.max_request_bytes + 1024 * 1024, tls),
             keys.caller,
-            TrainerService(Desk(self._roster, self._streams, facts.violations)),
+            TrainerService(Desk(self._roster, self._streams, facts.violations, self._metrics.families.ignored.inc)),
         )
         _, self.grpc_port = await self._rpc.start()
         self._stack.push_async_callback(self._rpc.stop, 1.0)

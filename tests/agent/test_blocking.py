@@ -44,8 +44,8 @@ async def test_a_server_names_the_agents_line(caplog: pytest.LogCaptureFixture) 
         async for _ in run:
             pass
         assert (await client.get(run.uid)).outcome.stop.reason == "stop"
-        await until(lambda: "the event loop was held for" in caplog.text)
-    assert re.search(r"was held for \d+ ms at .*test_blocking\.py:\d+ in hold; all rollouts wait", caplog.text)
+        said = r"was held for \d+ ms at .*test_blocking\.py:\d+ in hold; all rollouts wait"
+        await until(lambda: re.search(said, caplog.text))
     assert "in play\n    hold(0.3)" in caplog.text
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from osmosis.rollout.v1 import outcome_pb2, spec_pb2, token_pb2
+from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 from rollout_client import AsyncClient, TrainingSample, samples
-from rollout_client.trainer import Prompt, Trainer, parsers
+from rollout_client.spec import rollout_spec
+from rollout_client.trainer import Generated, Prompt, Sampling, Serving, Trainer, parsers
 from rollout_server import Agent, Run, tool
 from rollout_server.app import Server
 from rollout_server.settings import Settings
 from rollout_server.testing.dialect import Dialect
-from rollout_server.testing.script import Reply, Script
+from rollout_server.testing.script import Fault, FaultKind, Reply, Script
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 from rollout_server.testing.verdict import Verdict
@@ -85,6 +87,35 @@ class Forking(Agent):
         shorter = await run.fork([said("In short: yes.")], kind="compaction")
         await self._talks(shorter, "What else?")
         await self._talks(await shorter.fork([said("Shorter still.")], kind="compaction"), "And now?")
+
+    async def race(self, run: Run) -> None:
+        """Two branches, of which the slower one is given up; then one more, of which nobody waits for the second turn."""
+        forks = [await run.fork() for _ in range(2)]
+        for fork, text in zip(forks, ("Fast.", "Slow."), strict=True):
+            await fork.append(said(text))
+        asking = [asyncio.create_task(fork.sample()) for fork in forks]
+        _, slow = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        for task in slow:
+            task.cancel()
+        late = await run.fork([said("Fast.")])
+        await late.sample()
+        await late.append(said("Slow."))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(late.sample(), 0.05)
+        for _ in range(3):
+            await self._talks(run, "Slow.")
+
+    async def limit(self, run: Run) -> None:
+        """Three at the same time, of which the last one meets the limit of turns."""
+        forks = [await run.fork() for _ in range(2)]
+        for fork in forks:
+            await fork.append(said("Go."))
+        await run.append(said("Go."))
+        await asyncio.gather(*(fork.sample() for fork in forks), self._late(run))
+
+    async def _late(self, run: Run) -> None:
+        await asyncio.sleep(0)
+        await run.sample()
 
     async def _talks(self, run: Run, text: str) -> None:
         await run.append(said(text))
@@ -183,6 +214,31 @@ async def test_each_conversation_is_a_sample_of_its_own(client: AsyncClient, mod
             assert each.origin.parent_tokens == 0
 
 
+STREAMED = [(mode, does, False) for mode in ("tokens", "messages") for does in WANTED]
+STREAMED += [("tokens", "branches", True), ("messages", "subagents", True)]
+
+
+@pytest.mark.parametrize(("mode", "does", "cut"), STREAMED)
+async def test_over_a_stream_each_conversation_is_a_sample_too(mode: str, does: str, cut: bool) -> None:
+    """`cut`: the connection breaks at every third answer."""
+    lines: list[Reply | Fault] = []
+    for number in range(TURNS[does]):
+        lines += [Fault(kind=FaultKind.LOST)] if cut and not number % 3 else []
+        lines.append(Reply(content=f"Answer {number}.", delay=0.01 * (number % 3)))
+    spec = rollout_spec({"messages": [said("Begin.")], "rollout_id": "r", "metadata": {"does": does}, **as_mode(mode)})
+    async with serving_forks() as address, StrictTrainer(script=Script(tuple(lines))) as trainer:
+        async with trainer.connected(address) as stream:
+            (uid,) = await stream.start(StartRolloutRequest(spec=spec))
+            outcome = (await stream.outcome(uid)).outcome
+        verdicts = {verdict.rollout_id: verdict for verdict in trainer.verdicts()}
+    assert (stream.faults, stream.connections > 1) == ((), cut)
+    assert (outcome.failure.message, outcome.stop.reason, list(outcome.warnings)) == ("", "stop", [])
+    assert told(outcome) == WANTED[does]
+    for sample in samples(outcome):
+        assert_same(sample, verdicts["r" if sample.segment_id == "0" else f"r/{sample.segment_id}"])
+    assert len(verdicts) == len(outcome.samples)
+
+
 @MODES
 @pytest.mark.parametrize("does", list(WANTED))
 async def test_a_trainer_that_forgets_everything_is_told_everything(client: AsyncClient, mode: str, does: str) -> None:
@@ -215,6 +271,38 @@ async def test_the_trainer_library_finds_nothing_else(mode: str, does: str) -> N
 def rendered(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
     text = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in messages)
     return encode(f"{len(tools)} tools\n{text}<|im_start|>assistant\n")
+
+
+class Paced(ToyModel):
+    """Takes its time over prompts that end with a slow question, and takes no note of a cancellation."""
+
+    async def __call__(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generated:
+        generated = await super().__call__(prompt_ids, sampling)
+        if "Slow." in decode(prompt_ids).rpartition("<|im_start|>user")[2]:
+            await asyncio.shield(asyncio.sleep(0.1))
+        return generated
+
+
+@MODES
+@pytest.mark.parametrize("serving", [None, Serving()], ids=["stream", "serving"])
+@pytest.mark.parametrize(("does", "turns"), [("race", 20), ("limit", 3)])
+async def test_turns_that_nobody_waited_for_are_not_missed(
+    mode: str, serving: Serving | None, does: str, turns: int
+) -> None:
+    fields: dict[str, Any] = {} if mode == "tokens" else {"render": rendered}
+    model = Paced(lambda prompt: f"Answer {len(prompt)}.")
+    async with (
+        serving_forks() as address,
+        Trainer(
+            address, serving=serving, generate=model, decode=decode, parse=parsers.hermes, end_ids={END}, **fields
+        ) as trainer,
+    ):
+        prompt = Prompt([said("Begin.")], metadata={"does": does})
+        (group,) = [each async for each in trainer.rollouts([prompt], n=4, limits={"turns": turns}, **as_mode(mode))]
+    for rollout in group.rollouts:
+        assert (rollout.mismatch, rollout.error, rollout.end) == (None, "", "stop")
+        outcome = rollout.rollout.outcome
+        assert sum(sum(sample.response_mask) for sample in rollout.samples) == outcome.metrics.generated_tokens
 
 
 async def test_the_library_finds_nothing_else_where_prompts_drift() -> None:

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import NotFound, Unauthenticated
+from rollout_server.runtime.wish import Caller
 
 from tests.journeys.faces import STARTS, Wanted, synchronous_body
 from tests.journeys.place import Place, place, until
@@ -75,7 +76,7 @@ async def test_two_without_a_key_who_ask_for_the_same_are_told_the_same(server: 
     first = await STARTS["synchronous"](server, server.stranger, Wanted("shared"))
     assert first.answer is not None
     second = asyncio.create_task(server.stranger.http.post("/rollout", json=synchronous_body(server, Wanted("shared"))))
-    rollout = server.servers[0]._roster._places[first.uid].rollout
+    rollout = server.servers[0]._roster.get(first.uid, Caller("", admin=True))
 
     async def both() -> bool:
         return rollout._attached == 2

@@ -15,7 +15,7 @@ from rollout_server.core.outcome import Failure, Outcome
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.edge.metrics.observer import Metrics
-from rollout_server.runtime.port import Ask, Clock, Fork, Failed, Sampler, Tool
+from rollout_server.runtime.port import Ask, Clock, Failed, Fork, Sampler, Tool
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.surroundings import Surroundings

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 from osmosis.rollout.v1 import rollout_service_pb2 as rpb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_server import Agent, Run, tool
@@ -73,6 +75,7 @@ class Place:
     channel: grpc.aio.Channel
     held: Held
     answer: list[int]
+    trainers: list[Trainer] = field(default_factory=list)
 
     @property
     def stub(self) -> Any:
@@ -81,7 +84,8 @@ class Place:
 
     def trainer(self, **hello: Any) -> Trainer:
         """A trainer that was not connected yet."""
-        return Trainer(self.channel, self.answer, **hello)
+        self.trainers.append(Trainer(self.channel, self.answer, **hello))
+        return self.trainers[-1]
 
     async def get(self, uid: str, view: Any = rpb.ROLLOUT_VIEW_SAMPLES) -> rpb.Rollout:
         """A rollout as RolloutService has it."""
@@ -102,26 +106,39 @@ def toy() -> Any:
     return AutoTokenizer.from_pretrained(TOY_TOKENIZER)
 
 
-@pytest.fixture
+async def opened(stack: AsyncExitStack, toy: Any, **changes: Any) -> Place:
+    """Starts a server, with settings by name."""
+    ports: dict[str, Any] = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False}
+    tokens: dict[str, Any] = {"tokenizers": {"t": TOY_TOKENIZER}, "tokenizers_offline": True}
+    held = Held()
+    settings = Settings(_env_file=None, **(ports | tokens | changes))
+    server = await stack.enter_async_context(Server([Talk(), held], settings))
+    address = f"127.0.0.1:{server.grpc_port}"
+    channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=OPTIONS))
+    answer = list(toy.encode("Yes.<|im_end|>", add_special_tokens=False))
+    return Place(server, channel, held, answer)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def open_place(toy: Any) -> AsyncIterator[OpenPlace]:
-    """Starts servers, with settings by name."""
+    """Starts servers of a test's own."""
     async with AsyncExitStack() as stack:
-
-        async def opened(**changes: Any) -> Place:
-            ports: dict[str, Any] = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False}
-            tokens: dict[str, Any] = {"tokenizers": {"t": TOY_TOKENIZER}, "tokenizers_offline": True}
-            held = Held()
-            settings = Settings(_env_file=None, **(ports | tokens | changes))
-            server = await stack.enter_async_context(Server([Talk(), held], settings))
-            address = f"127.0.0.1:{server.grpc_port}"
-            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=OPTIONS))
-            answer = list(toy.encode("Yes.<|im_end|>", add_special_tokens=False))
-            return Place(server, channel, held, answer)
-
-        yield opened
+        yield partial(opened, stack, toy)
 
 
-@pytest.fixture
-async def place(open_place: OpenPlace) -> Place:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def common(toy: Any) -> AsyncIterator[Place]:
     """A server with settings as they are."""
-    return await open_place()
+    async with AsyncExitStack() as stack:
+        yield await opened(stack, toy, max_streams_of_caller=1000)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def place(common: Place) -> AsyncIterator[Place]:
+    """The same server, on which nobody else is and nothing runs."""
+    common.held.gate = asyncio.Event()
+    yield common
+    while common.trainers:
+        common.trainers.pop().cut()
+    selection = rpb.Selection(all=True, states=[rpb.ROLLOUT_STATE_RUNNING, rpb.ROLLOUT_STATE_QUEUED])
+    await common.stub.CancelRollouts(rpb.CancelRolloutsRequest(selection=selection))

@@ -14,6 +14,8 @@ from tests.rpc.caller import Refusal, until
 from tests.stream.conftest import TURNS, OpenPlace, Place
 from tests.stream.trainer import FULL, Line, Trainer, kind, start
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 async def whole(place: Place, cut_after: int = 0, *, loses: bool = False) -> Trainer:
     """A rollout from start to end, with one cut on the way."""
@@ -136,6 +138,18 @@ async def test_a_half_close_cancels_what_runs_and_tells_all_outcomes(place: Plac
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await trainer.connect()
     assert Refusal.of(caught.value).reason == "STREAM_EXPIRED"
+
+
+async def test_what_follows_a_group_waits_until_it_is_started_whichever_connection_brings_it(place: Place) -> None:
+    trainer = place.trainer()
+    await trainer.connect()
+    await trainer.put(start=start("g", count=400, agent="held"))
+    await asyncio.sleep(0.02)
+    trainer.cut()
+    await trainer.put(cancel=rpb.CancelRolloutsRequest(selection=rpb.Selection(all=True), reason="all"))
+    await trainer.until(lambda t: len(t.outcomes) == 400)
+    assert {rollout.outcome.cancellation.reason for rollout in trainer.outcomes} == {"all"}
+    assert len({rollout.uid for rollout in trainer.started}) == 400
 
 
 async def test_nobody_is_attached_to_the_rollouts_of_a_cut_stream(place: Place) -> None:

@@ -19,6 +19,8 @@ from tests.rpc.caller import Refusal
 from tests.stream.conftest import TURNS, OpenPlace, Place
 from tests.stream.trainer import FULL, Line, Trainer, kind, start
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 def asked(count: int) -> Callable[[Trainer], bool]:
     return lambda trainer: len(trainer.asks) == count
@@ -140,21 +142,46 @@ async def test_a_group_that_does_not_fit_is_not_begun(open_place: OpenPlace) -> 
     assert {rollout.spec.rollout_id for rollout in listed.rollouts} == {f"four/{k}" for k in range(4)}
 
 
-async def test_a_group_of_which_one_is_taken_otherwise_is_undone(place: Place) -> None:
+async def test_a_group_of_which_one_is_taken_otherwise_is_not_begun(place: Place) -> None:
     trainer = place.trainer()
-    await trainer.put(start=start("other", request_id="k/2", agent="held"))
-    number = await trainer.put(start=start("g", count=4, request_id="k", agent="held"))
+    await trainer.put(start=start("there", request_id="k/2", agent="held"))
+    number = await trainer.put(start=start("gone", count=4, request_id="k", agent="held"))
     await trainer.until(lambda t: bool(t.refused))
     assert trainer.refused[0].start_sequence == number
     assert trainer.refused[0].code == grpc.StatusCode.ALREADY_EXISTS.value[0]
-    listed: rpb.ListRolloutsResponse = await place.stub.ListRollouts(rpb.ListRolloutsRequest())
-    for rollout in listed.rollouts:
-        if rollout.spec.rollout_id != "other":
-            shown = await place.finished(rollout.uid)
-            assert "another rollout of its group" in shown.outcome.cancellation.reason
+    selection = rpb.Selection(rollout_ids=["there", *(f"gone/{k}" for k in range(4))])
+    listed: rpb.ListRolloutsResponse = await place.stub.ListRollouts(rpb.ListRolloutsRequest(selection=selection))
+    assert [rollout.spec.rollout_id for rollout in listed.rollouts] == ["there"]
     place.held.gate.set()
     await trainer.until(lambda t: len(t.outcomes) == 1)
     assert {ask.uid for ask in trainer.asks} == {trainer.started[0].uid}
+
+
+async def test_a_group_that_is_started_again_on_a_full_server_is_found(open_place: OpenPlace) -> None:
+    place = await open_place(max_running=2, max_queued=2, stream_rollouts=4)
+    trainer = place.trainer()
+    for _ in range(2):
+        await trainer.put(start=start("g", count=4, request_id="k", agent="held"))
+    await trainer.until(lambda t: len(t.started) == 8)
+    assert [rollout.uid for rollout in trainer.started[4:]] == [rollout.uid for rollout in trainer.started[:4]]
+    place.held.gate.set()
+    await trainer.until(lambda t: len(t.outcomes) == 4)
+    assert not trainer.refused
+
+
+async def test_starts_that_nobody_reads_are_refused_before_they_fill_the_memory(open_place: OpenPlace) -> None:
+    """Each of them finds the same rollouts, so that nothing else counts them."""
+    place = await open_place(stream_rollouts=8, stream_unacknowledged=4)
+    trainer = place.trainer()
+    trainer.automatic = False
+    await trainer.connect()
+    for _ in range(6):
+        await trainer.put(start=start("g", count=4, request_id="k", agent="held"))
+    trainer.automatic = True
+    await trainer.until(lambda t: len(t.started) + 4 * len(t.refused) == 24)
+    assert len(trainer.started) <= 4 + 8 + 4
+    assert {refused.code for refused in trainer.refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]}
+    assert "wait to be told" in trainer.refused[0].message
 
 
 async def test_no_more_asks_are_under_way_than_there_is_credit(place: Place) -> None:
@@ -363,3 +390,23 @@ async def test_it_ends_with_its_server(open_place: OpenPlace) -> None:
     await trainer.acknowledge()
     assert (await trainer.line.refused()).code() == grpc.StatusCode.UNAVAILABLE
     await draining
+
+
+async def test_an_outcome_that_a_stream_owes_is_not_forgotten(open_place: OpenPlace) -> None:
+    place = await open_place(max_records=0)
+    trainer = place.trainer()
+    trainer.automatic = False
+    wanted = start("r", request_id="k", agent="held", token_mode=spec_pb2.TOKEN_MODE_MESSAGES)
+    await trainer.put(start=wanted)
+    await trainer.until(lambda t: len(t.started) == 1)
+    uid = trainer.started[0].uid
+    await trainer.put(cancel=rpb.CancelRolloutsRequest(selection=rpb.Selection(uids=[uid])))
+    await trainer.until(lambda t: bool(t.outcomes))
+    assert (await place.get(uid)).state == rpb.ROLLOUT_STATE_FINISHED
+    await trainer.put(start=wanted)
+    await trainer.until(lambda t: len(t.started) == 2)
+    assert trainer.started[1].uid == uid
+    await trainer.acknowledge()
+    await trainer.put(start=wanted)
+    await trainer.until(lambda t: len(t.started) == 3)
+    assert trainer.started[2].uid != uid

@@ -17,6 +17,8 @@ from rollout_client import samples
 from tests.stream.conftest import TURNS, Place
 from tests.stream.trainer import FULL, Book, Trainer, kind, start
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 def ended(count: int) -> Callable[[Trainer], bool]:
     return lambda trainer: len(trainer.outcomes) == count
@@ -204,3 +206,23 @@ async def test_late_double_and_strange_answers_are_ignored(place: Place) -> None
     trainer.automatic = True
     await trainer.until(ended(1))
     assert trainer.outcomes[0].outcome.stop.reason == "stop"
+    await trainer.complete(ask)
+    await trainer.until(lambda t: not t.kept)
+    assert b"rollout_stream_answers_ignored_total 3.0\n" in place.server.exposition()
+
+
+async def test_an_answer_for_a_turn_of_another_stream_is_nobodys(place: Place) -> None:
+    """Turn keys are no secret among trainers, and prove nothing."""
+    owner, other = place.trainer(), place.trainer()
+    owner.automatic = False
+    await owner.put(start=start("r"))
+    await owner.until(asked(1))
+    await other.connect()
+    await other.put(answer=pb.TrainAnswer(turn_key=owner.asks[0].turn_key, response=cpb.CompleteResponse()))
+    await other.reject(owner.asks[0], grpc.StatusCode.INTERNAL)
+    await other.until(lambda t: not t.kept)
+    owner.automatic = True
+    await owner.complete(owner.asks[0])
+    await owner.until(ended(1))
+    assert owner.outcomes[0].outcome.stop.reason == "stop"
+    assert set(owner.generated.values()) == {1}

@@ -7,6 +7,7 @@ import pytest
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.edge.tokens.loaded import LoadedTokenizer
 from rollout_server.edge.tokens.render import Renderer
+from rollout_server.runtime.port import Failed
 
 from tests.tokens.conftest import FAMILIES, TOOLS, answered, call, packed
 
@@ -102,3 +103,12 @@ async def test_an_answer_with_calls_may_be_closed_by_another_token(ours, plain) 
         renderer, turn = Renderer(loaded, [], {}), (packed(ASKED, said, new), answered(said, []), 1)
         expected = Prediction(pack_tokens(toy.ids(stop)), pack_tokens(toy.ids(text)))
         assert await renderer.append(*turn) == (await renderer.predict(*turn)).predicted == expected
+
+
+async def test_what_is_not_text_is_named_by_its_place(ours) -> None:
+    image = [{"type": "image_url"}]
+    for place in (0, 3, 4):
+        messages = [SYSTEM, ASKED, SAID, MORE, MORE]
+        messages[place] = {**messages[place], "content": image}
+        with pytest.raises(Failed, match=rf"messages\[{place}\]\.content\[0\] is not text"):
+            await Renderer(ours("toy"), [], {}).append(packed(*messages), answered(SAID, [5]), 2)

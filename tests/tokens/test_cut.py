@@ -53,6 +53,41 @@ def test_nothing_new_behind_an_answer_that_is_closed_in_another_way_at_the_very_
     assert environment(render, ASKED, SAID) == "\nassistant:"
 
 
+def test_nothing_new_behind_calls() -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [call("{}")]}
+    assert environment(template(prompt=f"{STOP}assistant:"), ASKED, called) == f"\n{STOP}assistant:"
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        text = template()(messages, generation_prompt)
+        ended = not generation_prompt and messages[-1]["role"] == "assistant"
+        return text.removesuffix(f"{STOP}\n") + "<end>" if ended else text
+
+    assert environment(render, ASKED, called) is None  # the last stop is that of the question
+    assert environment(render, ASKED, SAID, MORE, called, first=4) is None
+
+
+def test_a_template_that_looks_for_the_generation_prompt_from_the_start() -> None:
+    def looks(head: Callable[[Sequence[Fields]], str]) -> Callable[[Sequence[Fields], bool], str]:
+        return lambda messages, prompt: ("asked " if prompt else "shown ") + template(head=head)(messages, prompt)
+
+    expected = f"\nuser:Five and three?{STOP}\nassistant:"
+    assert environment(looks(lambda messages: str(messages.count(messages[-1]))), ASKED, SAID, ASKED) == expected
+    assert environment(looks(lambda messages: str(messages[0]["content"])), ASKED, SAID, ASKED) == expected
+
+
+def test_an_answer_of_nothing_at_the_start_of_the_text() -> None:
+    render = template(lambda message: f"{message['content']}{STOP}\n")
+    nothing = {"role": "assistant", "content": ""}
+    assert environment(render, nothing, MORE, first=1) == f"\nAnd twice that?{STOP}\nassistant:"
+
+
+def test_no_place_without_a_stop_and_none_without_what_was_said_next() -> None:
+    assert environment(template(lambda message: f"{message['content']}\n"), ASKED, SAID, MORE) is None
+    silent = template(lambda message: f"{message['role']}{STOP}\n")
+    assert environment(silent, ASKED, SAID, MORE) is None
+    assert environment(silent, ASKED, SAID, MORE, MORE) is None
+
+
 def test_a_template_that_looks_at_both_ends_of_the_content() -> None:
     def head(messages: Sequence[Fields]) -> str:
         content = messages[-1]["content"]
@@ -176,6 +211,61 @@ def test_content_keeps_its_parts() -> None:
     render = template(each, head=lambda messages: str([len(message["content"]) for message in messages[2:]]))
     expected = f"\nAnd twice that?{STOP}\nassistant:"
     assert environment(render, ASKED, SAID, {"role": "user", "content": parts}) == expected
+
+
+def test_a_template_that_says_how_many_messages_there_are() -> None:
+    heard = {"role": "tool", "content": "8"}
+    expected = f"\ntool:8{STOP}\nuser:And twice that?{STOP}\nassistant:"
+    assert environment(template(head=lambda messages: str(len(messages))), ASKED, SAID, heard, MORE) == expected
+
+
+def test_the_first_part_of_content_decides() -> None:
+    parts = [{"type": "text", "text": "<r>And twice"}, {"type": "text", "text": "that?"}]
+
+    def said(message: Fields) -> str:
+        content = message["content"]
+        return content if isinstance(content, str) else " ".join(part["text"] for part in content)
+
+    render = template(
+        lambda message: f"{said(message)}{STOP}\n",
+        head=lambda messages: "tool" if said(messages[-1]).startswith("<r>") else "user",
+    )
+    expected = f"\n<r>And twice that?{STOP}\nassistant:"
+    assert environment(render, ASKED, SAID, {"role": "user", "content": parts}) == expected
+
+
+def once(messages: Sequence[Fields], generation_prompt: bool) -> str:
+    """Says something in front of the first tool result only, as DeepSeek's templates do."""
+    first = next((place for place, message in enumerate(messages) if message["role"] == "tool"), -1)
+    each = (
+        f"{'<first>' if place == first else ''}{m['content'] or m['tool_calls']}{STOP}"
+        for place, m in enumerate(messages)
+    )
+    return "".join(each) + ("assistant:" if generation_prompt else "")
+
+
+def questioning(messages: Sequence[Fields], generation_prompt: bool) -> str:
+    """Takes no question mark for a question."""
+    if messages[0]["content"] == "?":
+        raise Failed(Failure(Category.TOKENIZER, "no question"))
+    return template(lambda m: f"{m['content'] or m['tool_calls']}{STOP}")(messages, generation_prompt)
+
+
+def prompting(messages: Sequence[Fields], generation_prompt: bool) -> str:
+    """Asks for an answer in other words once tools were used twice."""
+    text = "".join(f"{m['content'] or m['tool_calls']}{STOP}" for m in messages)
+    again = sum(message["role"] == "tool" for message in messages) > 1
+    return text + ("again:" if again else "assistant:") * generation_prompt
+
+
+@pytest.mark.parametrize("render", [once, questioning, prompting])
+def test_an_environment_that_is_another_behind_a_short_history_is_not_mirrored(render: Callable[..., str]) -> None:
+    probed = probe(render, {8: STOP})
+    assert (probed.final, probed.refusal, probed.mirrors) == (Stop(STOP, 8), "", False)
+
+
+def test_where_nothing_was_seen_nothing_is_mirrored() -> None:
+    assert not probe(template(lambda message: f"{message['content']}{STOP}\n"), {}).mirrors
 
 
 def test_what_stands_before_an_answer_does_not_keep_its_environment_from_being_mirrored() -> None:

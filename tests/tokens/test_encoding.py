@@ -114,3 +114,34 @@ def test_common_prefix(shared: str, a: str, b: str) -> None:
 def test_a_token_that_is_looked_for_in_the_normalised_text_is_no_place_to_cut_as_it_stands_either() -> None:
     tokenizer = words(AddedToken("<y>", normalized=True), AddedToken("<x>", normalized=False))
     assert list(growing(tokenizer).whole("a <y> b <x> a").starts) == [8]
+
+
+def test_what_stands_behind_a_token_is_only_told_where_that_token_stands() -> None:
+    tokenizer = words(AddedToken("<x>", normalized=False), AddedToken("<y>", normalized=False))
+    encoded = growing(tokenizer).whole("a <x> b <y> a")
+    x, y = tokenizer.token_to_id("<x>"), tokenizer.token_to_id("<y>")
+    assert encoded.behind(x, 2) == pack_tokens([1, y, 0])
+    assert encoded.behind(y, 8) == pack_tokens([0])
+    for token, start in ((x, 0), (x, 1), (x, 3), (x, 8), (y, 2), (y, 3), (y, 7), (y, 9), (0, 8), (y, 13)):
+        assert encoded.behind(token, start) is None
+
+
+def test_what_did_not_change_is_not_encoded_again() -> None:
+    class Noting:
+        def __init__(self, tokenizer: Tokenizer) -> None:
+            self.tokenizer = tokenizer
+            self.texts: list[str] = []
+
+        def encode_batch(self, texts: list[str], **options: Any) -> Any:
+            self.texts += texts
+            return self.tokenizer.encode_batch(texts, **options)
+
+    noting = Noting(words(AddedToken("<x>", normalized=False)))
+    encoder = GrowingEncoder(noting, {4: Added("<x>")})
+    before = encoder.whole("a <x> b <x> a <x> b")
+    noting.texts.clear()
+    assert list(encoder.grown(before, "a <x> b <x> a <x> b b").ids) == [0, 4, 1, 4, 0, 4, 1, 1]
+    assert list(encoder.grown(before, "a <x> b <x> a <x>").ids) == [0, 4, 1, 4, 0, 4]
+    assert list(encoder.grown(before, "a <x> b <x> a <x").ids) == [0, 4, 1, 4, 0, 2]
+    assert encoder.grown(before, before.text) is before
+    assert noting.texts == ["<x> b b", "<x>", "<x> a <x"]

@@ -93,6 +93,17 @@ async def test_counts_are_those_of_the_other_forms(ours, plain, family) -> None:
         assert (await other.predict(*turn)).mask_length == length
 
 
+async def test_counts_that_no_mask_could_have_are_left_out(ours) -> None:
+    renderer, messages = Renderer(ours("toy"), TOOLS, {}), packed(ASKED, AGAIN, HEARD)
+    form = Form(arguments=Arguments.PARSED)
+    length = (await renderer.counts(messages, answered(AGAIN, [5]), 1))[form]
+    none_left = await renderer.counts(messages, answered(AGAIN, [5] * (1 + length)), 1)
+    assert none_left[form] == 0
+    below = await renderer.counts(messages, answered(AGAIN, [5] * (2 + length)), 1)
+    assert form not in below
+    assert all(count >= 0 for count in below.values())
+
+
 async def test_a_trainer_that_keeps_tokens_counts_what_it_appends(ours, plain) -> None:
     """Under a template that drops earlier thinking, the rendering shrinks while what is appended does not."""
     thought = {"role": "assistant", "content": "Eight.", "reasoning_content": "Five and three. " * 50}

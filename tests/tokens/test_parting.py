@@ -61,3 +61,11 @@ async def test_long_texts_are_cut(ours, ids) -> None:
     expected, reported = await parting.around(behind(spaces), ids("x"), ids("y"))
     assert len(expected) <= 201
     assert reported == "x"
+
+
+async def test_a_text_of_the_longest_length_is_shown_whole(ours, ids) -> None:
+    for text, shown in (("<|endoftext|>" * 15 + "12345", ""), ("<|endoftext|>" * 15 + "123456", "…")):
+        parting = Parting(ours("toy"))
+        assert len(ids(text)) <= 24
+        expected, _ = await parting.around(behind(ids(text)), ids("<|endoftext|>" * 8), ids("y"))
+        assert expected == text[:200] + shown

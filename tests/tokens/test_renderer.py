@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from typing import Any
@@ -277,8 +278,9 @@ async def test_a_switch_may_change_what_closes_an_answer(ours, plain) -> None:
 def test_so_many_switches_are_remembered_and_no_more(ours) -> None:
     loaded = ours("toy", "{{ messages | map(attribute='content') | join('<|im_end|>') }}")
     assert loaded.switched({}) is loaded
-    known = [loaded.switched({"number": number}) for number in range(64)]
-    assert len(set(map(id, known))) == 64
+    assert loaded.switched({"b": 1, "a": 2}) is loaded.switched({"a": 2, "b": 1})
+    known = [loaded.switched({"number": number}) for number in range(63)]
+    assert len(set(map(id, known))) == 63
     assert all(loaded.switched({"number": number}) is each for number, each in enumerate(known))
     assert loaded.switched({"number": 64}) is not loaded.switched({"number": 64})
 
@@ -430,3 +432,20 @@ async def test_a_tokenizer_written_in_python_is_used_by_one_thread_at_a_time(exe
     for rendered in together:
         assert rendered.predicted == expected
         assert rendered.exact
+
+
+async def test_a_tokenizer_written_in_python_is_never_used_twice_at_once(executor) -> None:
+    class Slow(ByT5Tokenizer):
+        users, most = 0, 0
+
+        def encode(self, text: Any, **options: Any) -> Any:
+            self.users += 1
+            self.most = max(self.most, self.users)
+            time.sleep(0.002)
+            self.users -= 1
+            return super().encode(text, **options)
+
+    tokenizer = Slow(chat_template=TEXTS.replace("<|im_end|>", "<extra_id_0>"))
+    loaded = LoadedTokenizer("bytes", tokenizer, executor)
+    await asyncio.gather(*(Renderer(loaded, [], {}).predict(packed(ASKED), None, 0) for _ in range(20)))
+    assert tokenizer.most == 1

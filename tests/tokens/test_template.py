@@ -123,6 +123,13 @@ def test_a_tokenizer_that_shows_templates_more_is_left_to_the_library(plain) -> 
     assert not Templates(tokenizer).direct
 
 
+def test_a_tokenizer_whose_tokens_have_names_that_no_template_could_say_is_left_to_the_library(plain) -> None:
+    tokenizer = own(plain("toy").tokenizer, special_tokens_map=property(lambda _: {"not a name": "<a>"}))
+    templates = Templates(tokenizer)
+    assert not templates.direct
+    assert templates.text([ASKED], {"tools": None, "chat_template": "{{ messages[0].content }}"}) == "What is 5 + 3?"
+
+
 def test_the_direct_way_is_given_up_once_it_comes_to_something_else(plain) -> None:
     tokens = {"eos_token": "<a>"}
     tokenizer = own(plain("toy").tokenizer, special_tokens_map=property(lambda _: tokens))

@@ -36,6 +36,14 @@ class TrainerFlags:
     dialect: Annotated[
         Dialect, typer.Option(help="Expect response masks, never, or as each rollout's first call says.")
     ] = Dialect.EITHER
+    script: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="What the model answers: FILE.json (as PUT /script takes it), or FILE.py[:OBJECT] with reply(messages). "
+            "Without one it calculates.",
+        ),
+    ] = ""
     as_json: Annotated[
         bool, typer.Option("--json", help="A JSON object on each line: once it serves, then each outcome that comes.")
     ] = False
@@ -62,10 +70,15 @@ def trainer(**given: Any) -> None:
 
 
 def _trainer(flags: TrainerFlags, answers: Answers) -> StrictTrainer:
+    from rollout_server.authoring.models import StandIn, stand_in
+    from rollout_server.testing.calculator_model import CalculatorModel
     from rollout_server.testing.trainer import StrictTrainer
 
+    model = stand_in(flags.script) if flags.script else StandIn("calculator", CalculatorModel())
     return StrictTrainer(
         _directory(flags.tokenizer),
+        model=model.model,
+        script=model.script,
         host=flags.host,
         port=flags.port,
         tools_from=flags.tools_from or None,

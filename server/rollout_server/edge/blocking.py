@@ -13,16 +13,19 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 
-from rollout_server.runtime.where import held_at
+from rollout_server.runtime.where import authors_frames
 
 _log = logging.getLogger(__name__)
 _REMEMBERED = 256
 _QUIET_SECONDS = 60.0
-"""A place that holds the loop again is told of once in this time."""
+"""A function that holds the loop again is told of once in this time."""
 _LONG = 10
 """Times as long as is told of at once."""
 _WAITING = ("/asyncio/", "/selectors.py", "/uvloop/")
+# What runs the loop: none of it, nor what is above it, says anything about who holds it.
+_RUNNING = ("/asyncio/events.py", "/asyncio/base_events.py", "/asyncio/runners.py", "/uvloop/")
 
 
 class LoopWatch:
@@ -37,11 +40,12 @@ class LoopWatch:
         self._timer: asyncio.TimerHandle | None = None
         self._found: tuple[float, traceback.StackSummary] | None = None
         self._told = 0.0
-        self._said: dict[str, float] = {}
+        self._said: dict[tuple[str, str], float] = {}
 
     def start(self) -> None:
         """Begins. Called once, on the loop's thread."""
         self._watched = threading.get_ident()
+        self._beat = time.monotonic()
         self._strike()
         self._thread.start()
 
@@ -75,14 +79,27 @@ class LoopWatch:
                 self._told = beat
                 self._tell(stack, f"is held for {1000 * late:.0f} ms already")
 
-    def _tell(self, stack: traceback.StackSummary, what: str) -> None:
-        place = held_at(stack) or f" at {stack[-1].filename}:{stack[-1].lineno}"
-        now = time.monotonic()
+    def _tell(self, stack: Sequence[traceback.FrameSummary], what: str) -> None:
+        frames = _telling(stack)
+        theirs = authors_frames(frames)
+        holder = (theirs or frames)[-1]
+        place, now = (holder.filename, holder.name), time.monotonic()
         if now - self._said.get(place, now - _QUIET_SECONDS) < _QUIET_SECONDS:
             return
         if len(self._said) >= _REMEMBERED:
             self._said.clear()
         self._said[place] = now
-        frames = "".join(traceback.format_list(stack)).rstrip()
+        text = "".join(traceback.format_list(list(frames))).rstrip()
         advice = "all rollouts wait for it. Await, or use a thread or a process"
-        _log.warning("the event loop %s%s; %s:\n%s", what, place, advice, frames)
+        where = f"{holder.filename}:{holder.lineno} in {holder.name}"
+        # On a busy machine any code may be found at it; an author is not warned of what others wrote.
+        level = logging.WARNING if theirs else logging.INFO
+        _log.log(level, "the event loop %s at %s; %s:\n%s", what, where, advice, text)
+
+
+def _telling(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
+    """The frames from the author's first one on; where there is none, from the coroutine or callback that the loop runs."""
+    running = [index for index, frame in enumerate(stack) if any(part in frame.filename for part in _RUNNING)]
+    ran = stack[running[-1] + 1 :] if running else stack
+    theirs = authors_frames(ran)
+    return ran[ran.index(theirs[0]) :] if theirs else ran or stack

@@ -97,5 +97,8 @@ class Channels:
         found = await self._lookup.grpc_target(url)
         options = (*_OPTIONS, *found.options)
         if found.secure:
-            return grpc.aio.secure_channel(found.target, channel_credentials(self._tls), options=options)
+            credentials = await asyncio.to_thread(
+                channel_credentials, self._tls
+            )  # which reads the system's certificates
+            return grpc.aio.secure_channel(found.target, credentials, options=options)
         return grpc.aio.insecure_channel(found.target, options=options)

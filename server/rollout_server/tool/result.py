@@ -98,25 +98,30 @@ def written(result: object) -> str:
                 raise ValueError(f"{result} is not a finite number")
             return float.__repr__(result)
         case _:
-            if _size(result) > LARGEST:
-                raise ValueError(f"it has more than {LARGEST // 2**20} MiB as JSON; a text may be longer, and is cut")
+            _check_size(result)
             return json.dumps(to_jsonable_python(result, fallback=_refuse), ensure_ascii=False, allow_nan=False)
 
 
-def _size(value: object) -> int:
-    """About how many bytes a value takes as JSON, `_PART` for each part of it. Counts no further than is needed."""
+def _check_size(value: object) -> None:
+    """Raises ValueError for what takes more than `LARGEST` bytes, `_PART` for each part. Counts no further than is needed."""
     total, left = 0, [value]
+    seen: set[int] = set()
+    repeats = ""
     while left and total <= LARGEST:
         part = left.pop()
         if isinstance(part, str | bytes | bytearray):
             total += len(part)
             continue
+        repeats = repeats or ("Circular reference, or " if id(part) in seen else "")
+        seen.add(id(part))
         parts = _parts(part)
         total += _PART * len(parts)
         if total > LARGEST:
             break
         left += [each for each in parts if type(each) not in _FLAT]
-    return total
+    if total > LARGEST:
+        size = f"more than {LARGEST // 2**20} MiB as JSON"
+        raise ValueError(f"{repeats or 'it has '}{size}; a text may be longer, and is cut")
 
 
 def _parts(value: object) -> Collection[object]:

@@ -95,6 +95,9 @@ class Families:
             "completion_retries", "Requests beyond the first for completions that were answered."
         )
         self.resampled = self._counter("resampled", "Retries that may have generated a turn twice.")
+        self.ignored = self._counter(
+            "stream_answers_ignored", "Answers of trainers on streams that came late, twice, or to no ask at all."
+        )
         self.warnings = self._counters("warnings", "Warnings in outcomes.", "code")
         self.queue = self._times("queue", "From accepted to the first turn, or to an end in the queue.", "agent")
         self.duration = self._times("duration", "From the first turn to the end.", "agent", "end")

@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, RolloutError, Violation
-from rollout_server.core.outcome import Cancellation
+from rollout_server.core.error import Busy, InvalidRequest, NotFound, NotPossible, RolloutError, Violation
 from rollout_server.edge.rpc.wire import request as requests
 from rollout_server.edge.rpc.wire import train as wire
 from rollout_server.edge.stream.content import Refused, Started
-from rollout_server.edge.stream.seat import Seat
-from rollout_server.edge.stream.stream import CLOSED, Stream
+from rollout_server.edge.stream.stream import Stream
 from rollout_server.edge.stream.streams import Streams
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.roster import Roster
@@ -32,17 +30,29 @@ class TooManyRefusals(Busy):
 
 
 class Desk:
-    """`violations` is what this server may not do for a wish; it raises `NotPossible` for what it cannot do at all."""
+    """`violations` is what this server may not do for a wish; it raises `NotPossible` for what it cannot do at all.
 
-    def __init__(self, roster: Roster, streams: Streams, violations: Callable[[Wish], Sequence[Violation]]) -> None:
+    `ignored` is called for each answer to an ask that is not under way.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        streams: Streams,
+        violations: Callable[[Wish], Sequence[Violation]],
+        ignored: Callable[[], None] = lambda: None,
+    ) -> None:
         self.roster = roster
         self.streams = streams
         self._violations = violations
-        self._groups: set[asyncio.Task[None]] = set()
+        self._ignored = ignored
+        self._groups: dict[Stream, asyncio.Task[None]] = {}
 
     async def take(self, stream: Stream, given: wire.Given, caller: Caller) -> None:
         """Takes one item. Raises `InvalidRequest` for one that is out of order, `TooManyRefusals`: then it is not taken."""
         kind = given.WhichOneof("item")
+        if kind in NUMBERED:
+            await self._begun(stream)
         if kind in NUMBERED and not self._is_next(stream, kind, given.sequence):
             return
         if kind not in NUMBERED and given.sequence:
@@ -53,7 +63,7 @@ class Desk:
             case "answer" | "reject":
                 turn_key, said = wire.answer(given)
                 if not stream.answered(turn_key, said):
-                    _log.debug("an answer came to an ask that is not under way")
+                    self._ignored()
             case "cancel":
                 self._cancel(stream, given.cancel, caller)
             case "acknowledge":
@@ -71,9 +81,9 @@ class Desk:
     def acknowledge(self, stream: Stream, sequence: int, caller: Caller) -> None:
         """Items of the server came there; outcomes among them were received. Raises `InvalidRequest`."""
         for rollout in stream.acknowledge(sequence):
-            self.streams.received(rollout)
-            with suppress(NotFound):  # the roster may have forgotten it by now
+            with suppress(NotFound):  # one that was taken over after its end may be forgotten by now
                 self.roster.acknowledge(rollout.uid, caller)
+            self.streams.received(rollout)
 
     def _is_next(self, stream: Stream, kind: str | None, sequence: int) -> bool:
         """Whether an item is to be taken, which it is noted to be; not one that was taken before."""
@@ -103,71 +113,47 @@ class Desk:
             stream.reply(Refused(stream.seen, error))
 
     async def _begin(self, stream: Stream, start: wire.Start, caller: Caller) -> None:
-        """Starts a group. A connection that breaks meanwhile does not leave half of one: the item was taken."""
+        """Starts a group. A connection that breaks meanwhile does not leave it undone: the item was taken."""
         task = asyncio.create_task(self._start(stream, stream.seen, start, caller), name="start a group")
-        self._groups.add(task)
-        task.add_done_callback(self._groups.discard)
+        self._groups[stream] = task
+        task.add_done_callback(lambda _: self._groups.pop(stream, None))
         await asyncio.shield(task)
+
+    async def _begun(self, stream: Stream) -> None:
+        """Waits for the group that is being started, by an earlier connection of the stream."""
+        task = self._groups.get(stream)
+        if task is not None:
+            await asyncio.wait((task,))
 
     async def _start(self, stream: Stream, sequence: int, start: wire.Start, caller: Caller) -> None:
         try:
             wishes = wire.wishes(start, caller)
-            self._check_room(stream, len(wishes))
-            taken = await self._all_or_none(stream, wishes)
+            wrong = self._violations(wishes[0])
+            taken = await self.roster.start_all(wishes, wrong, partial(self._check, stream))
         except RolloutError as error:
             stream.reply(Refused(sequence, error))
             return
-        for seat, attached in taken:
-            stream.reply(Started(seat, attached))
-        if stream.closed:
-            for seat, _ in taken:
-                seat.rollout.ask_to_end(CLOSED)
-        if not self.streams.holds(stream):
-            for seat, _ in taken:
-                self.streams.stand(seat, "its stream ended while the rollout was started; start it again")
+        except Exception:  # a fault of ours; the others of this stream go on
+            _log.exception("a group could not be started")
+            stream.reply(Refused(sequence, RolloutError("a fault of the server's; its log has the reason")))
+            return
+        for rollout, attached in taken:
+            stream.reply(Started(self.streams.sit(rollout, stream), attached))
 
-    def _check_room(self, stream: Stream, count: int) -> None:
-        roster, capacity = self.roster, self.roster.capacity
-        if roster.draining:
-            raise Draining("the server is stopping and takes no new rollouts", retry_after=1.0)
-        if len(stream.seats) + count > stream.limits.rollouts:
+    def _check(self, stream: Stream, found: Sequence[Rollout | None]) -> None:
+        """Raises where these rollouts cannot be on a stream: `NotPossible`, `Busy`."""
+        if stream.closed or not self.streams.holds(stream):
+            raise NotPossible("the stream ended while the rollouts were to start", reason="STREAM_EXPIRED")
+        for rollout in found:
+            if rollout is not None:
+                self.streams.check(rollout, stream)
+        come = sum(rollout is None or rollout.uid not in stream.seats for rollout in found)
+        if len(stream.seats) + come > stream.limits.rollouts:
             text = (
                 f"{len(stream.seats)} rollouts of this stream are not acknowledged, at most {stream.limits.rollouts} may be; "
                 "acknowledge outcomes, or open another stream"
             )
             raise Busy(text, retry_after=1.0)
-        if count > 1 and roster.running + roster.queued + count > capacity.running + capacity.queued:
-            text = f"{roster.running} rollouts run and {roster.queued} wait: there is no room for {count} more; ask again later"
+        if stream.replies > stream.limits.rollouts:  # those that were found anew and anew, which nothing else counts
+            text = f"{stream.replies} rollouts wait to be told as started: read and acknowledge what the server sends"
             raise Busy(text, retry_after=1.0)
-
-    async def _all_or_none(self, stream: Stream, wishes: Sequence[Wish]) -> Sequence[tuple[Seat, bool]]:
-        """Seats for all of a group.
-
-        Other work gets its turn between the members, so that a refusal may come late: then those that were begun are undone.
-        """
-        wrong = self._violations(wishes[0])
-        taken: list[tuple[Rollout, bool]] = []
-        try:
-            for wish in wishes:
-                rollout, attached = self.roster.start(wish, wrong)
-                taken.append((rollout, attached))
-                if attached:
-                    self.streams.check(rollout, stream)
-                else:
-                    self.streams.sit(rollout, stream)
-                await asyncio.sleep(0)
-            for rollout, attached in taken:
-                if attached:
-                    self.streams.check(rollout, stream)
-            return [(self.streams.sit(rollout, stream), attached) for rollout, attached in taken]
-        except RolloutError:
-            for rollout, attached in taken:
-                if not attached:
-                    self._undo(rollout)
-            raise
-
-    def _undo(self, rollout: Rollout) -> None:
-        rollout.ask_to_end(Cancellation("another rollout of its group could not be started"))
-        seat = self.streams.seat(rollout.uid)
-        if seat is not None:
-            self.streams.stand(seat, "its group was not started")

@@ -57,6 +57,11 @@ class Stream:
         self._wake = asyncio.Event()
 
     @property
+    def replies(self) -> int:
+        """Starts and refusals that wait to be told."""
+        return len(self._replies)
+
+    @property
     def owes(self) -> bool:
         """Something is to be told, or was told and not acknowledged; once the trainer is done, it acknowledges no more."""
         left = self.seats if not self.closed else [seat for seat in self.seats.values() if not seat.delivered]

@@ -139,6 +139,7 @@ class Streams:
         if seat is None:
             seat = self._seats[rollout.uid] = Seat(rollout, self._forget)
             seat.stream = stream
+            rollout.hold()
         else:
             other = self._stream_of(seat)
             if other is not None:
@@ -158,7 +159,9 @@ class Streams:
 
     def received(self, rollout: Rollout) -> None:
         """A rollout's outcome was acknowledged, and with it everything."""
-        self._seats.pop(rollout.uid, None)
+        seat = self._seats.get(rollout.uid)
+        if seat is not None:
+            self._forget(seat)
 
     async def drain(self, seconds: float) -> None:
         """Waits so long for trainers that are there to take the outcomes that they are owed, then ends all streams."""
@@ -208,6 +211,7 @@ class Streams:
     def _forget(self, seat: Seat) -> None:
         if self._seats.get(seat.rollout.uid) is seat:
             del self._seats[seat.rollout.uid]
+            seat.rollout.release()
 
     def _stream_of(self, seat: Seat) -> Stream | None:
         return seat.stream if isinstance(seat.stream, Stream) else None

@@ -11,7 +11,7 @@ from rollout_server.edge.stream.streams import Connection
 from rollout_server.runtime.wish import Caller
 
 _LOOKS = 5
-_PAUSE = 0.05
+_PAUSE = 0.02
 
 
 async def talk(

@@ -1,0 +1,21 @@
+"""One server for all agents that go wrong, as long as the suite lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from rollout_server.stage import LoopThread, Stage
+
+from tests.authors import wrong
+from tests.authors.theatre import Honest, Theatre
+
+
+@pytest.fixture(scope="session")
+def theatre() -> Iterator[Theatre]:
+    """A server with an honest agent and all that are not."""
+    honest = Honest()
+    agents = (honest, *wrong.wrong_agents())
+    with LoopThread() as loop, Stage(loop, *agents, http=False, tool_output_bytes=20_000) as stage:
+        yield Theatre(stage, honest)
+        wrong.LET_GO.set()

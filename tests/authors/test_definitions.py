@@ -1,0 +1,199 @@
+"""What an author does wrong before anything is played is told where it is written, before a server listens."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from rollout_server import Agent, Limits, Run, tool
+from rollout_server.app import Server
+from rollout_server.authoring.mistake import mistake_in
+
+from tests.rpc.asking import settings
+
+
+def without_a_name() -> None:
+    class Nameless(Agent):
+        pass
+
+    Nameless()
+
+
+def blank_name() -> None:
+    class Blank(Agent):
+        name = " "
+
+
+def name_of_another_type() -> None:
+    class Numbered(Agent):
+        name = 7  # type: ignore[assignment]
+
+
+def endless_name() -> None:
+    class Long(Agent):
+        name = "x" * 257
+
+
+def limit_of_nothing() -> None:
+    class Limited(Agent):
+        name = "limited"
+        limits = Limits(turns=0)
+
+
+def play_with_a_yield() -> None:
+    class Yielding(Agent):
+        name = "yielding"
+
+        async def play(self, run: Run) -> Any:
+            yield await run.sample()
+
+
+def choice_that_waits() -> None:
+    class Waiting(Agent):
+        name = "waiting"
+
+        async def choose_tools(self, request: object) -> Sequence[Any]:  # type: ignore[override]
+            return ()
+
+
+def reward_that_is_none() -> None:
+    class Rewarded(Agent):
+        name = "rewarded"
+        reward = 1.0  # type: ignore[assignment]
+
+
+def one_tool_for_many() -> None:
+    class Single(Agent):
+        name = "single"
+        tools = untyped  # type: ignore[assignment]
+
+
+def no_tool_at_all() -> None:
+    class Odd(Agent):
+        name = "odd"
+        tools = (object(),)  # type: ignore[assignment]
+
+
+def untyped(a, b):  # type: ignore[no-untyped-def]
+    """Adds."""
+    return a + b
+
+
+def parameter_without_a_type() -> None:
+    tool(untyped)
+
+
+def any_number_of_parameters() -> None:
+    @tool
+    def add(*numbers: int) -> int:
+        return sum(numbers)
+
+
+def unknown_type() -> None:
+    @tool
+    def paint(colour: Colour) -> None:  # type: ignore[name-defined]  # noqa: F821
+        """Paints."""
+
+
+def policy_that_makes_no_sense() -> None:
+    @tool(retries=2)
+    def book(flight: str) -> None:
+        """Books."""
+
+
+def word_that_is_in_no_policy() -> None:
+    @tool(timout=2)  # type: ignore[call-overload, untyped-decorator]
+    def book(flight: str) -> None:
+        """Books."""
+
+
+def process_for_a_closure() -> None:
+    @tool(process=True)
+    def inner() -> None:
+        """Runs where nobody finds it."""
+
+
+def made_of_no_function() -> None:
+    tool(7)  # type: ignore[call-overload]
+
+
+WRONG = [
+    (without_a_name, "agent class Nameless: name is missing"),
+    (blank_name, "agent class Blank: name must not be blank"),
+    (name_of_another_type, "agent class Numbered: name is 7, a str is needed"),
+    (endless_name, "agent class Long: name has 257 characters, at most 256 are allowed"),
+    (limit_of_nothing, "agent class Limited: limits must be positive or None, not turns=0"),
+    (play_with_a_yield, "agent class Yielding: play must return, it has a `yield`"),
+    (choice_that_waits, "choose_tools must be a plain `def`"),
+    (reward_that_is_none, "agent class Rewarded: reward must be a method, it is 1.0"),
+    (one_tool_for_many, "tools must be a list or tuple of tools"),
+    (no_tool_at_all, "is neither a tool nor a function"),
+    (parameter_without_a_type, "tool 'untyped': parameter a needs a type"),
+    (any_number_of_parameters, "tool 'add': parameter *numbers: 'int' cannot be given by name"),
+    (unknown_type, "tool 'paint': "),
+    (policy_that_makes_no_sense, "retries are for tools that may be called again"),
+    (word_that_is_in_no_policy, "unexpected keyword argument 'timout'"),
+    (process_for_a_closure, "tool 'inner': a process imports its tool"),
+    (made_of_no_function, "a tool is made of a function, not of 7"),
+]
+
+
+@pytest.mark.parametrize(("define", "says"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
+def test_it_is_told_at_its_own_line(define: Callable[[], None], says: str) -> None:
+    """What `rollout serve` and `rollout validate` say of it names a line inside of what is wrong."""
+    with pytest.raises((TypeError, ValueError)) as caught:
+        define()
+    mistake = mistake_in(caught.value, "agent.py")
+    assert says in str(mistake)
+    assert mistake.file.endswith("tests/authors/test_definitions.py")
+    wrong = untyped if define is parameter_without_a_type else define
+    lines, first = inspect.getsourcelines(wrong)
+    assert first <= mistake.line < first + len(lines)
+
+
+def test_two_tools_of_one_name_are_told_with_both_places() -> None:
+    @tool
+    def add(a: int) -> int:
+        return a
+
+    def another() -> Any:
+        @tool
+        def add(a: str) -> str:
+            return a
+
+        return add
+
+    other = another()
+    with pytest.raises(ValueError, match="more than one tool has the name 'add': ") as caught:
+
+        class Doubled(Agent):
+            name = "doubled"
+            tools = (add, other)
+
+    assert str(caught.value).endswith(f": {add.definition}; {other.definition}")
+    assert add.definition.line != other.definition.line
+
+
+class First(Agent):
+    """One of two."""
+
+    name = "same"
+
+
+class Second(Agent):
+    """The other."""
+
+    name = "same"
+
+
+async def test_two_agents_of_one_name_are_told_with_both_places() -> None:
+    with pytest.raises(ValueError, match="two agents have the name 'same'") as caught:
+        async with Server([First(), Second()], settings()):
+            pytest.fail("it started")
+    for kind in (First, Second):
+        line = inspect.getsourcelines(kind)[1]
+        assert f"{__file__}:{line}" in str(caught.value)
+    await asyncio.sleep(0)

@@ -1,0 +1,378 @@
+"""Agents with one mistake each. The line that their author has to mend ends with `# wrong: ` and the agent's name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout_server import Agent, Request, Run, tool
+from rollout_server.core.message import ToolCall
+
+LET_GO = threading.Event()
+"""Set once the tests are over: threads that never return are gone then."""
+
+
+async def for_ever() -> None:
+    """Never returns."""
+    await asyncio.get_running_loop().create_future()
+
+
+class PlayRaises(Agent):
+    name = "play-raises"
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        raise LookupError("no such corpus")  # wrong: play-raises
+
+
+class Unshowable(Exception):
+    """Cannot even be shown."""
+
+    def __str__(self) -> str:
+        raise LookupError
+
+
+class PlayRaisesOddly(Agent):
+    name = "play-raises-oddly"
+
+    def play(self, run: Run) -> None:
+        raise Unshowable  # wrong: play-raises-oddly
+
+
+class PlayExits(Agent):
+    name = "play-exits"
+
+    async def play(self, run: Run) -> None:
+        sys.exit(1)  # wrong: play-exits
+
+
+class TaskExits(Agent):
+    """The task is nobody's: no rollout can end for it."""
+
+    name = "task-exits"
+
+    async def play(self, run: Run) -> None:
+        task = asyncio.create_task(self.leave())
+        await asyncio.wait({task})
+        await run.sample()
+
+    async def leave(self) -> None:
+        sys.exit(1)  # wrong: task-exits
+
+
+class GroupRaises(Agent):
+    name = "group-raises"
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(for_ever())
+            group.create_task(self.fail())
+
+    async def fail(self) -> None:
+        raise LookupError("one of several")  # wrong: group-raises
+
+
+class RewardRaises(Agent):
+    name = "reward-raises"
+
+    async def reward(self, run: Run) -> float:
+        return float(run.messages[-1]["content"])  # type: ignore[arg-type]  # wrong: reward-raises
+
+
+class RewardIsNotANumber(Agent):
+    name = "reward-is-nan"
+
+    async def reward(self, run: Run) -> float:  # wrong: reward-is-nan
+        return float("nan")
+
+
+class RewardIsAText(Agent):
+    name = "reward-is-a-text"
+
+    def reward(self, run: Run) -> Any:  # wrong: reward-is-a-text
+        return "good"
+
+
+class RewardNeverReturns(Agent):
+    name = "reward-never-returns"
+
+    async def reward(self, run: Run) -> float:
+        await for_ever_here()
+        return 1.0
+
+
+async def for_ever_here() -> None:
+    await asyncio.get_running_loop().create_future()  # wrong: reward-never-returns
+
+
+class PlayNeverReturns(Agent):
+    name = "play-never-returns"
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        async with asyncio.timeout(None):
+            await asyncio.sleep(3600)  # wrong: play-never-returns
+
+
+class PlainPlayNeverReturns(Agent):
+    name = "plain-play-never-returns"
+
+    def play(self, run: Run) -> None:  # wrong: plain-play-never-returns
+        LET_GO.wait()
+
+
+class PlaySwallows(Agent):
+    name = "play-swallows"
+
+    async def play(self, run: Run) -> None:
+        while not LET_GO.is_set():
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(0.1)  # wrong: play-swallows
+
+
+class PlaySwallowsItsEnd(Agent):
+    name = "play-swallows-its-end"
+
+    async def play(self, run: Run) -> None:
+        while not LET_GO.is_set():
+            with contextlib.suppress(BaseException):
+                await run.sample()  # wrong: play-swallows-its-end
+
+
+class RewardSwallows(Agent):
+    name = "reward-swallows"
+
+    async def reward(self, run: Run) -> float:
+        while not LET_GO.is_set():
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(0.1)  # wrong: reward-swallows
+        return 1.0
+
+
+@tool  # wrong: tool-outlasts-its-rollout
+async def endless() -> None:
+    """Never returns."""
+    await for_ever()
+
+
+class ReturnsEarly(Agent):
+    name = "returns-early"
+    tools = (endless,)
+
+    async def play(self, run: Run) -> None:
+        calls = (await run.sample()).tool_calls
+        self.task = asyncio.create_task(self.go_on(run, calls))
+        await asyncio.sleep(0)
+
+    async def go_on(self, run: Run, calls: Sequence[ToolCall]) -> None:
+        await run.call(calls)  # wrong: returns-early
+
+
+class SamplesTwice(Agent):
+    name = "samples-twice"
+
+    async def play(self, run: Run) -> None:
+        await asyncio.gather(run.sample(), self.once_more(run))
+
+    async def once_more(self, run: Run) -> None:
+        await run.sample()  # wrong: samples-twice
+
+
+class AppendsNoMessage(Agent):
+    name = "appends-no-message"
+
+    async def play(self, run: Run) -> None:
+        await run.append("hello")  # type: ignore[arg-type]  # wrong: appends-no-message
+
+
+class AppendsWithoutRole(Agent):
+    name = "appends-without-role"
+
+    async def play(self, run: Run) -> None:
+        await run.append({"content": "hello"})  # wrong: appends-without-role
+
+
+class InventsCalls(Agent):
+    name = "invents-calls"
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        await run.call([ToolCall("mine", "add", "{}")])  # wrong: invents-calls
+
+
+class CallsTwice(Agent):
+    name = "calls-twice"
+
+    async def play(self, run: Run) -> None:
+        calls = (await run.sample()).tool_calls
+        await run.call(calls)
+        await run.call(calls)  # wrong: calls-twice
+
+
+class CallsNoCalls(Agent):
+    name = "calls-no-calls"
+
+    async def play(self, run: Run) -> None:
+        await run.call([{"name": "add"}])  # type: ignore[list-item]  # wrong: calls-no-calls
+
+
+class ForksWrongly(Agent):
+    name = "forks-wrongly"
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        await run.fork([{"role": "user", "content": "Go on."}], kind="branch")  # wrong: forks-wrongly
+
+
+class RewritesHistory(Agent):
+    name = "rewrites-history"
+
+    async def play(self, run: Run) -> None:
+        reply = await run.sample()
+        run.messages[-1]["content"] = reply.content.upper()  # type: ignore[index]  # wrong: rewrites-history
+
+
+class DropsHistory(Agent):
+    name = "drops-history"
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        del run.messages[0]  # type: ignore[attr-defined]  # wrong: drops-history
+
+
+class KeepsWhatIsNoJson(Agent):
+    name = "keeps-what-is-no-json"
+
+    async def play(self, run: Run) -> None:
+        await run.once(self.look)  # type: ignore[type-var]
+
+    async def look(self) -> object:  # wrong: keeps-what-is-no-json
+        return object()
+
+
+class ChooseToolsRaises(Agent):
+    name = "choose-tools-raises"
+
+    def choose_tools(self, request: Request) -> Sequence[Any]:
+        return request.metadata["tools"]  # type: ignore[no-any-return]  # wrong: choose-tools-raises
+
+
+class ChoosesNoTools(Agent):
+    name = "chooses-no-tools"
+
+    def choose_tools(self, request: Request) -> Sequence[Any]:  # wrong: chooses-no-tools
+        return [7]
+
+
+@tool
+async def raises() -> str:
+    """Fails."""
+    return dict[str, str]()["key"]  # wrong: tool-raises
+
+
+@tool  # wrong: tool-returns-no-json
+async def odd() -> object:
+    """Returns what no model can read."""
+    return object()
+
+
+@tool(timeout=0.1)
+async def never() -> None:
+    """Never returns."""
+    await asyncio.sleep(3600)  # wrong: tool-never-returns
+
+
+@tool(timeout=0.1)  # wrong: plain-tool-never-returns
+def never_plain() -> None:
+    """Never returns."""
+    LET_GO.wait()
+
+
+@tool(timeout=0.1)  # wrong: tool-swallows
+async def stubborn() -> None:
+    """Never gives way."""
+    while not LET_GO.is_set():
+        with contextlib.suppress(BaseException):
+            await asyncio.sleep(0.1)
+
+
+@tool  # wrong: tool-floods
+async def flood() -> str:
+    """Says 100 MB."""
+    return "x" * 100_000_000
+
+
+@tool  # wrong: tool-floods-json
+async def flood_json() -> list[str]:
+    """Says 100 MB, in a list."""
+    return ["x" * 1_000_000] * 100
+
+
+@tool
+async def prints() -> str:
+    """Talks to whoever started the server."""
+    print("hello")  # noqa: T201
+    return "printed"
+
+
+@tool
+async def blocks() -> str:
+    """Holds everybody up."""
+    time.sleep(0.4)  # noqa: ASYNC251  # wrong: tool-blocks
+    return "slept"
+
+
+@tool
+async def leaves() -> str:
+    """Thinks that it is a script."""
+    sys.exit(1)  # wrong: tool-exits
+
+
+@tool
+async def cancels() -> None:
+    """Says that it was cancelled, and was not."""
+    raise asyncio.CancelledError
+
+
+class ToolAgent(Agent):
+    """The default loop with one tool; several of its rollouts change the same object, and nothing comes of it."""
+
+    def __init__(self, name: str, offered: Any) -> None:
+        self.name = name
+        self.tools = (offered,)
+        self.played = 0
+
+    async def play(self, run: Run) -> None:
+        self.played += 1
+        await super().play(run)
+
+
+TOOLS: Mapping[str, Any] = {
+    "tool-raises": raises,
+    "tool-returns-no-json": odd,
+    "tool-never-returns": never,
+    "plain-tool-never-returns": never_plain,
+    "tool-outlasts-its-rollout": endless,
+    "tool-swallows": stubborn,
+    "tool-floods": flood,
+    "tool-floods-json": flood_json,
+    "tool-prints": prints,
+    "tool-blocks": blocks,
+    "tool-exits": leaves,
+    "tool-cancels": cancels,
+}
+CALLED = {**{name: offered.name for name, offered in TOOLS.items()}, "returns-early": "endless", "calls-twice": "add"}
+"""What the model calls, by the agent's name."""
+
+
+def wrong_agents() -> Sequence[Agent]:
+    """All of them, made anew."""
+    here = [kind for kind in vars(sys.modules[__name__]).values() if isinstance(kind, type)]
+    kinds = [kind for kind in here if issubclass(kind, Agent) and "name" in vars(kind)]
+    return [kind() for kind in kinds] + [ToolAgent(name, offered) for name, offered in TOOLS.items()]
