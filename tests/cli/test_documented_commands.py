@@ -1,0 +1,39 @@
+"""Every `rollout ...` line of README, docs and examples: the command is there, and knows the flags that are written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Invoke
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+LINE = re.compile(r"^(?:[A-Z_]+=(?:'[^']*'|\S*)\s+)*rollout (.*)$", re.MULTILINE)
+
+
+def commands() -> list[str]:
+    """What stands behind `rollout`, to the end of the command."""
+    found = set()
+    for page in PAGES:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
+            found |= {re.split(r"\s(?:&&|>>|\||#)", line)[0] for line in LINE.findall(block.replace("\\\n", " "))}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("line", commands())
+def test_it_is_a_command(line: str, invoke: Invoke) -> None:
+    told = invoke(*shlex.split(line), "--help")  # read whole, and answered with help instead of being done
+    assert told.exit_code == 0, told.output
+
+
+def test_there_are_many() -> None:
+    assert len(commands()) > 15
+
+
+@pytest.mark.parametrize("line", ["serv", "serve --no-such-flag", "tokens chek"])
+def test_what_is_none_is_found(line: str, invoke: Invoke) -> None:
+    assert invoke(*shlex.split(line), "--help").exit_code == 2
