@@ -16,7 +16,7 @@ try:
     from rollout_server.tool import Image, tool
 except ModuleNotFoundError as error:  # the base install is a client's
     needed = f'{(error.name or "").partition(".")[0]} is missing: the server needs pip install "rollout-server[server]"'
-    raise ModuleNotFoundError(needed, name=error.name) from error
+    raise ModuleNotFoundError(needed, name=error.name) from None
 
 __all__ = [
     "Agent",

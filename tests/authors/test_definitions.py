@@ -135,7 +135,7 @@ WRONG = [
     (any_number_of_parameters, "tool 'add': parameter *numbers: 'int' cannot be given by name"),
     (unknown_type, "tool 'paint': "),
     (policy_that_makes_no_sense, "retries are for tools that may be called again"),
-    (word_that_is_in_no_policy, "unexpected keyword argument 'timout'"),
+    (word_that_is_in_no_policy, "@tool takes no 'timout'; it takes timeout"),
     (process_for_a_closure, "tool 'inner': a process imports its tool"),
     (made_of_no_function, "a tool is made of a function, not of 7"),
 ]

@@ -264,6 +264,10 @@ def test_an_environment_that_is_another_behind_a_short_history_is_not_mirrored(r
     assert (probed.final, probed.refusal, probed.mirrors) == (Stop(STOP, 8), "", False)
 
 
+def test_a_template_that_shows_no_answers_closes_none() -> None:
+    assert probe(template(lambda message: f"{message['role']}|", prompt="|"), {8: "|"}).final is None
+
+
 def test_where_nothing_was_seen_nothing_is_mirrored() -> None:
     assert not probe(template(lambda message: f"{message['content']}{STOP}\n"), {}).mirrors
 

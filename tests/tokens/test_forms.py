@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from rollout_server.core.ledger import pack_tokens
-from rollout_server.edge.tokens.form import Arguments, Form, Measure, Tools
+from rollout_server.edge.tokens.form import Arguments, Form, Measure, Tools, parsed
 from rollout_server.edge.tokens.render import Renderer
 
 from tests.tokens.conftest import TOOLS, Plain, answered, call, packed
@@ -43,6 +43,13 @@ def test_others_are_all_others_the_nearest_first() -> None:
         for o in others
     ]
     assert changed == sorted(changed)
+
+
+def test_calls_of_another_shape_stay_as_they_are() -> None:
+    calls: list[Any] = [{"id": "x"}, {"id": "x", "function": "add"}, "no call", None, call('{"a": 5}'), call(None)]
+    (message,) = packed({"role": "assistant", "content": "", "tool_calls": calls})
+    fields: Any = parsed(message, 0, Arguments.PARSED)
+    assert fields["tool_calls"] == [*calls[:4], call({"a": 5}), calls[5]]
 
 
 def test_the_form_with_other_arguments_differs_in_nothing_else() -> None:
@@ -91,6 +98,31 @@ async def test_counts_are_those_of_the_other_forms(ours, plain, family) -> None:
     for form, length in counts.items():
         other = Renderer(ours(family), TOOLS, {}, form=form)
         assert (await other.predict(*turn)).mask_length == length
+
+
+@pytest.mark.parametrize("measure", Measure)
+async def test_two_things_are_learnt_at_once_and_what_is_counted_stays(ours, plain, measure) -> None:
+    toy, messages = plain("toy"), [ASKED, AGAIN, HEARD]
+    for tools, reported in (
+        (Tools.NONE, toy.prompt(objects(messages))),
+        (Tools.TOLD, toy.prompt(objects(messages), TOOLS)),
+    ):
+        renderer = Renderer(ours("toy"), TOOLS, {}, form=Form(measure=measure))
+        rendered = await renderer.predict(packed(*messages), answered(AGAIN, [5]), 1)
+        await renderer.learn(rendered.predicted, pack_tokens(reported))
+        assert renderer.form == Form(tools, Arguments.PARSED, measure)
+    renderer = Renderer(ours("toy"), TOOLS, {}, form=Form(measure=measure))
+    predicted = (await renderer.predict(packed(ASKED), None, 0)).predicted
+    await renderer.learn(predicted, pack_tokens(toy.prompt([ASKED])))
+    assert renderer.form == Form(tools=Tools.NONE, measure=measure)
+
+
+async def test_calls_in_the_first_message_are_parsed_too(ours, plain) -> None:
+    renderer = Renderer(ours("toy"), TOOLS, {})
+    predicted = (await renderer.predict(packed(AGAIN, HEARD), None, 0)).predicted
+    reported = pack_tokens(plain("toy").prompt(objects([AGAIN, HEARD]), TOOLS))
+    assert (await renderer.learn(predicted, reported)).environment == reported != predicted.environment
+    assert renderer.form == Form(arguments=Arguments.PARSED)
 
 
 async def test_counts_that_no_mask_could_have_are_left_out(ours) -> None:

@@ -132,6 +132,11 @@ def tool(
         TypeError: for a function that cannot be a tool, and for a word that is not in a policy.
         ValueError: for a policy that makes no sense.
     """
+    unknown = sorted(set(policy) - set(Policy.__annotations__))
+    if unknown:
+        raise TypeError(
+            f"@tool takes no {unknown[0]!r}; it takes {', '.join(Policy.__annotations__)}. Name and description are the function's"
+        )
     if function is None:
         rules = ToolPolicy(**policy)
         return lambda function: _made_of(function, rules)
