@@ -98,7 +98,7 @@ docs: setup ## Write the tables of settings in docs/
 	$(BIN)/python deploy/settings_tables.py
 
 transformers4: .venv-transformers4/.ready ## Run the tests of tokens on the last transformers before 5
-	PYTHONPATH=generated:server .venv-transformers4/bin/python -m pytest -n auto --dist worksteal tests/tokens -p no:cacheprovider
+	PYTHONPATH=generated:server ROLLOUT_EXAMPLES=few .venv-transformers4/bin/python -m pytest -n auto --dist worksteal tests/tokens -p no:cacheprovider
 
 deploy-checks: setup ## Lint the Dockerfile and validate the compose file and the Kubernetes manifests
 	$(BIN)/hadolint Dockerfile

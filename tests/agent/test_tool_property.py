@@ -34,7 +34,8 @@ from rollout_server.runtime.port import ArgumentError
 from rollout_server.tool import FunctionTool
 from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
 
-EXAMPLES = int(os.environ.get("ROLLOUT_EXAMPLES", "100"))
+GIVEN = os.environ.get("ROLLOUT_EXAMPLES", "")
+EXAMPLES = int(GIVEN) if GIVEN.isdigit() else 100
 """Signatures. Each is called with ten sets of arguments."""
 
 CALLS = 10

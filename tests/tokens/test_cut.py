@@ -213,10 +213,10 @@ def test_content_keeps_its_parts() -> None:
     assert environment(render, ASKED, SAID, {"role": "user", "content": parts}) == expected
 
 
-def test_a_template_that_says_how_many_messages_there_are() -> None:
-    heard = {"role": "tool", "content": "8"}
-    expected = f"\ntool:8{STOP}\nuser:And twice that?{STOP}\nassistant:"
-    assert environment(template(head=lambda messages: str(len(messages))), ASKED, SAID, heard, MORE) == expected
+def test_a_template_that_says_how_many_messages_there_are_and_how_they_begin() -> None:
+    render = template(head=lambda messages: f"{len(messages)} {messages[0]['content']} ")
+    expected = f"\nuser:Five and three?{STOP}\nuser:And twice that?{STOP}\nassistant:"
+    assert environment(render, ASKED, SAID, ASKED, MORE) == expected
 
 
 def test_the_first_part_of_content_decides() -> None:

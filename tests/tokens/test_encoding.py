@@ -31,7 +31,8 @@ TEXTS = st.lists(
     | st.text(max_size=3),
     max_size=12,
 ).map("".join)
-SOME = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = 10 if os.environ.get("ROLLOUT_EXAMPLES") == "few" else 60
+SOME = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @dataclass

@@ -35,8 +35,9 @@ ARGUMENTS = st.sampled_from(['{"a": 5, "b": 3}', '{"a":5,"b":8.0}', '{"a": "<|im
 REJECTS = (HealthCheck.filter_too_much,)
 DATE = datetime(2026, 2, 3)
 SWITCHES = st.sampled_from(({}, {"enable_thinking": False}))
+FEW = os.environ.get("ROLLOUT_EXAMPLES") == "few"
 SOME = settings(
-    max_examples=25,
+    max_examples=5 if FEW else 25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
 )
@@ -114,7 +115,7 @@ async def test_a_template_that_drops_thinking_is_counted_all_the_same(ours, plai
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(SOME, max_examples=12)
+@settings(SOME, max_examples=3 if FEW else 12)
 @given(
     turns=conversations(TEXT, thoughts=TEXT),
     cut=st.booleans(),
