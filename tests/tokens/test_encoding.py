@@ -1,5 +1,6 @@
 """Encoding what changed gives what encoding everything gives, for any two texts and every tokenizer."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 

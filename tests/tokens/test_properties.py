@@ -1,6 +1,7 @@
 """Any conversation, also a hostile one: the count is a trainer's, and the truth is what an append-only template appends."""
 
 import asyncio
+import os
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
