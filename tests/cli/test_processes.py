@@ -68,6 +68,8 @@ async def running(*arguments: str, cwd: Path) -> AsyncIterator[Running]:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        # A run of the tests in the background of a shell ignores Ctrl-C, and would hand that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield Running(process)

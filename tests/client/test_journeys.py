@@ -280,10 +280,18 @@ with Client(sys.argv[1]) as client:
 """
 
 
+def heeds_ctrl_c() -> None:
+    """A run of the tests in the background of a shell ignores it, and hands that on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 async def test_ctrl_c_leaves_the_stream(world: World, client: AsyncClient) -> None:
     pipe = subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", INTERRUPTED, world.address, world.trainer.url, stdin=pipe, stdout=pipe
+        *(sys.executable, "-c", INTERRUPTED, world.address, world.trainer.url),
+        stdin=pipe,
+        stdout=pipe,
+        preexec_fn=heeds_ctrl_c,
     )
     assert process.stdout is not None
     assert await process.stdout.readline() == b"1\n"
