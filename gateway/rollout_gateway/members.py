@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
 
 CONNECT_SECONDS: Final = 6.0
+PART_SECONDS: Final = 0.5
 _READY: Final = grpc.ChannelConnectivity.READY
 _AWAY: Final = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
 _Key = TypeVar("_Key", bound=Hashable)
@@ -46,6 +47,12 @@ class Member:
                     await self._channel.wait_for_state_change(state)
                 return True
         return False
+
+    async def parted(self, seconds: float) -> None:
+        """Waits, at most `seconds`, until a connection that broke under a call is given up: what is sent before breaks with it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._channel.wait_for_state_change(_READY)
 
 
 @dataclass(frozen=True, slots=True)

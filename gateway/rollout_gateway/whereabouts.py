@@ -17,7 +17,7 @@ import grpc
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
 from rollout_gateway.failed import combined, is_elsewhere, is_lost, is_unsure, too_late, unknown_rollout, unreachable
-from rollout_gateway.members import CONNECT_SECONDS, Member, Recent, StartKey, Terms, ranked, start_key
+from rollout_gateway.members import CONNECT_SECONDS, PART_SECONDS, Member, Recent, StartKey, Terms, ranked, start_key
 
 _KNOWN_ROLLOUTS: Final = 100_000
 _KNOWN_STARTS: Final = 10_000
@@ -186,5 +186,6 @@ async def _taken(member: Member, repeatable: bool, terms: Terms, ask: Callable[[
         except grpc.aio.AioRpcError as error:
             if not is_lost(error) or not repeatable or attempt == _ATTEMPTS:
                 raise
+            await member.parted(terms.at_most(PART_SECONDS))
         attempt += 1
     raise _Away

@@ -127,6 +127,16 @@ async def test_a_lost_answer_starts_nothing_twice(world: Fleets) -> None:
     assert [rollout.uid for rollout in await first.rollouts()] == [answer.rollout.uid]
 
 
+async def test_answers_lost_one_after_the_other_start_nothing_twice(world: Fleets) -> None:
+    ids = [f"id-{number}" for number in range(40)]
+    for id_ in ids:
+        first = first_for(world, id_)
+        await connected(world.fleet, first)
+        first.wire.lose_an_answer()
+        await world.fleet.StartRollout(start(id_))
+    assert len({rollout.uid for _, rollout in await world.all()}) == len(ids)
+
+
 async def test_a_lost_answer_without_an_id_is_not_asked_for_again(world: Fleets) -> None:
     for place in world.places:
         await connected(world.fleet, place)

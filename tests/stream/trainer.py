@@ -70,7 +70,14 @@ class Line:
 
     async def send(self, **item: Any) -> None:
         """Sends one item."""
-        await self.call.write(pb.TrainRequest(**item))
+        await self.write(pb.TrainRequest(**item))
+
+    async def write(self, item: pb.TrainRequest) -> None:
+        """Sends an item. Raises AioRpcError where the connection has ended, also where that was known before."""
+        try:
+            await self.call.write(item)
+        except asyncio.InvalidStateError:
+            raise await self.refused() from None
 
     async def read(self) -> pb.TrainResponse | None:
         """The next item; None where the server ended the stream with OK. Raises AioRpcError."""
@@ -229,7 +236,7 @@ class Trainer:
 
     async def _write(self, item: pb.TrainRequest) -> None:
         assert self.line is not None
-        await self.line.call.write(item)
+        await self.line.write(item)
         if self._count():
             raise Cut
 
