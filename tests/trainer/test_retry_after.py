@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import time
+from collections.abc import Callable
 
 import pytest
 from rollout_server.core.outcome import Category
@@ -23,28 +24,29 @@ def later(seconds: float) -> str:
     return email.utils.formatdate(time.time() + seconds, usegmt=True)
 
 
-def busy_until(rung: asyncio.Event, seconds: float, act: Act, early: list[bool]) -> Act:
+def busy_until(rung: asyncio.Event, seconds: float, refusal: Callable[[], Act], early: list[bool]) -> Act:
     """Refuses for so long; notes of each request whether it came early."""
 
     async def noted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not early:
             asyncio.get_running_loop().call_later(seconds, rung.set)
         early.append(not rung.is_set())
-        await (answer() if rung.is_set() else act)(reader, writer)
+        await (answer() if rung.is_set() else refusal())(reader, writer)
 
     return noted
 
 
 async def test_waited_for_and_asked_again_with_the_same_key(trainers: MaskedTrainers) -> None:
     # A date has whole seconds, so two of them are one at least.
-    said = [(status, form) for status in CATEGORIES for form in ("1", later(2))]
-    await asyncio.gather(*(ask_twice(trainers, status, form) for status, form in said))
+    forms: list[Callable[[], str]] = [lambda: "1", lambda: later(2)]
+    await asyncio.gather(*(ask_twice(trainers, status, form) for status in CATEGORIES for form in forms))
 
 
-async def ask_twice(trainers: MaskedTrainers, status: int, said: str) -> None:
+async def ask_twice(trainers: MaskedTrainers, status: int, said: Callable[[], str]) -> None:
     rung, early = asyncio.Event(), list[bool]()
-    refusal = answer(b"busy", status, retry_after=said)
-    async with raw_trainer(busy_until(rung, 0.9, refusal, early)) as trainer:
+    async with raw_trainer(
+        busy_until(rung, 0.9, lambda: answer(b"busy", status, retry_after=said()), early)
+    ) as trainer:
         answered = await Asking(trainers, trainer.url, deadline=time.monotonic() + 60).turn()
         assert early == [True, False]
         assert answered.attempts == 2
