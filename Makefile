@@ -3,33 +3,31 @@ VENV := .venv
 BIN := $(VENV)/bin
 MANIFESTS := $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*.yaml deploy/kubernetes/*/*.yaml))
 PROTOS := $(wildcard protos/osmosis/*/v1/*.proto)
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Nothing but what the lock names, which is everything. Little of it is ever imported, and compiled then.
+LOCKED := install --no-compile --no-deps --require-hashes -r
 UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate
+
+# Tests start hundreds of programs, each of which would compile the project anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup environments demo up down test bench bench-tokens bench-dialects mutants mutants-tokens check format lint types oldest transformers4 deploy-checks docs protos release-protos lock clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-$(VENV)/.ready: requirements/dev.lock pyproject.toml
+$(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+
+$(VENV)/.ready: requirements/dev.lock pyproject.toml | $(BIN)/python
+	$(PIP) $(LOCKED) requirements/dev.lock
+	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
-.venv-protos/.ready: requirements/protos.lock
-	$(PYTHON) -m venv .venv-protos
-	.venv-protos/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
-	@touch $@
-
-.venv-oldest/.ready: requirements/oldest.lock
-	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
-	@touch $@
-
-.venv-transformers4/.ready: requirements/transformers4.lock
-	$(PYTHON) -m venv .venv-transformers4
-	.venv-transformers4/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
+.venv-%/.ready: requirements/%.lock | $(BIN)/python
+	$(PYTHON) -m venv --without-pip .venv-$*
+	$(PIP) --python .venv-$*/bin/python $(LOCKED) $<
 	@touch $@
 
 setup: $(VENV)/.ready ## Make the environment from the lock
@@ -43,7 +41,7 @@ release-protos: setup ## Replace the image that buf breaking compares with (only
 	$(BIN)/buf build -o protos/released.binpb
 
 lock: ## Resolve the lock files anew
-	$(BIN)/python -m pip install --quiet uv
+	$(PIP) install uv
 	$(UV) pyproject.toml --extra dev -o requirements/dev.lock
 	$(UV) requirements/protos.in -o requirements/protos.lock
 	$(UV) requirements/oldest.in -o requirements/oldest.lock
@@ -88,8 +86,7 @@ lint: setup ## Lint Python and protos
 	$(BIN)/buf breaking --against protos/released.binpb
 
 types: setup ## Check types
-	$(BIN)/mypy
-	$(BIN)/mypy tests/typing
+	$(BIN)/mypy server gateway tests/typing
 
 oldest: .venv-oldest/.ready ## Run the contract tests on the oldest grpcio and protobuf that the generated code supports
 	PYTHONPATH=generated:server .venv-oldest/bin/python -m pytest tests/contract -p no:cacheprovider
@@ -108,7 +105,9 @@ deploy-checks: setup ## Lint the Dockerfile and validate the compose file and th
 environments: ## Make all environments that `check` needs, at the same time
 	@$(MAKE) --no-print-directory -j4 $(VENV)/.ready .venv-protos/.ready .venv-oldest/.ready .venv-transformers4/.ready
 
-check: environments format lint types oldest transformers4 deploy-checks test ## Everything that a landing needs
+check: environments ## Everything that a landing needs
+	@$(MAKE) --no-print-directory -j2 --output-sync=target types transformers4 oldest format lint deploy-checks
+	@$(MAKE) --no-print-directory test
 
 .venv-mutants/.ready:
 	$(PYTHON) -m venv .venv-mutants

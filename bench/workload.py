@@ -78,5 +78,5 @@ FULL = Plan(
     starts=3,
 )
 QUICK = Plan(
-    (Workload(turns=4, context=1000, concurrency=8, rollouts=24, rounds=1, target=2.0, entries=_BOTH),), starts=1
+    (Workload(turns=4, context=1000, concurrency=4, rollouts=8, rounds=1, target=2.0, entries=_BOTH),), starts=1
 )

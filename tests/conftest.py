@@ -1,11 +1,23 @@
-"""What all suites share: a table at the end that says what each of them took."""
+"""What all suites share: random examples that may take their time, and a table at the end that says what each suite took."""
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How fast a machine is at the moment is no fault of what is tested.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

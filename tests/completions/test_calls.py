@@ -13,13 +13,10 @@ from google.rpc import error_details_pb2
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
 from rollout_client import AsyncClient, Target, samples
-from rollout_server import Agent, Run, tool
-from rollout_server.app import Server
 from rollout_server.edge.channels import LARGEST_ANSWER
-from rollout_server.settings import Settings
-from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 from tests.completions.raw_trainer import BASE_UNKNOWN, Act, Fault, RawTrainer, info, serving
+from tests.completions.talk import Talk, connected, noop
 
 TURNS = 4
 ANSWER = (56, 264, 13, 793)
@@ -27,30 +24,9 @@ SECRET = "s3cr3t-s3cr3t"
 TOOLS_UNKNOWN = Fault(grpc.StatusCode.FAILED_PRECONDITION, "no tools", (info("TOOLS_UNKNOWN"),))
 
 
-@tool
-async def noop() -> str:
-    """Does nothing."""
-    return "nothing"
-
-
-class Talk(Agent):
-    """Says something after each answer."""
-
-    name = "talk"
-    tools = (noop,)
-
-    async def play(self, run: Run) -> None:
-        for number in range(TURNS):
-            await run.sample()
-            if number < TURNS - 1:
-                await run.append({"role": "user", "content": f"And {number}?"})
-
-
 @pytest.fixture
 async def client() -> AsyncIterator[AsyncClient]:
-    ports: Any = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False, "retry_base_seconds": 0.01}
-    settings = Settings(_env_file=None, tokenizers={"t": TOY_TOKENIZER}, tokenizers_offline=True, **ports)
-    async with Server([Talk()], settings) as server, AsyncClient(f"127.0.0.1:{server.grpc_port}") as client:
+    async with connected(Talk(TURNS, noop)) as client:
         yield client
 
 

@@ -19,6 +19,8 @@ from rollout_server.testing.script import Lie, Reply, Script, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
+from tests.completions.talk import equal, warned
+
 QUESTION = {"role": "user", "content": "Please calculate 5 plus 3, then multiply by 2."}
 DRIFT = outcome_pb2.FAILURE_CATEGORY_TOKEN_DRIFT
 
@@ -50,10 +52,6 @@ def sent(trainer: StrictTrainer) -> Sequence[pb.CompleteRequest]:
     return [seen.request for seen in trainer.completions]
 
 
-def warned(outcome: outcome_pb2.Outcome) -> list[str]:
-    return [warning.code for warning in outcome.warnings]
-
-
 def kinds(outcome: outcome_pb2.Outcome) -> list[int]:
     return [sample.origin.kind for sample in outcome.samples]
 
@@ -66,12 +64,7 @@ async def test_samples_are_the_trainers_own(client: AsyncClient) -> None:
     assert (outcome.stop.reason, warned(outcome), verdict.refusals) == ("stop", [], ())
     assert len(verdict.turns) == 3
     (sample,) = samples(outcome)
-    theirs = verdict.sample
-    assert sample.prompt_ids == list(theirs.prompt_ids)
-    assert sample.response_ids == list(theirs.response_ids)
-    assert sample.response_mask == list(theirs.response_mask)
-    assert sample.logprobs == pytest.approx(list(theirs.logprobs))
-    assert sample.verified
+    assert equal(sample, verdict.sample)
     first, *others = sent(trainer)
     assert (first.origin.kind, first.HasField("base")) == (token_pb2.SEGMENT_KIND_MAIN, False)
     assert [request.base.messages for request in others] == [2, 4]

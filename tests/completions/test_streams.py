@@ -20,6 +20,7 @@ from rollout_server.testing.trainer import StrictTrainer
 from rollout_server.testing.verdict import Verdict
 
 from tests.client.trainer.severed import Cut, SeveredLine
+from tests.completions.talk import equal
 
 MODES = {"tokens": spec_pb2.TOKEN_MODE_TOKENS, "messages": spec_pb2.TOKEN_MODE_MESSAGES}
 TEXT = "Please calculate 5 plus 3, then multiply by 2."
@@ -62,12 +63,7 @@ def same(outcome: outcome_pb2.Outcome, verdict: Verdict | None) -> bool:
     """Whether the only sample is what the trainer accumulated, element by element."""
     assert verdict is not None
     (sample,) = samples(outcome)
-    theirs = verdict.sample
-    assert sample.prompt_ids == list(theirs.prompt_ids)
-    assert sample.response_ids == list(theirs.response_ids)
-    assert sample.response_mask == list(theirs.response_mask)
-    assert sample.logprobs == pytest.approx(list(theirs.logprobs))
-    return (outcome.failure.message, verdict.refusals, sample.verified) == ("", (), True)
+    return equal(sample, verdict.sample) and (outcome.failure.message, verdict.refusals) == ("", ())
 
 
 @pytest.mark.parametrize("typed", [False, True])

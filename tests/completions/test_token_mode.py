@@ -12,29 +12,15 @@ from google.rpc import error_details_pb2
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
 from rollout_client import AsyncClient, TrainingSample, samples
-from rollout_server import Agent, Run
-from rollout_server.app import Server
-from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer
 
 from tests.completions.raw_trainer import BASE_UNKNOWN, Fault, RawTrainer, info, serving
+from tests.completions.talk import Talk, connected, warned
 
 TURNS = 4
 DRIFT = outcome_pb2.FAILURE_CATEGORY_TOKEN_DRIFT
 NOW = error_details_pb2.RetryInfo(retry_delay=Duration(nanos=1000))
-
-
-class Talk(Agent):
-    """Says something after each answer."""
-
-    name = "talk"
-
-    async def play(self, run: Run) -> None:
-        for number in range(TURNS):
-            await run.sample()
-            if number < TURNS - 1:
-                await run.append({"role": "user", "content": f"And {number}?"})
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +35,7 @@ def answer(toy: Any) -> list[int]:
 
 @pytest.fixture
 async def client() -> AsyncIterator[AsyncClient]:
-    ports: Any = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False, "retry_base_seconds": 0.01}
-    settings = Settings(_env_file=None, tokenizers={"t": TOY_TOKENIZER}, tokenizers_offline=True, **ports)
-    async with Server([Talk()], settings) as server, AsyncClient(f"127.0.0.1:{server.grpc_port}") as client:
+    async with connected(Talk(TURNS)) as client:
         yield client
 
 
@@ -62,10 +46,6 @@ async def roll(client: AsyncClient, trainer: RawTrainer, **spec: Any) -> outcome
         pass
     rollout = await client.get(run.uid, view="full")
     return rollout.outcome
-
-
-def warned(outcome: outcome_pb2.Outcome) -> list[str]:
-    return [warning.code for warning in outcome.warnings]
 
 
 def only(outcome: outcome_pb2.Outcome) -> TrainingSample:

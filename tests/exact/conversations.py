@@ -135,7 +135,7 @@ def written(kind: str, renderer: PlainRenderer, tools: Tools, turns: int = TURNS
 
 def _renders(renderer: PlainRenderer, messages: Sequence[Message], tools: Tools) -> bool:
     try:
-        renderer.prompt(messages, tools)
+        renderer.text(messages, tools)
     except UnrenderableError:
         return False
     return True

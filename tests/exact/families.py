@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
+from tests.tokens.reading import tokenizer_of
+
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"
 EVERYTHING = os.environ.get("ROLLOUT_EXACT") == "all"
 """Every conversation with every way to render, which takes some minutes."""
@@ -28,6 +30,10 @@ class Family:
         """For people."""
         own = "toy" if self.directory == TOY_TOKENIZER else self.directory.name
         return own if self.template is None else f"{own}/{self.template.stem}"
+
+    def tokenizer(self) -> Any:
+        """The tokenizer with this template."""
+        return tokenizer_of(self.directory, self.template and self.template.read_text(encoding="utf-8"))
 
     def laid_out(self, at: Path) -> Path:
         """A directory that `AutoTokenizer` reads with this template: the tokenizer's own, or one made in `at`."""

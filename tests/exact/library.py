@@ -70,7 +70,7 @@ def sayable(renderer: PlainRenderer, asked: Sequence[Any], tools: Tools) -> Conv
     for exchange in map(plain, itertools.islice(KINDS["mixed"](), 150)):
         more = [*said, exchange.reply.message, *exchange.heard()]
         try:
-            renderer.prompt(more, tools)
+            renderer.text(more, tools)
         except UnrenderableError:
             continue
         made.exchanges.append(exchange)

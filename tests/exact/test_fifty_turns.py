@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from rollout_server.testing.renderer import PlainRenderer
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 from rollout_server.testing.verdict import RefusalReason, Verdict
-from transformers import AutoTokenizer
 
 from tests.exact.conversations import KINDS, TURNS, Conversation, Guided, written
 from tests.exact.families import EVERYTHING, Family, families
@@ -38,17 +37,26 @@ USUALLY = (("mixed", False), ("calls", True), ("calls", False))
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A server and two trainers of one tokenizer, which differ in how they render arguments."""
+    """A server and trainers of one tokenizer, which differ in how they render arguments. Each starts when it is first asked for."""
 
     http: httpx.AsyncClient
     rollouts: Any
-    trainers: Mapping[bool, StrictTrainer]
+    directory: Path
     renderers: Mapping[bool, PlainRenderer]
     tools: list[Mapping[str, Any]]
+    stack: AsyncExitStack
+    trainers: dict[bool, StrictTrainer] = field(default_factory=dict)
+
+    async def trainer(self, *, parse: bool) -> StrictTrainer:
+        if parse not in self.trainers:
+            made = StrictTrainer(self.directory, tools=self.tools, parse_arguments=parse, grpc_port=None)
+            self.trainers[parse] = await self.stack.enter_async_context(made)
+        return self.trainers[parse]
 
 
 @asynccontextmanager
-async def world(directory: Path) -> AsyncIterator[World]:
+async def world(family: Family, at: Path) -> AsyncIterator[World]:
+    directory = family.laid_out(at)
     settings = Settings(
         _env_file=None,
         host="127.0.0.1",
@@ -68,22 +76,16 @@ async def world(directory: Path) -> AsyncIterator[World]:
                 f"127.0.0.1:{server.grpc_port}", options=[("grpc.max_receive_message_length", 2**28)]
             )
         )
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        trainers = {
-            parse: await stack.enter_async_context(
-                StrictTrainer(directory, tools=tools, parse_arguments=parse, grpc_port=None)
-            )
-            for parse in (False, True)
-        }
+        tokenizer = family.tokenizer()
         renderers = {parse: PlainRenderer(tokenizer, parse_arguments=parse) for parse in (False, True)}
-        yield World(http, RolloutServiceStub(channel), trainers, renderers, tools)
+        yield World(http, RolloutServiceStub(channel), directory, renderers, tools, stack)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", families())
 async def test_fifty_turns(family: Family, tmp_path: Path) -> None:
     lengths = dict[tuple[str, bool], int]()
-    async with world(family.laid_out(tmp_path)) as at:
+    async with world(family, tmp_path) as at:
         for kind, parse in PLAYED if EVERYTHING else USUALLY:
             if EVERYTHING or family.directory == TOY_TOKENIZER or TURNS not in lengths.values():
                 conversation = written(kind, at.renderers[parse], at.tools)
@@ -94,7 +96,7 @@ async def test_fifty_turns(family: Family, tmp_path: Path) -> None:
 
 async def play(at: World, rollout_id: str, conversation: Conversation, *, parse: bool) -> int:
     """Plays one conversation and holds everything against everything; returns the turns that were answered."""
-    trainer, renderer = at.trainers[parse], at.renderers[parse]
+    trainer, renderer = await at.trainer(parse=parse), at.renderers[parse]
     await trainer.put_script(rollout_id, conversation.script)
     said = await ask(at, rollout_id, trainer.url, conversation)
     verdict = trainer.verdict(rollout_id)

@@ -13,8 +13,9 @@ from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 from rollout_client import samples
 
+from tests.completions.talk import equal
 from tests.exact.families import EVERYTHING, Family
-from tests.exact.test_fifty_turns_in_tokens import PLAYED, equal, world
+from tests.exact.test_fifty_turns_in_tokens import PLAYED, world
 
 
 @pytest.mark.timeout(600)
@@ -22,7 +23,7 @@ from tests.exact.test_fifty_turns_in_tokens import PLAYED, equal, world
     "family", PLAYED if EVERYTHING else PLAYED[:1]
 )  # the judging takes seconds, and is that of the twin
 async def test_token_mode_over_a_stream(family: Family, tmp_path: Path) -> None:
-    async with world(family.laid_out(tmp_path)) as at:
+    async with world(family, tmp_path) as at:
         if not at.conversation.exchanges or not at.rendered:
             pytest.skip("the template refuses every exchange, or writes nothing of what tools answer")
         await at.trainer.put_script("streamed", at.conversation.script)

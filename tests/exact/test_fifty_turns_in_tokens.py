@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 from osmosis.rollout.v1 import outcome_pb2
-from rollout_client import AsyncClient, TrainingSample, samples
+from rollout_client import AsyncClient, samples
 from rollout_server.app import Server
 from rollout_server.settings import Settings
 from rollout_server.testing.renderer import PlainRenderer
 from rollout_server.testing.script import tool_call
 from rollout_server.testing.trainer import StrictTrainer
-from rollout_server.testing.verdict import Sample
-from transformers import AutoTokenizer
 
+from tests.completions.talk import equal
 from tests.exact.conversations import Conversation, Guided, written
 from tests.exact.families import EVERYTHING, Family, families
 from tests.exact.library import by_library, sayable
@@ -59,14 +58,15 @@ class World:
 
 
 @asynccontextmanager
-async def world(directory: Path) -> AsyncIterator[World]:
+async def world(family: Family, at: Path) -> AsyncIterator[World]:
+    directory = family.laid_out(at)
     ports: Any = {"host": "127.0.0.1", "http": False, "http_port": 0, "grpc_port": 0, "drain_seconds": 0}
     settings = Settings(_env_file=None, tokenizers={"model": directory}, tokenizers_offline=True, **ports)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(Server([Guided()], settings))
         address = f"127.0.0.1:{server.grpc_port}"
         client = await stack.enter_async_context(AsyncClient(address))
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = family.tokenizer()
         renderer = PlainRenderer(tokenizer)
         conversation = written(KIND, renderer, TOOLS)
         trainer = await stack.enter_async_context(StrictTrainer(directory, tools=TOOLS))
@@ -96,7 +96,7 @@ async def play(at: World, rollout_id: str, **spec: Any) -> outcome_pb2.Outcome:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", PLAYED)
 async def test_token_mode(family: Family, tmp_path: Path) -> None:
-    async with world(family.laid_out(tmp_path)) as at:
+    async with world(family, tmp_path) as at:
         if not at.conversation.exchanges:
             pytest.skip("the template refuses every exchange")
         outcome = await play(at, "tokens", tokenizer="model")
@@ -119,12 +119,3 @@ async def test_token_mode(family: Family, tmp_path: Path) -> None:
             kept = samples(await at.client.get(finished.uid, view="full"))
             assert list(finished.samples) == kept
             assert len(kept) == 1 or mode == "messages"  # there a template may rewrite what was said
-
-
-def equal(sample: TrainingSample, theirs: Sample) -> bool:
-    """Whether a sample is what the trainer accumulated, element by element."""
-    assert sample.prompt_ids == list(theirs.prompt_ids)
-    assert sample.response_ids == list(theirs.response_ids)
-    assert sample.response_mask == list(theirs.response_mask)
-    assert sample.logprobs == pytest.approx(list(theirs.logprobs))
-    return bool(sample.verified)

@@ -21,7 +21,6 @@ from rollout_server.edge.tokens.loaded import LoadedTokenizer
 from rollout_server.edge.tokens.render import Rendered, Renderer
 from rollout_server.runtime.port import Failed
 from rollout_server.testing.renderer import PlainRenderer, UnrenderableError
-from transformers import AutoTokenizer
 
 from tests.core.naive import NaiveLedger, assert_laws
 from tests.exact.families import EVERYTHING, Family, families
@@ -54,9 +53,7 @@ def both() -> Iterator[Callable[[Family], Both]]:
 
         def of(family: Family) -> Both:
             if family not in known:
-                tokenizer = AutoTokenizer.from_pretrained(family.directory, local_files_only=True)
-                if family.template is not None:
-                    tokenizer.chat_template = family.template.read_text(encoding="utf-8")
+                tokenizer = family.tokenizer()
                 loaded = LoadedTokenizer(family.name, tokenizer, executor)
                 objects = loaded.probed.preferred is Arguments.PARSED
                 known[family] = Both(loaded, PlainRenderer(tokenizer, parse_arguments=objects))

@@ -22,9 +22,10 @@ from rollout_server.testing.script import Reply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.wire import masked_call
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, ByT5Tokenizer
+from transformers import ByT5Tokenizer
 
 from tests.exact.planted import Copy, Fault, copied
+from tests.tokens.reading import tokenizer_of
 
 Check: TypeAlias = Callable[[Copy], Awaitable[None]]
 
@@ -41,9 +42,7 @@ CHATML = (
 
 
 def toy(template: str | None = None) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(TOY_TOKENIZER, local_files_only=True)
-    tokenizer.chat_template = template or tokenizer.chat_template
-    return tokenizer
+    return tokenizer_of(TOY_TOKENIZER, template)
 
 
 def packed(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
@@ -147,6 +146,21 @@ async def forgotten(copy: Copy) -> None:
         assert (await each.predict(packed(messages), answered(SAID, [5, 6]), 1)).mask_length == expected
 
 
+async def closed_by_several(copy: Copy) -> None:
+    """An answer ends with two tokens of which the model writes both."""
+    tokenizer = toy(CHATML.replace("PROMPT", "''").replace("<|im_end|>", "<|im_start|><|endoftext|>"))
+    text = await environment(copy, tokenizer, [ASKED, SAID, MORE])
+    assert text == f"\n<|im_start|>user\n{MORE['content']}<|im_start|><|endoftext|>\n<|im_start|>assistant\n"
+
+
+async def left_open(copy: Copy) -> None:
+    """Nothing closes this answer; the stop before it is that of the question."""
+    closing = "('' if message.content == '" + SAID["content"] + "' else '<|im_end|>') ~ '"
+    tokenizer = toy(CHATML.replace("PROMPT", "''").replace("'<|im_end|>", closing))
+    renderer = copy.renderer(tokenizer)
+    assert not (await renderer.predict(packed([ASKED, SAID, MORE]), answered(SAID, [5]), 1)).exact
+
+
 async def in_python(copy: Copy) -> None:
     """A tokenizer without the Rust library, which tells nothing about places in the text."""
     stop = "<extra_id_0>"
@@ -201,6 +215,19 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
             "cut",
             "return full[end:] if text[:end] == full[:end] else None",
             "return full[end:]",
+        ),
+    ),
+    (
+        closed_by_several,
+        Fault("the first token behind an answer closes it", "probe", "self._stops[closing[-1]]", "self._stops[own[0]]"),
+    ),
+    (
+        left_open,
+        Fault(
+            "the stop of an earlier message is taken",
+            "render",
+            "text is None or not stands_behind(text, full, before.encoded.text)",
+            "text is None",
         ),
     ),
     (in_python, Fault("one id too many is dropped behind the stop", "render", "return ids[1:]", "return ids[2:]")),
@@ -262,8 +289,8 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "the length of some earlier prompt is taken for the last one's",
             "render",
-            "if before.messages != turn.messages[: turn.answered]:",
-            "if not before.messages:",
+            "if before.messages == turn.messages[: turn.answered]:",
+            "if before.messages:",
         ),
     ),
     (

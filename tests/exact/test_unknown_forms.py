@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from rollout_server.testing.script import Reply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.verdict import RefusalReason
 
 from tests.exact.conversations import Conversation, Exchange
+from tests.exact.families import Family
 from tests.exact.test_fifty_turns import play, world
 
 COMPACT = json.dumps({"r": 0, "values": list(range(100))}, separators=(",", ":"))
@@ -20,9 +22,9 @@ def conversation(arguments: str) -> Conversation:
     return Conversation([{"role": "user", "content": "Look."}], [*exchanges, Exchange(Reply(content="Seen."))])
 
 
-async def test_only_the_other_form_of_arguments_gives_a_mask() -> None:
+async def test_only_the_other_form_of_arguments_gives_a_mask(tmp_path: Path) -> None:
     """Rendered as objects, which puts spaces into them, calls are so much longer that, as they came, nothing is left for a mask."""
-    async with world(TOY_TOKENIZER) as at:
+    async with world(Family(TOY_TOKENIZER), tmp_path) as at:
         for number in range(2):
             rollout_id = f"compact {number}"
             assert await play(at, rollout_id, conversation(COMPACT), parse=True) == 4
@@ -31,10 +33,10 @@ async def test_only_the_other_form_of_arguments_gives_a_mask() -> None:
             assert verdict.accepted
 
 
-async def test_another_form_is_tried_once() -> None:
+async def test_another_form_is_tried_once(tmp_path: Path) -> None:
     """What one refused mask teaches is known to the rollouts that follow."""
     spaced = '{"r":0,"text":"abc","more":[1,2]}'
-    async with world(TOY_TOKENIZER) as at:
+    async with world(Family(TOY_TOKENIZER), tmp_path) as at:
         refused = []
         for number in range(2):
             assert await play(at, f"some {number}", conversation(spaced), parse=True) == 4

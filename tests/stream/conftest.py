@@ -14,12 +14,13 @@ import pytest
 import pytest_asyncio
 from osmosis.rollout.v1 import rollout_service_pb2 as rpb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
-from rollout_server import Agent, Run, tool
+from rollout_server import Agent, Run
 from rollout_server.app import Server
 from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer
 
+from tests.completions.talk import Talk, noop
 from tests.stream.trainer import Trainer
 
 TURNS = 3
@@ -29,25 +30,6 @@ OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
 )
-
-
-@tool
-async def noop() -> str:
-    """Does nothing."""
-    return "nothing"
-
-
-class Talk(Agent):
-    """Says something after each answer."""
-
-    name = "talk"
-    tools = (noop,)
-
-    async def play(self, run: Run) -> None:
-        for number in range(TURNS):
-            await run.sample()
-            if number < TURNS - 1:
-                await run.append({"role": "user", "content": f"And {number}?"})
 
 
 class Held(Agent):
@@ -112,7 +94,7 @@ async def opened(stack: AsyncExitStack, toy: Any, **changes: Any) -> Place:
     tokens: dict[str, Any] = {"tokenizers": {"t": TOY_TOKENIZER}, "tokenizers_offline": True}
     held = Held()
     settings = Settings(_env_file=None, **(ports | tokens | changes))
-    server = await stack.enter_async_context(Server([Talk(), held], settings))
+    server = await stack.enter_async_context(Server([Talk(TURNS, noop), held], settings))
     address = f"127.0.0.1:{server.grpc_port}"
     channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=OPTIONS))
     answer = list(toy.encode("Yes.<|im_end|>", add_special_tokens=False))

@@ -59,7 +59,7 @@ async def test_each_outcome_is_one_line(tmp_path: Path) -> None:
     assert lines[0] == f"good: COMPLETED, stop; 3 turns, {generated} tokens generated, reward 1.0"
     assert lines[1].startswith("'b\\x1b[2J\\nad': COMPLETED, 'x\\nstrict trainer'; 3 turns")
     assert "refused: final_messages[0] is missing" in lines[1]
-    assert lines[2].startswith("good: ERROR, error; 1 turns")
+    assert lines[2].startswith("good: ERROR, error; 1 turn, ")
 
 
 async def test_both_dialects_are_spoken_unless_one_is_asked_for(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.tokencheck.check import Subject, check
 from rollout_server.tokencheck.conversation import Conversation
 from rollout_server.tokencheck.verdict import Verdict
-from transformers import AutoTokenizer
+
+from tests.tokens.reading import tokenizer_of
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"
 TOY_TEMPLATE = (TOY_TOKENIZER / "chat_template.jinja").read_text(encoding="utf-8")
@@ -34,9 +35,12 @@ def spoilt(*changes: tuple[str, str]) -> str:
 def checked(
     directory: Path, template: str | None = None, more: Sequence[Conversation] = (), **template_kwargs: Any
 ) -> Verdict:
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    tokenizer.chat_template = template or tokenizer.chat_template
-    return check(Subject(tokenizer, directory.name, "planted" if template else "its own", template_kwargs), more)
+    return check(
+        Subject(
+            tokenizer_of(directory, template), directory.name, "planted" if template else "its own", template_kwargs
+        ),
+        more,
+    )
 
 
 @pytest.fixture(scope="session")

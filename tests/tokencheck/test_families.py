@@ -17,9 +17,9 @@ from rollout_server.tokencheck.template import Template
 from rollout_server.tokencheck.traits import Dated, Shown, traits
 from rollout_server.tokencheck.verdict import Fault, Verdict, plain
 from rollout_server.tokencheck.written import Writing
-from transformers import AutoTokenizer
 
 from tests.tokencheck.conftest import checked, family
+from tests.tokens.reading import tokenizer_of
 
 Verdicts = Callable[[str], Verdict]
 FAMILIES = ("toy", "qwen2.5", "qwen3", "llama3", "deepseek-v3", "gpt-oss", "mistral-small-3.2", "phi-3.5")
@@ -122,7 +122,7 @@ def test_phi_3_5_knows_no_tools(verdicts: Verdicts) -> None:
 @pytest.mark.parametrize("name", ["toy", "qwen2.5"])
 def test_counts_are_those_of_plain_rendering(name: str) -> None:
     """The same sums with nothing but the library."""
-    tokenizer = AutoTokenizer.from_pretrained(TOY_TOKENIZER if name == "toy" else family(name), local_files_only=True)
+    tokenizer = tokenizer_of(TOY_TOKENIZER if name == "toy" else family(name))
     call: dict[str, Any] = {"id": "a1b2c3d4e", "type": "function"}
     call["function"] = {"name": "add", "arguments": '{"a":5,"b":3}'}
     messages: list[dict[str, Any]] = [

@@ -14,9 +14,9 @@ from rollout_server.tokencheck.conversation import Conversation
 from rollout_server.tokencheck.template import Page, Template
 from rollout_server.tokencheck.truth import Teller
 from rollout_server.tokencheck.written import Writing
-from transformers import AutoTokenizer
 
 from tests.tokencheck.conftest import SHARED, family
+from tests.tokens.reading import tokenizer_of
 
 VECTORS = sorted((SHARED / "vectors").glob("*.jsonl")) or [SHARED / "vectors" / "qwen2.5-instruct.jsonl"]
 # What the messages do not tell: how arguments were spelled, with which stop it ended, what the template left out.
@@ -28,8 +28,7 @@ def test_what_was_written_and_what_came_after(path: Path) -> None:
     header, *rows = map(json.loads, family(f"vectors/{path.name}").read_text(encoding="utf-8").splitlines())
     tools = json.loads(family("vectors/tools.json").read_text(encoding="utf-8"))
     at = family(header["tokenizer"])
-    tokenizer = AutoTokenizer.from_pretrained(at, local_files_only=True)
-    tokenizer.chat_template = (at / header["template"]).read_text(encoding="utf-8")
+    tokenizer = tokenizer_of(at, (at / header["template"]).read_text(encoding="utf-8"))
     frame = Frame(None, header["template_kwargs"], datetime.fromisoformat(header["rendered_on"]))
     with ThreadPoolExecutor(1) as executor:
         loaded = LoadedTokenizer(path.stem, tokenizer, executor)

@@ -136,6 +136,29 @@ def test_a_stop_that_is_replaced() -> None:
     assert found(verdict) == {Cause.SEPARATOR}
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("{%- if add_generation_prompt -%}", "{%- if true -%}"),  # a prompt is always there
+        (AFTER_ANSWER, "{%- endfor -%}{{- '<|im_end|>\\n' if add_generation_prompt or not loop.last -}}"),
+    ],
+)
+def test_what_a_template_does_without_a_generation_prompt_is_no_fault(before: str, after: str) -> None:
+    verdict = planted((before, after))
+    assert (verdict.stable, found(verdict)) == (True, set())
+
+
+def test_arguments_in_both_forms_unstable_are_judged_as_models_write_them() -> None:
+    verdict = planted(
+        ("{{- function.arguments -}}", "{{- function.arguments | tojson -}}"),
+        ("{{- call(tool_call.function or tool_call) -}}", "{{- call(tool_call.function) ~ ('' if ended else tool_call.id) -}}"),
+        (LOOP, LOOP + "{%- set ended = loop.last -%}"),
+    )  # fmt: skip
+    assert verdict.form is Arguments.PARSED
+    assert Cause.TWICE not in found(verdict)
+    assert not verdict.stable
+
+
 def test_tools_that_move() -> None:
     moved = "{%- if tools and loop.last -%}{{- '<tools>' ~ tools | tojson ~ '</tools>' -}}{%- endif -%}"
     verdict = planted(("{%- if tools or has_system -%}", "{%- if has_system -%}"), (LOOP, LOOP + moved))
@@ -170,6 +193,8 @@ def test_tool_results_that_are_left_out() -> None:
 
 
 def test_a_template_that_is_none() -> None:
-    verdict = checked(TOY_TOKENIZER, TOY_TEMPLATE + "{% if %}")
+    verdict = checked(TOY_TOKENIZER, TOY_TEMPLATE + "\n{% if %}")
     assert not verdict.usable
     assert "refuses" in verdict.refusal
+    assert f"(line {TOY_TEMPLATE.count(chr(10)) + 2} of the template)" in verdict.refusal
+    assert found(verdict) == set()

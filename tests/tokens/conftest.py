@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.loaded import LoadedTokenizer
 from rollout_server.edge.tokens.source import TokenizerSettings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
-from transformers import AutoTokenizer
+
+from tests.tokens.reading import tokenizer_of
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"
 FAMILIES = (
@@ -60,8 +62,11 @@ def directory(family: str) -> Path:
     return shared("qwen3" if family == "qwen3-instruct" else family)
 
 
-def template(family: str) -> Path | None:
-    return shared("qwen3/templates/qwen3_instruct_2507.jinja") if family == "qwen3-instruct" else None
+def template(family: str) -> str | None:
+    """What a family's template is, where it is not its tokenizer's own."""
+    if family != "qwen3-instruct":
+        return None
+    return shared("qwen3/templates/qwen3_instruct_2507.jinja").read_text(encoding="utf-8")
 
 
 @dataclass
@@ -88,18 +93,8 @@ class Plain:
 
 @pytest.fixture(scope="session")
 def plain() -> Callable[[str], Plain]:
-    """Plain rendering by family; each tokenizer is loaded once, apart from ours."""
-    loaded: dict[str, Plain] = {}
-
-    def of(family: str) -> Plain:
-        if family not in loaded:
-            tokenizer = AutoTokenizer.from_pretrained(directory(family), local_files_only=True)
-            if (path := template(family)) is not None:
-                tokenizer.chat_template = path.read_text(encoding="utf-8")
-            loaded[family] = Plain(tokenizer)
-        return loaded[family]
-
-    return of
+    """Plain rendering by family; each is made once, apart from ours."""
+    return cache(lambda family: Plain(tokenizer_of(directory(family), template(family))))
 
 
 @pytest.fixture(scope="session")
@@ -116,10 +111,7 @@ def ours(executor: ThreadPoolExecutor) -> Callable[..., LoadedTokenizer]:
     def of(family: str, template_text: str | None = None) -> LoadedTokenizer:
         if template_text is None and family in loaded:
             return loaded[family]
-        tokenizer = AutoTokenizer.from_pretrained(directory(family), local_files_only=True)
-        path = template(family)
-        text = path.read_text(encoding="utf-8") if path is not None else template_text
-        tokenizer.chat_template = text or tokenizer.chat_template
+        tokenizer = tokenizer_of(directory(family), template(family) or template_text)
         made = LoadedTokenizer(family, tokenizer, executor)
         if template_text is None:
             loaded[family] = made

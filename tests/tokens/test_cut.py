@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.tokens.cut import environment_text, text_after_answer
+from rollout_server.edge.tokens.cut import environment_text, stands_behind, text_after_answer
 from rollout_server.edge.tokens.form import Arguments, Form, parsed
 from rollout_server.edge.tokens.parting import Parting
 from rollout_server.edge.tokens.probe import Stop, probe
@@ -187,6 +187,70 @@ def test_the_longest_of_the_tokens_that_begin_behind_an_answer_is_its_stop() -> 
     assert probed.final == probed.calls == Stop(STOP, 8)
 
 
+@pytest.mark.parametrize(
+    ("closing", "alone", "opening", "eos", "expected"),
+    [
+        ("</call></calls><stop>", "</call></calls><stop>", "", None, "<stop>"),
+        ("</call>, {}</calls>\n<stop>\n", "</call></calls>\n<stop>\n", "", None, "<stop>"),
+        ("<stop><end>", "<return>", "", None, "<stop>"),  # another closes the last of all (gpt-oss)
+        ("<stop>\n", "<stop>\n<end>", "", None, "<stop>"),  # and the whole text (phi-3)
+        ("<stop><begin>", "<stop><begin>", "", 8, "<stop>"),
+        ("</call><stop>", "</call><stop>", "<begin>assistant:", None, "<stop>"),  # opens another answer unasked
+        ("<stop>", "<stop>", "<stop><begin>assistant:", None, "<stop>"),
+    ],
+)
+def test_the_token_that_closes_an_answer_is_the_last_of_those_behind_it(
+    closing: str, alone: str, opening: str, eos: int | None, expected: str
+) -> None:
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        last = len(messages) - 1
+        each = (
+            f"{m['content'] or m['tool_calls']}{(alone if place == last else closing) if place in said else '<end>'}"
+            for place, m in enumerate(messages)
+        )
+        return "<begin>".join(each) + (opening or "<begin>assistant:" * generation_prompt)
+
+    special = dict(enumerate(("</call>", "</calls>", "<begin>", "<end>", "<return>"), 1)) | {8: STOP}
+    probed = probe(render, special, eos)
+    assert probed.calls is not None
+    assert (probed.calls.text, probed.final) == (expected, probed.calls)
+
+
+def left_open(messages: Sequence[Fields], generation_prompt: bool) -> str:
+    """Closes final answers only: calls and what tools answered to them stand in one message."""
+    each = (f"{m['tool_calls']}|" if m.get("tool_calls") else f"{m['content']}{STOP}" for m in messages)
+    return "".join(each) + "<begin>assistant:" * generation_prompt
+
+
+def test_no_stop_is_borrowed_from_behind_the_next_message() -> None:
+    probed = probe(left_open, {8: STOP, 9: "<begin>"})
+    assert (probed.final, probed.calls) == (Stop(STOP, 8), None)
+    unclosed = template(lambda message: f"{message['role']}:{message['content']}\n", prompt="<begin>")
+    assert probe(unclosed, {9: "<begin>"}).final is None
+
+
+def test_the_stop_of_an_earlier_message_is_not_that_of_the_answer() -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [call("{}")]}
+    prompt, full = (left_open(messages, True) for messages in ([ASKED], [ASKED, called, MORE]))
+    found = environment(left_open, ASKED, called, MORE)
+    assert found is not None
+    assert not stands_behind(found, full, prompt)
+    closed = [ASKED, SAID, MORE]
+    assert stands_behind(environment(left_open, *closed) or "", left_open(closed, True), prompt)
+    nothing = template()([ASKED, {**SAID, "content": ""}], False)
+    assert stands_behind("\n", nothing, template(prompt="assistant:<st>")([ASKED], True))
+
+
+def test_a_template_for_conversations_with_tools_only() -> None:
+    def none(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        raise Failed(Failure(Category.TOKENIZER, "no tools"))
+
+    assert "no tools" in probe(none, {8: STOP}).refusal
+    probed = probe(none, {8: STOP}, None, template(lambda m: f"{m['content'] or m['tool_calls']}{STOP}"))
+    assert (probed.refusal, probed.final, probed.calls, probed.mirrors) == ("", Stop(STOP, 8), Stop(STOP, 8), True)
+
+
 def test_what_was_said_may_begin_the_text_and_its_stop_follow_at_once() -> None:
     render = template(lambda message: f"{message['content']}{STOP}\n" if message["role"] == "assistant" else "")
     probed = probe(render, {8: STOP, 9: "", 10: "elsewhere"})
@@ -258,7 +322,16 @@ def prompting(messages: Sequence[Fields], generation_prompt: bool) -> str:
     return text + ("again:" if again else "assistant:") * generation_prompt
 
 
-@pytest.mark.parametrize("render", [once, questioning, prompting])
+def repeating(messages: Sequence[Fields], generation_prompt: bool) -> str:
+    """Says behind the results what was said beside the calls, as Gemma's template does."""
+    said, text = "", ""
+    for m in messages:
+        text += f"{m['tool_calls'] if m.get('tool_calls') else m['content']}{STOP}{said if m['role'] == 'tool' else ''}"
+        said = m["content"]
+    return text + "assistant:" * generation_prompt
+
+
+@pytest.mark.parametrize("render", [once, questioning, prompting, repeating])
 def test_an_environment_that_is_another_behind_a_short_history_is_not_mirrored(render: Callable[..., str]) -> None:
     probed = probe(render, {8: STOP})
     assert (probed.final, probed.refusal, probed.mirrors) == (Stop(STOP, 8), "", False)

@@ -298,6 +298,25 @@ def test_so_many_switches_are_remembered_and_no_more(ours) -> None:
     assert loaded.switched({"number": 64}) is not loaded.switched({"number": 64})
 
 
+async def test_calls_take_the_template_that_is_there_for_tools(ours) -> None:
+    objects = (
+        "(message.content ~ (message.tool_calls[0].function.arguments | items | list if message.tool_calls else ''))"
+    )
+    named = {"default": TEXTS, "tool_use": CHATML.replace("BODY", objects)}
+    assert ours("toy", named).probed.preferred is Arguments.PARSED
+    needs = ours("toy", "{{- tools[0] | tojson -}}" + TEXTS)
+    assert needs.probed.refusal == ""
+    assert (await second_turn(Renderer(needs, TOOLS, {}), SAID, [], MORE)).exact
+    assert "refuses the conversation" in (await failure(Renderer(needs, [], {}), ASKED)).message
+
+
+async def test_an_answer_that_is_left_open_has_no_sure_place(ours) -> None:
+    """Answers of one word stay open: the stop before this one is that of the question."""
+    loaded = ours("toy", TEXTS.replace("~ '<|im_end|>", "~ ('' if message.content == 'Eight.' else '<|im_end|>') ~ '"))
+    rendered = await second_turn(Renderer(loaded, [], {}), SAID, [7], MORE)
+    assert not rendered.exact
+
+
 @pytest.mark.parametrize("family", ["mistral-small-3.2", "toy", "qwen3", "llama3"])
 async def test_what_is_said_twice_in_the_same_words(ours, plain, family) -> None:
     """Mistral's template puts the tools in front of every message that equals the last one of the user."""

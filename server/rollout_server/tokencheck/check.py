@@ -69,7 +69,8 @@ def _controls(template: Template) -> list[str]:
 def _verdict(subject: Subject, template: Template, conversations: Sequence[Conversation]) -> Verdict:
     probed, found = template.loaded.probed, traits(template, subject.tokenizer)
     played = list(_play(template, found, conversations, Writing))
-    form = min(_forms(found), key=lambda form: partings(among(played, form, Writing.TEMPLATE)))
+    forms = sorted(_forms(found), key=lambda form: form is not found.natural)
+    form = min(forms, key=lambda form: partings(among(played, form, Writing.TEMPLATE)))
     best = among(played, form, Writing.TEMPLATE)
     wrong = tuple(faults(best, probed, found))
     tried = _tried(template, found, conversations, best) if partings(best) else {}

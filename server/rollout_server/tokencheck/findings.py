@@ -33,7 +33,7 @@ def faults(played: Sequence[Played], probed: Probed, traits: Traits) -> Iterator
         if cause is Cause.RETOKENISED:
             continue
         yield Finding(cause, _CAUSES[cause], number, _example(parted, cause))
-    if probed.final is None or (not traits.closed and probed.final.text in traits.opening):
+    if not probed.refusal and (probed.final is None or (not traits.closed and probed.final.text in traits.opening)):
         borrowed = (
             ""
             if probed.final is None

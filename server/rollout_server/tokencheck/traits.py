@@ -65,7 +65,7 @@ class Traits:
         empty_tools_differ: an empty list of tools is rendered differently from none.
         dated: what it prints of the time.
         closed: a special token closes the last answer, so that none need be borrowed from the message that comes next.
-        opening: the generation prompt.
+        opening: special tokens with which all messages begin, answers too.
         switches: variables of its own that the template reads; they are set as template arguments.
     """
 
@@ -74,7 +74,7 @@ class Traits:
     empty_tools_differ: bool
     dated: Dated
     closed: bool
-    opening: str
+    opening: frozenset[str]
     switches: tuple[str, ...]
 
     @property
@@ -90,13 +90,15 @@ def traits(template: Template, tokenizer: ChatTokenizer) -> Traits:
     tooled = _try(template, [_USER], TOOLS)
     unopened = _try(template, [_USER], None, generation_prompt=False)
     said = _try(template, [_USER, _ANSWER], None, generation_prompt=False) or ""
+    prompt = (bare or "")[common_prefix(bare or "", unopened or "") :]
+    first = (bare or "").partition(str(_USER["content"]))[0]
     return Traits(
         {form: _shown(template, form) for form in Arguments},
         tools_shown=tooled is not None and "Finds places" in tooled,
         empty_tools_differ=bare != empty,
         dated=_dated(template),
         closed=any(text in said.rpartition(_MARK)[2] for text in template.special),
-        opening=(bare or "")[common_prefix(bare or "", unopened or "") :],
+        opening=frozenset(text for text in template.special if text in prompt and text in first),
         switches=_switches(tokenizer),
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from rollout_server.core.ledger import Tokens, pack_tokens
-from rollout_server.edge.tokens.cut import environment_text, text_after_answer
+from rollout_server.edge.tokens.cut import environment_text, stands_behind, text_after_answer
 from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.form import has_calls
 from rollout_server.tokencheck.conversation import Conversation
@@ -98,6 +98,8 @@ class Teller:
             text = environment_text(page.render, messages, answered + 1, stop.text, full)
             added = loaded.encode(stop.text + (text or ""))
             if text is None or added[:1] != pack_tokens([stop.id]):
+                return None
+            if not stands_behind(text, full, page.asked(answered)):
                 return None
             added = added[1:]  # encoded behind the stop, because there are tokens that strip what follows them
             cut = answered in self._conversation.cut

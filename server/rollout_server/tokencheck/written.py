@@ -51,12 +51,21 @@ def written(template: Template, page: Page, conversation: Conversation, answered
     """The answer at `answered`. `page` renders the conversation in the form in which arguments come out as models write them."""
     answer, end = page.messages[answered], conversation.end(answered)
     stop = template.loaded.probed.stop(calls=has_calls(answer))
-    said, start = page.ended(answered + 1), _start(template, page, answered)
+    said, start = _ended(page, answered, stop), _start(template, page, answered)
     body, closing = _cut(template, page.asked(end), said, start, stop)
     body = _whole(body, answer.get("content"))
     arguments = arguments_of(conversation.messages[answered])
     body, places, found = _spelled(body, arguments, respell=writing is Writing.SPELLING)
     return Written(body + closing, closing, places, found)
+
+
+def _ended(page: Page, answered: int, stop: Stop | None) -> str:
+    """The conversation up to and with the answer, without a generation prompt, also where the template always writes one."""
+    said = page.ended(answered + 1)
+    if stop is None or said != page.asked(answered + 1):
+        return said
+    body, stands, _ = said.rpartition(stop.text)
+    return body + stands or said
 
 
 def _start(template: Template, page: Page, answered: int) -> int:

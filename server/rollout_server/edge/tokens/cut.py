@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TypeAlias
 
+from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.form import Fields
 from rollout_server.runtime.port import Failed
 
@@ -58,6 +59,14 @@ def _generation_prompt(render: Render, messages: Sequence[Fields], stop: str, fu
     if text is None or (_try(render, messages[:-1], False) or "").startswith(full[: len(full) - len(text)]):
         return None  # the stop is that of an earlier message: there are templates that close the last of all in another way
     return text
+
+
+def stands_behind(text: str, full: str, prompt: str) -> bool:
+    """Whether the stop in front of `text`, the end of `full`, ends behind the answer's `prompt`, or what is left of that.
+
+    One that does not is the stop of an earlier message: templates may leave the answer open where they close others.
+    """
+    return len(full) - len(text) > common_prefix(prompt, full)
 
 
 def text_after_answer(render: Render, messages: Sequence[Fields], answered: int, full: str) -> str | None:

@@ -19,7 +19,7 @@ from rollout_server.core.message import JSON
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.tokens.encoding import AddedToken, Encoded, GrowingEncoder, composes
 from rollout_server.edge.tokens.form import Fields
-from rollout_server.edge.tokens.probe import Probed, probe
+from rollout_server.edge.tokens.probe import TOOL, Probed, probe
 from rollout_server.edge.tokens.template import Options, Templated, Templates
 from rollout_server.runtime.port import Failed
 
@@ -80,7 +80,7 @@ class LoadedTokenizer:
         # A truncation that was saved with a tokenizer is switched off by its first use: here, before it is shared.
         self.encode("")
         self._templates = Templates(tokenizer)
-        self.probed: Probed = probe(partial(self._compared, Frame()), self._special)
+        self.probed = self._probed({})
         self._switched: dict[str, LoadedTokenizer] = {}
         self._growing = self._make_growing(added)
 
@@ -93,7 +93,7 @@ class LoadedTokenizer:
         if known is None:
             known = copy.copy(self)
             known._templates = copy.copy(self._templates)
-            known.probed = probe(partial(known._compared, Frame(template_kwargs=template_kwargs)), self._special)
+            known.probed = known._probed(template_kwargs)
             if len(self._switched) < _SWITCHES:
                 self._switched[key] = known
         return known
@@ -136,6 +136,10 @@ class LoadedTokenizer:
             return True
         return token_id in self._special and not cut
 
+    def _probed(self, template_kwargs: Mapping[str, JSON]) -> Probed:
+        bare, tooled = (partial(self._compared, Frame(tools, template_kwargs)) for tools in (None, [TOOL]))
+        return probe(bare, self._special, self._tokenizer.eos_token_id, tooled)
+
     def _compared(self, frame: Frame, messages: Sequence[Fields], generation_prompt: bool) -> str:
         return self._rendered(self._templates.compared, messages, frame, generation_prompt)
 
@@ -155,6 +159,8 @@ class LoadedTokenizer:
             return render(messages, options)
         except Exception as error:  # templates are foreign code: whatever one raises is a refusal
             reason = " ".join(str(error).split()) or type(error).__name__
+            line = getattr(error, "lineno", None)  # that of an error in the template's own text
+            reason += "" if line is None else f" (line {line} of the template)"
             text = f"the chat template of tokenizer {self.name!r} refuses the conversation: {reason}"
             raise Failed(Failure(Category.TOKENIZER, text[:_LONGEST_REASON])) from error
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
+from typing import Final
 
 from rollout_server.core.message import JSON
-from rollout_server.edge.tokens.cut import Render, environment_text
+from rollout_server.edge.tokens.cut import Render, environment_text, stands_behind
+from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.form import Arguments, Fields
 from rollout_server.edge.tokens.mirror import mirror_length, mirrored
 from rollout_server.runtime.port import Failed
@@ -17,6 +20,11 @@ _ASKED: Fields = {"role": "user", "content": "Hello"}
 _ANSWERED: Fields = {"role": "assistant", "content": _SAID}
 _CALL_ID = "a1b2c3d4"  # nine letters and digits with its number, which is all that Mistral's templates take
 _LONGEST_EXAMPLE = 160
+_VALUE: Final[Fields] = {"value": {"type": "string", "description": "What to look at."}}
+_PARAMETERS: Final[Fields] = {"type": "object", "properties": _VALUE, "required": ["value"]}
+_LOOK: Final[Fields] = {"name": "look", "description": "Looks at something.", "parameters": _PARAMETERS}
+TOOL: Final[Fields] = {"type": "function", "function": _LOOK}
+"""What the calls of the probe call. Some tokenizers have another template for conversations with tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +68,74 @@ class Probed:
         return self.calls if calls else self.final
 
 
-def probe(render: Render, special: Mapping[int, str]) -> Probed:
+def probe(render: Render, special: Mapping[int, str], eos: int | None = None, tooled: Render | None = None) -> Probed:
     """Renders answers with and without tool calls (tokens.md, R2, R3 and R6a).
 
-    A stop is the first special token behind what the model said. The next message is there too, because the stops of some
-    models (GLM) are the tokens with which the next message begins. `eos_token` is often another one.
+    Args:
+        render: without tools.
+        special: texts of special tokens by id.
+        eos: the tokenizer's end token, which is often another one than templates close answers with.
+        tooled: with `TOOL`; None: as without.
     """
+    tooled = tooled or render
     refusal = _refusal(render)
-    final = _stop(_try(render, [_ASKED, _ANSWERED, _ASKED]), special)
-    texts = {form: _try(render, [_ASKED, *_round(1, form, _SAID)]) for form in Arguments}
+    if refusal and not _refusal(tooled):  # a template for conversations with tools only
+        render, refusal = tooled, ""
+    closers = _Closers(special, eos)
+    final = closers.stop(render, [_ASKED, _ANSWERED], _ASKED)
+    rounds = {form: _round(1, form, _SAID) for form in Arguments}
+    texts = {form: _try(tooled, [_ASKED, *messages]) for form, messages in rounds.items()}
     accepted = frozenset(form for form, text in texts.items() if text is not None)
-    found = (_stop(texts[form], special) for form in Arguments if form in accepted)
-    calls = next((stop for stop in found if stop is not None), final)
+    shown = [rounds[form] for form, text in texts.items() if _SAID in (text or "")]
+    found = (closers.stop(tooled, [_ASKED, call], result) for call, result in shown)
+    calls = next((stop for stop in found if stop is not None), None) if shown else final
     first = Probed(final, calls, accepted, refusal=refusal)
-    return Probed(final, calls, accepted, _mirrors(render, first), refusal)
+    return Probed(final, calls, accepted, all(_mirrors(each, first) for each in {render, tooled}), refusal)
+
+
+class _Closers:
+    """Finds what closes answers."""
+
+    def __init__(self, special: Mapping[int, str], eos: int | None) -> None:
+        self._stops = {text: Stop(text, index) for index, text in special.items() if text}
+        self._eos = "" if eos is None else special.get(eos, "")
+        longest_first = sorted(self._stops, key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def stop(self, render: Render, said: Sequence[Fields], following: Fields) -> Stop | None:
+        """The special token with which a model ends what it `said`; None where it ends with none.
+
+        Behind what was said a template may write several, those that end a call and the one that ends the answer: they
+        are there whether something follows or not. `eos` is the last of them, if it is among them. Some models (GLM) end
+        with the token with which the next message begins; it is the first that stands in front of that message's content.
+        """
+        text = _behind(_try(render, [*said, following]))
+        if text is None:
+            return None
+        found = list(self._any.finditer(text))
+        alone = _try(render, said, generation_prompt=False) or ""
+        ends = self._any.findall(_behind(alone) or "")
+        own = [match[0] for match, end in takewhile(lambda pair: pair[0][0] == pair[1], zip(found, ends, strict=False))]
+        if not own:
+            begins = text.find(str(following["content"]))
+            return next((self._stops[match[0]] for match in found if match.end() <= begins), None)
+        if self._eos in own:
+            return self._stops[self._eos]
+        closing = own[: max(1, len(ends) - len(self._any.findall(_opening(render, alone, said))))]
+        return self._stops[closing[-1]]
+
+
+def _opening(render: Render, alone: str, said: Sequence[Fields]) -> str:
+    """The end of `alone` that may open another answer, though none was asked for."""
+    if alone != _try(render, said):
+        return ""
+    asked = _try(render, said[:-1]) or ""
+    return alone[len(alone) - common_prefix(asked[::-1], alone[::-1]) :]
+
+
+def _behind(text: str | None) -> str | None:
+    """What stands behind what was said."""
+    return text.rpartition(_SAID)[2] if text is not None and _SAID in text else None
 
 
 def _mirrors(render: Render, probed: Probed) -> bool:
@@ -97,6 +159,8 @@ def _same(render: Render, messages: Sequence[Fields], answered: int, probed: Pro
     if mirror is None:
         return False
     real = environment_text(render, messages, answered + 1, stop.text, full)
+    if real is not None and not stands_behind(real, full, _try(render, messages[:answered]) or ""):
+        return False
     return real == environment_text(render, short, mirror_length(messages, answered), stop.text, mirror)
 
 
@@ -106,6 +170,7 @@ def _histories(probed: Probed) -> Iterator[tuple[list[Fields], int]]:
     thought: Fields = {**_ANSWERED, "reasoning_content": "Let me see."}
     for start in ([_ASKED], [system, _ASKED], [_ASKED, thought, _ASKED]):
         rounds = [_round(number, probed.preferred) for number in (1, 2, 3)]
+        rounds[1][0] = {**rounds[1][0], "content": "Let me look."}
         for messages in accumulate(rounds, initial=list(start)):
             if len(messages) > len(start):
                 yield messages, len(messages) - 2
@@ -138,16 +203,8 @@ def _refusal(render: Render) -> str:
     return f"the chat template leaves out what was said before: {_SAID!r}, said by the model, is not in {shown!r}"
 
 
-def _try(render: Render, messages: Sequence[Fields]) -> str | None:
+def _try(render: Render, messages: Sequence[Fields], *, generation_prompt: bool = True) -> str | None:
     try:
-        return render(messages, True)
+        return render(messages, generation_prompt)
     except Failed:
         return None
-
-
-def _stop(text: str | None, special: Mapping[int, str]) -> Stop | None:
-    if text is None or (said := text.find(_SAID)) < 0:
-        return None
-    places = ((text.find(token, said), -len(token), index) for index, token in special.items() if token)
-    first = min((place for place in places if place[0] >= 0), default=None)
-    return None if first is None else Stop(special[first[2]], first[2])

@@ -18,7 +18,7 @@ from rollout_server.core.ledger import Prediction, Tokens, pack_tokens
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
-from rollout_server.edge.tokens.cut import environment_text, text_after_answer
+from rollout_server.edge.tokens.cut import environment_text, stands_behind, text_after_answer
 from rollout_server.edge.tokens.encoding import Encoded
 from rollout_server.edge.tokens.form import Fields, Form, Measure, has_calls, parsed
 from rollout_server.edge.tokens.loaded import Frame, LoadedTokenizer
@@ -148,8 +148,9 @@ class Renderer:
         prompt = self._seen = self._prompt(turn.messages, self.form, before)
         if turn.last is None:
             return Rendered(Prediction(pack_tokens(), prompt.encoded.ids), None)
-        truth = self._truth(prompt, turn.last, turn.answered)
-        longer = self._growth(prompt, before, turn)
+        before = self._asked_before(prompt, before, turn)
+        truth = self._truth(prompt, before, turn.last, turn.answered)
+        longer = None if turn.last.token_ids is None else prompt.length - before.length - len(turn.last.token_ids)
         if truth is None:
             ids = prompt.encoded.ids
             added = Prediction(pack_tokens(), ids[len(ids) - max(longer or 0, 0) :])
@@ -193,24 +194,25 @@ class Renderer:
     def _framed(self, form: Form) -> Frame:
         return replace(self._frame, tools=form.given(self._tools))
 
-    def _growth(self, prompt: _Prompt, before: _Prompt, turn: Turn) -> int | None:
-        """By how many tokens the rendering got longer, less those that the model wrote."""
-        if turn.last is None or turn.last.token_ids is None:
-            return None
-        if before.messages != turn.messages[: turn.answered]:
-            text = self.loaded.text(prompt.parsed[: turn.answered], self._framed(self.form))
-            before = _Prompt(encoded=self.loaded.grow(prompt.encoded, text))
-        return prompt.length - before.length - len(turn.last.token_ids)
+    def _asked_before(self, prompt: _Prompt, before: _Prompt, turn: Turn) -> _Prompt:
+        """The prompt of the last answer; `before` if it is that one."""
+        if before.messages == turn.messages[: turn.answered]:
+            return before
+        text = self.loaded.text(prompt.parsed[: turn.answered], self._framed(self.form))
+        return _Prompt(encoded=self.loaded.grow(prompt.encoded, text))
 
-    def _truth(self, prompt: _Prompt, last: Answered, answered: int) -> Prediction | None:
+    def _truth(self, prompt: _Prompt, before: _Prompt, last: Answered, answered: int) -> Prediction | None:
+        full = prompt.encoded.text
         stop = self.loaded.probed.stop(calls=has_calls(prompt.parsed[answered]))
         if stop is None:
-            text = text_after_answer(self._render, prompt.parsed, answered, prompt.encoded.text)
+            text = text_after_answer(self._render, prompt.parsed, answered, full)
             return None if text is None else Prediction(pack_tokens(), self.loaded.encode(text))
         text = self._short_cut(prompt, stop, answered)
         if text is None:
-            text = environment_text(self._render, prompt.parsed, answered + 1, stop.text, prompt.encoded.text)
-        ids = None if text is None else self._behind(stop, text, prompt)
+            text = environment_text(self._render, prompt.parsed, answered + 1, stop.text, full)
+        if text is None or not stands_behind(text, full, before.encoded.text):
+            return None
+        ids = self._behind(stop, text, prompt)
         return None if ids is None else Prediction(self._closing(stop, last), ids)
 
     def _behind(self, stop: Stop, text: str, prompt: _Prompt) -> Tokens | None:

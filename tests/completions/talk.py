@@ -1,0 +1,60 @@
+"""An agent that talks, a client of its server, and what the samples of its rollouts must be."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from osmosis.rollout.v1 import outcome_pb2
+from rollout_client import AsyncClient, TrainingSample
+from rollout_server import Agent, Run, tool
+from rollout_server.app import Server
+from rollout_server.runtime.port import Tool
+from rollout_server.settings import Settings
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+from rollout_server.testing.verdict import Sample
+
+
+@tool
+async def noop() -> str:
+    """Does nothing."""
+    return "nothing"
+
+
+class Talk(Agent):
+    """Says something after each answer, for that many turns."""
+
+    name = "talk"
+
+    def __init__(self, turns: int, *tools: Tool) -> None:
+        self.turns, self.tools = turns, tools
+
+    async def play(self, run: Run) -> None:
+        for number in range(self.turns):
+            await run.sample()
+            if number < self.turns - 1:
+                await run.append({"role": "user", "content": f"And {number}?"})
+
+
+@asynccontextmanager
+async def connected(agent: Agent) -> AsyncIterator[AsyncClient]:
+    """A client of a server of that agent, which asks again soon."""
+    ports: Any = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False, "retry_base_seconds": 0.01}
+    settings = Settings(_env_file=None, tokenizers={"t": TOY_TOKENIZER}, tokenizers_offline=True, **ports)
+    async with Server([agent], settings) as server, AsyncClient(f"127.0.0.1:{server.grpc_port}") as client:
+        yield client
+
+
+def warned(outcome: outcome_pb2.Outcome) -> list[str]:
+    return [warning.code for warning in outcome.warnings]
+
+
+def equal(sample: TrainingSample, theirs: Sample) -> bool:
+    """Whether a sample is what the trainer accumulated, element by element."""
+    assert sample.prompt_ids == list(theirs.prompt_ids)
+    assert sample.response_ids == list(theirs.response_ids)
+    assert sample.response_mask == list(theirs.response_mask)
+    assert sample.logprobs == pytest.approx(list(theirs.logprobs))
+    return bool(sample.verified)
