@@ -50,13 +50,21 @@ def plain(text: str) -> Answer:
 
 
 def message_of(answer: Answer, turn: int, *, typed: bool) -> Message:
-    """The message, in the typed form or as JSON. Calls without an id, or with one that is taken, get one of their own."""
+    """The message, in the typed form or as JSON. Calls without an id, or with one that is taken, get one of their own.
+
+    Raises TypeError for what is no answer.
+    """
+    if not isinstance(answer, Answer):
+        raise TypeError(f"parse must return an Answer, not {type(answer).__name__}")
+    for call in answer.tool_calls:
+        if not isinstance(call, ToolCall):
+            raise TypeError(f"Answer.tool_calls must hold ToolCalls, not {type(call).__name__}")
     calls = [
-        (call_id, sendable(call.name), sendable(call.arguments))
+        (call_id, sendable(call.name, "ToolCall.name"), sendable(call.arguments, "ToolCall.arguments"))
         for call_id, call in zip(_ids(answer.tool_calls, turn), answer.tool_calls, strict=True)
     ]
-    content = sendable(answer.content)
-    reasoning = sendable(answer.reasoning) if answer.reasoning is not None else None
+    content = sendable(answer.content, "Answer.content")
+    reasoning = sendable(answer.reasoning, "Answer.reasoning") if answer.reasoning is not None else None
     if typed:
         chat = ChatMessage(role="assistant", reasoning=reasoning)
         chat.parts.add(text=content)
@@ -74,8 +82,10 @@ def message_of(answer: Answer, turn: int, *, typed: bool) -> Message:
     return Message(json=json.dumps(fields, ensure_ascii=False))
 
 
-def sendable(text: str) -> str:
-    """A text that UTF-8 can carry: halves of surrogate pairs become U+FFFD."""
+def sendable(text: str, where: str) -> str:
+    """A text that UTF-8 can carry: halves of surrogate pairs become U+FFFD. Raises TypeError, which names the place, for none."""
+    if not isinstance(text, str):
+        raise TypeError(f"{where} must be a str, not {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -87,7 +97,7 @@ def _ids(calls: Sequence[ToolCall], turn: int) -> list[str]:
     """Ids, unique within the message. Those made up have the nine letters and digits that Mistral's templates insist on."""
     ids: dict[str, None] = {}
     for index, call in enumerate(calls):
-        wanted, number = sendable(call.id), index
+        wanted, number = sendable(call.id, "ToolCall.id"), index
         while not wanted or wanted in ids:
             wanted = f"t{turn:05d}{number:03d}"
             number += len(calls)

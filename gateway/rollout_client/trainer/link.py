@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -75,10 +76,14 @@ class ServedLink:
             await asyncio.wait((outcome,), timeout=self._look)
             if outcome.done():
                 return outcome.result()
-            if (await self._client.get(uid)).state == ROLLOUT_STATE_FINISHED:
-                rollout = await self._client.get(uid, view="samples")
-                await self._client.acknowledge(uid)
-                return rollout
+            try:
+                rollout = await self._found(uid)
+            except NotFound:
+                if not outcome.done():  # else it was delivered meanwhile, and forgotten there
+                    raise
+            else:
+                if rollout is not None:
+                    return rollout
 
     async def cancel(self, rollout_id: str) -> None:
         try:
@@ -90,6 +95,15 @@ class ServedLink:
         await self._listener.close()
         if self._own:
             await self._client.aclose()
+
+    async def _found(self, uid: str) -> Rollout | None:
+        """A rollout that has finished, which is noted as received; None: it has not. Raises RolloutError."""
+        if (await self._client.get(uid)).state != ROLLOUT_STATE_FINISHED:
+            return None
+        rollout = await self._client.get(uid, view="samples")
+        with contextlib.suppress(NotFound):  # it was delivered meanwhile
+            await self._client.acknowledge(uid)
+        return rollout
 
     async def _start(self, fields: Mapping[str, Any], rollout_id: str) -> str:
         listener = self._listener

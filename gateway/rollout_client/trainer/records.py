@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from osmosis.rollout.v1.completion_service_pb2 import ReadLedgerRequest, ReadLedgerResponse
+from osmosis.rollout.v1.completion_service_pb2 import CompleteResponse, ReadLedgerRequest, ReadLedgerResponse
 
 from rollout_client.trainer.ledger import Mark, Run, SegmentLedger
 from rollout_client.trainer.refusal import mismatch
@@ -17,10 +17,25 @@ JsonObject: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A turn's answer, to be given again: what had been asked, and the message that went out."""
+    """A turn's answer, to be given again.
+
+    Args:
+        asked: what had been asked.
+        body: the message that went out, without the prompt's ids.
+        prompt: they are the first `tokens` of this ledger; None: they do not travel.
+    """
 
     asked: bytes
     body: bytes = field(repr=False)
+    prompt: SegmentLedger | None = None
+    tokens: int = 0
+
+    def response(self) -> CompleteResponse:
+        """The message."""
+        response = CompleteResponse.FromString(self.body)
+        if self.prompt is not None:
+            response.prompt_ids.values.extend(self.prompt.ids[: self.tokens])
+        return response
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,9 @@ class Trainer:
         except BaseException as error:
             runs = bool(uids) or isinstance(error, asyncio.CancelledError)
             left = [each for each in outcomes if self._outcomes.awaits(each)]
-            await asyncio.gather(*(self._let_go(link, each, outcomes[each] if runs else None) for each in left))
+            await asyncio.gather(
+                *(self._let_go(link, each, uids.get(each), outcomes[each] if runs else None) for each in left)
+            )
             raise
 
     async def _finished(
@@ -204,15 +206,19 @@ class Trainer:
             raise RecordMismatch(finished)
         return finished
 
-    async def _let_go(self, link: Link, rollout_id: str, outcome: asyncio.Future[Rollout] | None) -> None:
-        """Ends a rollout on the server. Goes on also where whoever waits for it does not."""
+    async def _let_go(
+        self, link: Link, rollout_id: str, uid: str | None, outcome: asyncio.Future[Rollout] | None
+    ) -> None:
+        """Ends a rollout on the server, and forgets it here. Goes on also where whoever waits for it does not."""
 
         async def end() -> None:
             with contextlib.suppress(RolloutError, RuntimeError):
                 await link.cancel(rollout_id)
             if outcome is not None:
                 # So that its last turn is not asked of a trainer that is gone.
-                await asyncio.wait((outcome,), timeout=_FAREWELL_SECONDS)
+                done, _ = await asyncio.wait((outcome,), timeout=_FAREWELL_SECONDS)
+                told = next((each.result().uid for each in done if each.exception() is None), "")
+                self._records.forget(uid or told)
             self._outcomes.close(rollout_id)
 
         task = asyncio.create_task(end())

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from osmosis.rollout.v1 import completion_service_pb2 as pb
+from osmosis.rollout.v1.message_pb2 import Message
 
 from rollout_client.results import messages
-from rollout_client.trainer.answer import Answer, Parse, message_of, sendable
+from rollout_client.trainer.answer import Parse, message_of, sendable
 from rollout_client.trainer.generation import Decode, Generate, Generated, TryAgainLater, checked, sampling_of
 from rollout_client.trainer.ledger import Run
 from rollout_client.trainer.prompting import Render, check, prompt_of
-from rollout_client.trainer.records import Prompt, Records, Told
+from rollout_client.trainer.records import Prompt, Record, Records, Told
 from rollout_client.trainer.refusal import Refused, failed, invalid, later
 
 _LOG: Final = logging.getLogger("rollout_client")
@@ -65,7 +66,7 @@ class Turns:
         told = record.told.get(key) if record else None
         if told is not None:
             _same(told.asked, asked)
-            return pb.CompleteResponse.FromString(told.body)
+            return told.response()
         going = self._going.get(key)
         if going is None:
             going = self._going[key] = _Going(asyncio.create_task(self._turn(request, asked)), asked)
@@ -125,34 +126,39 @@ class Turns:
         run = Run(
             request.turn, True, ids, None if sampling.logprobs is False else logprobs, generated.policy_version, True
         )
-        text = _guarded("decode", key, lambda: sendable(self._model.decode(self._said(ids))))
-        answer = _guarded("parse", key, lambda: self._model.parse(text))
-        response = self._response(request, prompt, answer, run, generated)
+        text = _guarded("decode", key, lambda: sendable(self._model.decode(self._said(ids)), "what decode returned"))
+        message, calls = _guarded("parse", key, lambda: self._parsed(text, request.turn, record))
+        response = self._response(prompt, message, run, generated)
         response.raw_text = text
-        record.told[key] = Told(asked, response.SerializeToString())
-        return response
+        if calls and response.finish_reason == "stop":
+            response.finish_reason = "tool_calls"
+        ledger = None if prompt.conversation is None else prompt.ledger
+        told = record.told[key] = Told(asked, response.SerializeToString(), ledger, prompt.mark.tokens)
+        return told.response()
 
     def _said(self, ids: array[int]) -> list[int]:
         """The ids without the one that ends the answer."""
         return ids[:-1].tolist() if ids[-1] in self._model.end_ids else ids.tolist()
 
-    def _response(
-        self, request: pb.CompleteRequest, prompt: Prompt, answer: Answer, run: Run, generated: Generated
-    ) -> pb.CompleteResponse:
-        """The answer as it travels. With it the turn enters the ledger."""
-        message = message_of(answer, request.turn, typed=bool(prompt.record.typed))
-        finish = "tool_calls" if answer.tool_calls and generated.finish_reason == "stop" else generated.finish_reason
+    def _parsed(self, text: str, turn: int, record: Record) -> tuple[Message, bool]:
+        """The message of a text, and whether it calls tools. Raises what `parse` does, and TypeError for what is no answer."""
+        answer = self._model.parse(text)
+        return message_of(answer, turn, typed=bool(record.typed)), bool(answer.tool_calls)
+
+    def _response(self, prompt: Prompt, message: Message, run: Run, generated: Generated) -> pb.CompleteResponse:
+        """The answer as it travels, without the prompt's ids. With it the turn enters the ledger."""
         response = pb.CompleteResponse(
-            message=message, finish_reason=finish, token_ids=run.ids, policy_version=run.policy_version
+            message=message,
+            finish_reason=generated.finish_reason,
+            token_ids=run.ids,
+            policy_version=run.policy_version,
         )
         if run.logprobs is not None:
             response.logprobs.values.extend(run.logprobs)
+        response.after.CopyFrom(prompt.record.take(prompt, run).proto())
         if prompt.conversation is None:
             response.prompt_checkpoint.CopyFrom(prompt.mark.proto())
         else:
-            response.prompt_ids.values.extend(prompt.ids())
-        response.after.CopyFrom(prompt.record.take(prompt, run).proto())
-        if prompt.conversation is not None:
             prompt.record.conversations[prompt.segment_id] = (*prompt.conversation, *messages([message]))
         return response
 

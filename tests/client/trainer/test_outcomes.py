@@ -271,8 +271,11 @@ async def test_a_mismatch_is_raised_unless_it_is_to_be_flagged() -> None:
         assert caught.value.finished.uid == "u1"
 
 
-async def test_an_outcome_that_is_not_delivered_is_found(played: Played) -> None:
+@pytest.mark.parametrize("forgotten", [False, True])
+async def test_an_outcome_that_is_not_delivered_is_found(played: Played, forgotten: bool) -> None:
     async with staged() as stage:
+        if forgotten:
+            stage.script.says("AcknowledgeOutcome", Refusal(grpc.StatusCode.NOT_FOUND, "there is no such rollout"))
         running, done = pb.Rollout(uid="u1", state=pb.ROLLOUT_STATE_RUNNING), played.rollout
         said = [pb.GetRolloutResponse(rollout=each) for each in (running, running, done, done)]
         stage.script.says("GetRollout", *said)

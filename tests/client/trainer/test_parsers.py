@@ -27,6 +27,7 @@ HERMES = {
         "", ADD, SUB
     ),
     '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n': said("", ADD),
+    '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>': said("", ADD),
     '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> Done.': said("Done.", ADD),
     '<tool_call>{"name":"f","arguments":{"x":"</tool_call><tool_call>"}}</tool_call>': said(
         "", ToolCall("f", '{"x":"</tool_call><tool_call>"}')
@@ -45,6 +46,8 @@ HERMES_CONTENT = (
     "<tool_call></tool_call>",
     '<tool_call>{"name": "add", "arguments": {"a": ',
     '<tool_call>{"name": "add"} and more</tool_call>',
+    '<tool_call>{"name": "add", "args": {"a": 1}}</tool_call>',
+    '<tool_call>{"name": "add", "arguments": {"a": 1}, "parameters": {"a": 2}}</tool_call>',
     '<tool_call>{"name": 7, "arguments": {}}</tool_call>',
     '<tool_call>{"name": " ", "arguments": {}}</tool_call>',
     '<tool_call>{"name": "\\ud800"}</tool_call>',

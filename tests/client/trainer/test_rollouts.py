@@ -100,6 +100,15 @@ async def test_leaving_ends_what_runs_on_the_server(address: str) -> None:
     assert model.cancelled == len(model.prompts)
 
 
+async def test_an_outcome_that_comes_while_it_is_looked_for_is_not_missed() -> None:
+    """The server forgets a rollout once its outcome was taken, so whoever looks for it then finds nothing."""
+    async with Server([Calculator()], settings(max_records=0)) as server:
+        address, serving = f"127.0.0.1:{server.grpc_port}", Serving(look=0.001)
+        async with trainer_of(address, ToyModel(), serving=serving) as trainer:
+            groups = [each async for each in trainer.rollouts([QUESTION] * 8, n=4, tokenizer="toy")]
+    assert {(each.end, each.checked) for group in groups for each in group.rollouts} == {("stop", True)}
+
+
 async def test_a_failing_model_fails_its_rollout_alone(address: str) -> None:
     good = ToyModel()
 

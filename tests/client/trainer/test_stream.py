@@ -313,6 +313,7 @@ async def test_leaving_cancels_over_the_stream_and_says_goodbye() -> None:
             await asyncio.gather(going, return_exceptions=True)
         await host.stream.done.wait()
         assert model.cancelled == 2
+        assert len(trainer._records) == 0
     named = {name for each in host.cancelled for name in each.selection.rollout_ids}
     started = host.stream.came[0].start.rollout.spec.rollout_id
     assert named == {f"{started}/0", f"{started}/1"}

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import message_pb2, spec_pb2, token_pb2
-from rollout_client.trainer import Generated, TryAgainLater
+from rollout_client.trainer import Answer, Generated, ToolCall, TryAgainLater
 
 from tests.client.trainer.asker import MODEL, OTHER, Limits, held_after, refusal, retry_info, standing
 from tests.client.trainer.toy import CALL, END, ToyModel, by_turns, encode, until
@@ -312,17 +312,31 @@ async def test_a_fault_of_the_model_stays_inside(generate: Any) -> None:
         assert not stand.records.open("u1").segments
 
 
-async def test_a_fault_of_the_other_parts_stays_inside() -> None:
-    def wrong(*_: Any) -> Any:
-        raise KeyError("password=hunter2")
+def wrong(*_: Any) -> Any:
+    raise KeyError("password=hunter2")
 
-    async with standing(limits=Limits(parse=wrong, render=wrong)) as stand:
+
+@pytest.mark.parametrize(
+    ("parse", "logged"),
+    [
+        (wrong, "hunter2"),
+        (lambda text: text, "parse must return an Answer, not str"),
+        (lambda text: Answer(None), "Answer.content must be a str"),  # type: ignore[arg-type]
+        (lambda text: Answer("", [("add", "{}")]), "Answer.tool_calls must hold ToolCalls, not tuple"),  # type: ignore[list-item]
+        (lambda text: Answer("", [ToolCall("add", {})]), "ToolCall.arguments must be a str, not dict"),  # type: ignore[arg-type]
+    ],
+)
+async def test_a_fault_of_the_other_parts_stays_inside(
+    parse: Any, logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with standing(limits=Limits(parse=parse, render=wrong)) as stand:
         asker = stand.asker()
         for request, reason in ((asker.request(PROMPT), "PARSE"), (asker.request([], new_tokens=None), "RENDER")):
             error = await refusal(stand.completions.Complete(request))
             assert (error.code, error.reason) == (grpc.StatusCode.INTERNAL, f"{reason}_FAILED")
             assert "hunter2" not in str(error)
         assert not stand.records.open("u1").segments
+    assert logged in caplog.text
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -383,3 +397,6 @@ async def test_messages_are_rendered_where_a_renderer_is_given() -> None:
         second = await stand.completions.Complete(request)
         assert list(second.prompt_ids.values)[: first.after.tokens] == [*prompt, *first.token_ids]
         assert (second.after.messages, seen) == (4, [(1, 1), (3, 1)])
+        assert await stand.completions.Complete(request) == second
+        kept = pb.CompleteResponse.FromString(stand.records.open("u1").told[request.turn_key].body)
+        assert not kept.HasField("prompt_ids")  # memory would grow with the square of the turns

@@ -14,6 +14,7 @@ _CLOSE: Final = "</tool_call>"
 def hermes(text: str) -> Answer:
     """Reads tagged calls. The last closing tag may be missing, as it is where a stop text cut it off.
 
+    Arguments may also go by "parameters", the word that a tool's definition has for them.
     Models that think out loud need `thinking(hermes)`: a call they only think of is none.
     """
     calls: list[ToolCall] = []
@@ -33,7 +34,7 @@ def hermes(text: str) -> Answer:
 
 def _call(text: str, at: int) -> tuple[ToolCall, int] | None:
     read = members(text, space(text, at))
-    call = call_of(read[0], ("arguments",), needs_arguments=False) if read else None
+    call = call_of(read[0], ("arguments", "parameters"), needs_arguments=False) if read else None
     if read is None or call is None:
         return None
     end = space(text, read[1])

@@ -73,9 +73,12 @@ def _member(text: str, at: int) -> tuple[str, Value, int] | None:
 
 
 def call_of(fields: Mapping[str, Value], keys: Sequence[str], *, needs_arguments: bool) -> ToolCall | None:
-    """The call that an object stands for; None: it is none. `keys` are the names that arguments go by."""
+    """The call that an object stands for; None: it is none. `keys` are the names that arguments go by.
+
+    What else stands in an object without them may be the arguments by another name, so it is a call only if nothing does.
+    """
     given = [fields[key].text for key in keys if key in fields]
-    if len(given) > 1 or (needs_arguments and not given):
+    if len(given) > 1 or (not given and (needs_arguments or fields.keys() - {"name", "id", "type"})):
         return None
     name = name_of(fields.get("name"))
     return ToolCall(name, given[0] if given else "{}", name_of(fields.get("id")) or "") if name else None

@@ -16,7 +16,7 @@ def notes_on(
         return
     length, asked = len(token_ids), sampling.max_tokens
     if logprobs is None and sampling.logprobs is not False:
-        text = f"turn {turn}: the trainer sent no logprobs, or not one for each of its {length} tokens"
+        text = f"turn {turn}: the trainer sent no logprobs, or not a finite one for each of its {length} tokens"
         yield "logprobs_missing", text
     if asked is not None and length > asked:
         text = f"turn {turn}: the answer has {length} tokens, {asked} were asked for; it is kept whole"

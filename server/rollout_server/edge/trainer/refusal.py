@@ -35,7 +35,7 @@ def redacted(body: bytes, secrets: Sequence[str]) -> str:
     window = body[:_LOOKED_AT].decode("utf-8", "replace")
     # The longest first: one secret may be a part of another.
     for secret in sorted(secrets, key=len, reverse=True):
-        for form in {secret, json.dumps(secret)[1:-1], quote(secret, safe="")}:
+        for form in {secret, json.dumps(secret)[1:-1], quote(secret), quote(secret, safe="")}:
             window = window.replace(form, "[redacted]")
     if secrets and len(body) > _LOOKED_AT:  # its end may be a part of one
         window = window[: -6 * max(map(len, secrets))]
