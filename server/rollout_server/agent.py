@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import math
 from abc import ABCMeta
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
-from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rollout_server.core.admission import ID_LENGTH
+from rollout_server.core.admission import ID_LENGTH, MAX_SECONDS
 from rollout_server.core.limits import Limits
-from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.outcome import Verdict
+from rollout_server.runtime.judgement import Judgement, verdict_of
 from rollout_server.runtime.port import Tool
 from rollout_server.runtime.request import Request
 from rollout_server.runtime.run import Run
@@ -23,10 +21,8 @@ from rollout_server.tool import FunctionTool, tool
 
 _T = TypeVar("_T")
 
-Judgement: TypeAlias = float | Verdict | None
-"""What a reward is: a finite number, a number with named parts, or nothing."""
-
-_METHODS = ("play", "reward", "start", "stop", "choose_tools")
+_METHODS = {"play": ("run",), "reward": ("run",), "start": (), "stop": (), "choose_tools": ("request",)}
+"""What each is called with, beside the agent."""
 _CHECKED = ("name", "version", "description", "tools", "limits", "replayable")
 
 
@@ -79,7 +75,7 @@ class Agent(metaclass=_AgentClass):
             cls.description = inspect.cleandoc(cls.__doc__)
         cls.replayable = _is_replayable(cls)
         for method in _METHODS:
-            _check_method(f"agent class {cls.__name__}: {method}", method, getattr(cls, method))
+            _check_method(cls, method)
 
     if TYPE_CHECKING:
         # Typed so that one's own may be plain, and that `await super().play(run)` is right.
@@ -126,7 +122,7 @@ class Agent(metaclass=_AgentClass):
         judging = cast("Run", run)
         judgement = await _called(self.reward, judging, f"the reward of agent {self.name}")
         with _placed(self.reward):
-            return _verdict(judgement, f"agent {self.name!r}: reward")
+            return verdict_of(judgement, f"agent {self.name!r}: reward")
 
     def tools_for(self, request: Request) -> Sequence[Tool]:
         """How the runtime calls `choose_tools`. Raises TypeError or ValueError for what are no tools."""
@@ -152,8 +148,9 @@ async def _called(function: Callable[[Run], _T | Awaitable[_T]], run: Run, name:
     return await cast("Awaitable[_T]", result) if inspect.isawaitable(result) else result
 
 
-def _check_method(owner: str, name: str, method: object) -> None:
+def _check_method(cls: type[Agent], name: str) -> None:
     """Raises TypeError for what cannot be called as the method of that name is."""
+    owner, method = f"agent class {cls.__name__}: {name}", getattr(cls, name)
     if not callable(method):
         raise TypeError(f"{owner} must be a method, it is {method!r}")
     where = written_at(method)
@@ -161,6 +158,14 @@ def _check_method(owner: str, name: str, method: object) -> None:
         raise TypeError(f"{owner} must return, it has a `yield`{where}")
     if name == "choose_tools" and inspect.iscoroutinefunction(method):
         raise TypeError(f"{owner} must be a plain `def`: a request is answered without waiting{where}")
+    if not inspect.isroutine(method):  # an object that is called, by what it takes itself
+        return
+    bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
+    wanted = _METHODS[name] if bound else ("self", *_METHODS[name])
+    try:
+        inspect.signature(method, follow_wrapped=False).bind(*wanted)  # decorators may add what it takes
+    except TypeError as error:
+        raise TypeError(f"{owner} is called with ({', '.join(wanted)}): {error}{where}") from None
 
 
 def _is_replayable(cls: type[Agent]) -> bool:
@@ -182,17 +187,33 @@ def _settled(owner: str, attribute: str, value: object) -> object:
         said = "is missing" if value is None else f"is {value!r}"
         raise TypeError(f"{owner}: {attribute} {said}, a {wanted.__name__} is needed")
     if isinstance(value, Limits):
-        wrong = [
-            f"{f.name}={bound!r}" for f in fields(value) if not ((bound := getattr(value, f.name)) is None or bound > 0)
-        ]
+        wrong = [f"{f.name}={bound!r}" for f in fields(value) if not _is_bound(f.name, bound := getattr(value, f.name))]
         if wrong:
-            raise ValueError(f"{owner}: limits must be positive or None, not {', '.join(wrong)}")
+            kinds = f"all are whole numbers below 2**32, but seconds any number up to {MAX_SECONDS:,}"
+            raise ValueError(f"{owner}: limits must be positive or None, not {', '.join(wrong)}; {kinds}")
+    if isinstance(value, str):
+        _check_text(value, f"{owner}: {attribute}")
     if attribute in ("name", "version") and isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{owner}: {attribute} must not be blank")
         if len(value) > ID_LENGTH:
             raise ValueError(f"{owner}: {attribute} has {len(value)} characters, at most {ID_LENGTH} are allowed")
     return value
+
+
+def _check_text(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} holds half of a surrogate pair, which UTF-8 cannot carry") from None
+
+
+def _is_bound(name: str, bound: object) -> bool:
+    if bound is None:
+        return True
+    if name == "seconds":
+        return isinstance(bound, int | float) and not isinstance(bound, bool) and 0 < bound <= MAX_SECONDS
+    return isinstance(bound, int) and not isinstance(bound, bool) and 0 < bound < 2**32
 
 
 def _as_tools(candidates: object, owner: str) -> Sequence[Tool]:
@@ -226,38 +247,7 @@ def _as_tool(candidate: object, owner: str) -> Tool:
     texts = [getattr(candidate, name, None) for name in ("name", "description", "parameters_json_schema")]
     if isinstance(candidate, type) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"{owner}: {candidate!r} is neither a tool nor a function")
+    _check_text("".join(map(str, texts)), f"{owner}: tool {texts[0]!r}")
     if not inspect.iscoroutinefunction(getattr(candidate, "run", None)):
         raise TypeError(f"{owner}: tool {texts[0]!r} has no `async def run`")
     return cast("Tool", candidate)
-
-
-def _verdict(judgement: object, where: str) -> Verdict:
-    if judgement is None:
-        return Verdict()
-    if not isinstance(judgement, Verdict):
-        return Verdict(_number(judgement, where))
-    try:
-        if judgement.extra_json:
-            parse_object(judgement.extra_json)
-    except MalformedMessage as error:
-        raise ValueError(f"{where} in a Verdict: extra_json must be one JSON object: {error}") from None
-    reward, scores = judgement.reward, judgement.scores
-    return replace(
-        judgement,
-        reward=None if reward is None else _number(reward, f"{where} in a Verdict"),
-        scores=None
-        if scores is None
-        else {key: _number(value, f"{where}, score {key!r},") for key, value in scores.items()},
-    )
-
-
-def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{where} returned {value!r}; a finite number, a Verdict or None is needed")
-    try:
-        number = float(cast("float", value))
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{where} returned {value!r}, which is not a finite number")
-    return number

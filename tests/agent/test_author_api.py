@@ -147,7 +147,10 @@ async def test_an_author_masks_answers_out(new_world: type[World]) -> None:
     assert segment.sample().response_mask == b"\x00\x00\x00\x01\x01\x01"
     masked = [entry.record for entry in rollout.log.entries if isinstance(entry.record, Masked)]
     assert masked == [Masked(1, "dull"), Masked(1, "still dull")]
-    assert mistakes == ["mask: say why the answer does not train", "mask: the rollout has no answer of turn 3"]
+    assert mistakes == [
+        "mask: a reason is a text of 1 to 1000 characters, not blank; this is ' '",
+        "mask: the rollout has no answer of turn 3",
+    ]
 
 
 class Plain(Agent):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
+from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
+from itertools import count
 
 import pytest
 from rollout_server import ToolError, tool
@@ -49,6 +52,21 @@ async def test_how_results_are_written(result: object, content: str) -> None:
     assert await give.run({}) == content
 
 
+@dataclass(slots=True)
+class Slotted:
+    """Has no __dict__."""
+
+    values: object
+
+
+def nested(levels: int) -> list[object]:
+    """A list in a list."""
+    value: list[object] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 CIRCLE: list[object] = []
 
 
@@ -64,7 +82,11 @@ CIRCLE.append(CIRCLE)
         ([math.inf], "not JSON compliant"),
         (object(), "Unable to serialize unknown type"),
         ({"a": threading.Lock()}, "Unable to serialize unknown type"),
-        (CIRCLE, "Circular reference"),
+        (CIRCLE, "Circular reference: a list holds itself"),
+        pytest.param((each for each in "abc"), "a generator may have no end", id="generator"),
+        (map(str, count()), "a map may have no end"),
+        pytest.param(Slotted(deque(["x" * 1_000_000] * 5)), "more than 4 MiB as JSON", id="slots and a deque"),
+        pytest.param(nested(2000), "nested more than 1000 levels deep", id="nested"),
         ({"a": Image(b"x")}, "an image is a result itself, or one item of a list"),
         ([[Image(b"x")]], "an image is a result itself, or one item of a list"),
         ([Image(b"x"), object()], "Unable to serialize unknown type"),

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel, Field
 from rollout_server import Agent, Limits, Run, tool
 from rollout_server.app import Server
 from rollout_server.authoring.mistake import mistake_in
+from rollout_server.runtime.hooks import AgentFailed
 
 from tests.rpc.asking import settings
+
+
+class Shelf(BaseModel):
+    """Is read by one name and written by another."""
+
+    number: int = Field(validation_alias="shelf")
 
 
 def without_a_name() -> None:
@@ -120,6 +131,81 @@ def made_of_no_function() -> None:
     tool(7)  # type: ignore[call-overload]
 
 
+def limit_in_words() -> None:
+    class Limited(Agent):
+        name = "limited"
+        limits = Limits(turns="8")  # type: ignore[arg-type]
+
+
+def reward_that_takes_no_run() -> None:
+    class Rewarded(Agent):
+        name = "rewarded"
+
+        async def reward(self) -> float:  # type: ignore[override]
+            return 1.0
+
+
+def start_that_wants_more() -> None:
+    class Started(Agent):
+        name = "started"
+
+        async def start(self, server: object) -> None:  # type: ignore[override]
+            """Nobody gives it one."""
+
+
+def half_of_a_letter() -> None:
+    @tool
+    def look() -> None:
+        """Looks at \ud800."""
+
+
+def tool_with_a_yield() -> None:
+    @tool
+    async def count() -> Any:
+        yield 1
+
+
+def tool_of_no_object() -> None:
+    class Shop(Agent):
+        name = "shop"
+
+        @tool
+        def price(self, of: str) -> int:
+            return len(of)
+
+
+def default_of_another_type() -> None:
+    @tool
+    def look(places: list[int], depth: Literal[1, 2] = 3) -> None:  # type: ignore[assignment]
+        """Looks."""
+
+
+def default_that_is_no_json() -> None:
+    @tool
+    def look(depth: float = math.nan) -> None:
+        """Looks."""
+
+
+def what_no_model_can_write() -> None:
+    @tool
+    def look(place: str, run: Run) -> None:
+        """Looks."""
+
+
+def what_is_read_unchecked() -> None:
+    @tool
+    def add(numbers: Iterable[int]) -> int:
+        return sum(numbers)
+
+
+def policy_of_a_tool() -> None:
+    @tool
+    def look() -> None:
+        """Looks."""
+
+    tool(look, timeout=3)  # type: ignore[call-overload]
+
+
 WRONG = [
     (without_a_name, "agent class Nameless: name is missing"),
     (blank_name, "agent class Blank: name must not be blank"),
@@ -133,11 +219,25 @@ WRONG = [
     (no_tool_at_all, "is neither a tool nor a function"),
     (parameter_without_a_type, "tool 'untyped': parameter a needs a type"),
     (any_number_of_parameters, "tool 'add': parameter *numbers: 'int' cannot be given by name"),
-    (unknown_type, "tool 'paint': "),
+    (unknown_type, "tool 'paint': name 'Colour' is not defined: its annotations are read at the top of its module"),
     (policy_that_makes_no_sense, "retries are for tools that may be called again"),
     (word_that_is_in_no_policy, "@tool takes no 'timout'; it takes timeout"),
     (process_for_a_closure, "tool 'inner': a process imports its tool"),
     (made_of_no_function, "a tool is made of a function, not of 7"),
+    (limit_in_words, "agent class Limited: limits must be positive or None, not turns='8'; all are whole numbers"),
+    (
+        reward_that_takes_no_run,
+        "agent class Rewarded: reward is called with (self, run): too many positional arguments",
+    ),
+    (start_that_wants_more, "agent class Started: start is called with (self): missing a required argument: 'server'"),
+    (half_of_a_letter, "tool 'look': 'utf-8' codec can't encode"),
+    (tool_with_a_yield, "tool 'count' must return, it has a `yield`"),
+    (tool_of_no_object, "tool 'price': it is a method, and there is no object yet; make it in __init__"),
+    (default_of_another_type, "tool 'look': the default of parameter depth: must be 1 or 2, not 3"),
+    (default_that_is_no_json, "tool 'look': the default of parameter depth: "),
+    (what_no_model_can_write, "tool 'look': parameter run: there is no JSON for "),
+    (what_is_read_unchecked, "tool 'add': parameter numbers: what an Iterable holds is not checked"),
+    (policy_of_a_tool, "tool 'look' is one already: its policy is given where it is made"),
 ]
 
 
@@ -175,6 +275,51 @@ def test_two_tools_of_one_name_are_told_with_both_places() -> None:
 
     assert str(caught.value).endswith(f": {add.definition}; {other.definition}")
     assert add.definition.line != other.definition.line
+
+
+async def test_what_is_no_agent_is_not_served() -> None:
+    for agents, says in (
+        ([], "there is no agent to serve"),
+        ([First], "serve an object of it, First()"),
+        ([7], "7 is no agent"),
+    ):
+        with pytest.raises(AgentFailed) as caught:
+            async with Server(agents, settings()):  # type: ignore[arg-type]
+                pytest.fail("it started")
+        assert str(caught.value).endswith(says)
+
+
+def test_a_default_that_is_written_otherwise_than_it_is_read_is_not_told() -> None:
+    @tool
+    def look(at: Shelf = Shelf(shelf=3), depth: int = None, width: int = 2) -> int:  # type: ignore[assignment]  # noqa: B008, RUF013
+        return at.number + width
+
+    told = json.loads(look.parameters_json_schema)["properties"]
+    assert [name for name, shape in told.items() if "default" in shape] == ["width"]
+    assert look.run_here({}) == "5"
+
+
+def with_a_judge(reward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reward)
+    async def judged(self: Agent, run: Run) -> Any:
+        return await reward(self, run, judge=str)
+
+    return judged
+
+
+def test_a_method_is_called_as_its_decorator_wants() -> None:
+    class Judged(Agent):
+        name = "judged"
+
+        @with_a_judge
+        async def reward(self, run: Run, judge: Callable[[object], str]) -> float:
+            return float(judge(run.turn))
+
+        @staticmethod
+        def start() -> None:
+            """Needs no object."""
+
+    assert inspect.iscoroutinefunction(Judged().reward)
 
 
 class First(Agent):

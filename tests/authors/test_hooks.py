@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 import pytest
 from rollout_server import Agent
 from rollout_server.runtime.hooks import AgentFailed, start_agents
+from rollout_server.runtime.threads import Threads
 
 from tests.authors.theatre import place
 from tests.runtime.jumping import JumpingLoop
@@ -34,6 +35,9 @@ class Hooked(Agent):
             case "start-is-slow":
                 await asyncio.sleep(100)  # wrong: start-is-slow
 
+            case "start-is-interrupted":
+                raise KeyboardInterrupt  # wrong: start-is-interrupted
+
     async def stop(self) -> None:
         match self.name:
             case "stop-raises":
@@ -56,7 +60,7 @@ def runner() -> Iterator[asyncio.Runner]:
         yield jumping
 
 
-@pytest.mark.parametrize("name", ["start-raises", "start-exits"])
+@pytest.mark.parametrize("name", ["start-raises", "start-exits", "start-is-interrupted"])
 def test_a_start_that_fails_stops_those_before_it(runner: asyncio.Runner, name: str) -> None:
     before = Hooked("honest")
 
@@ -69,6 +73,22 @@ def test_a_start_that_fails_stops_those_before_it(runner: asyncio.Runner, name: 
     assert str(failed.value).startswith(f"agent {name!r} could not start: ")
     assert str(failed.value).endswith(f"({place(here, name)})")
     assert before.stopped
+
+
+class Empty(Agent):
+    """Its start is a plain function, and raises what asyncio cannot carry from a thread."""
+
+    name = "empty"
+
+    def start(self) -> None:
+        next(iter(()))
+
+
+async def test_a_plain_start_fails_whatever_it_raises() -> None:
+    asyncio.get_running_loop().set_default_executor(Threads())
+    async with AsyncExitStack() as stack:
+        with pytest.raises(AgentFailed, match=r"^agent 'empty' could not start: RuntimeError: StopIteration"):
+            await start_agents([Empty()], stack)
 
 
 def test_a_start_that_lasts_is_told_of(runner: asyncio.Runner, caplog: pytest.LogCaptureFixture) -> None:

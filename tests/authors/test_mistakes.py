@@ -41,6 +41,12 @@ MISTAKES = [
     Row("play-raises", "the play of agent play-raises failed at {at}", PLAY),
     Row("play-raises-oddly", "the play of agent play-raises-oddly failed at {at}", PLAY),
     Row("play-exits", "the play of agent play-exits failed at {at}", PLAY),
+    Row("play-is-interrupted", "the play of agent play-is-interrupted failed at {at}", PLAY),
+    Row("waits-for-nothing", "the play of agent waits-for-nothing failed at {at}", PLAY),
+    Row("finishes-without-a-word", "the play of agent finishes-without-a-word failed at {at}", PLAY),
+    Row("remarks-no-text", "the play of agent remarks-no-text failed at {at}", PLAY),
+    Row("appends-for-ever", "the play of agent appends-for-ever failed at {at}", PLAY),
+    Row("reward-has-odd-scores", "a score's name is a text of at most 256 characters, not 1 ({at})", REWARD),
     Row("task-exits", "a task called sys.exit(1) at {at}; that ends the task, not the program"),
     Row("group-raises", "the play of agent group-raises failed at {at}", PLAY),
     Row("reward-raises", "the reward of agent reward-raises failed at {at}", REWARD),
@@ -80,6 +86,7 @@ MISTAKES = [
     Row("tool-prints", "", told="printed"),
     Row("tool-blocks", "ms at {at} in blocks; all rollouts wait for it", told="slept"),
     Row("tool-exits", "ended with SystemExit at {at}", told="Error: SystemExit: 1"),
+    Row("tool-dies", "tool dies", told="Error: too bad"),
     Row("tool-cancels", "", told="Error: The tool was cancelled"),
 ]
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout_server import Agent, Request, Run, tool
+from rollout_server import Agent, Request, Run, Verdict, tool
 from rollout_server.core.message import ToolCall
 
 LET_GO = threading.Event()
@@ -49,6 +49,50 @@ class PlayExits(Agent):
 
     async def play(self, run: Run) -> None:
         sys.exit(1)  # wrong: play-exits
+
+
+class PlayIsInterrupted(Agent):
+    name = "play-is-interrupted"
+
+    async def play(self, run: Run) -> None:
+        raise KeyboardInterrupt  # wrong: play-is-interrupted
+
+
+class WaitsForNothing(Agent):
+    name = "waits-for-nothing"
+
+    def play(self, run: Run) -> None:
+        run.wait(run.sample)  # type: ignore[arg-type]  # wrong: waits-for-nothing
+
+
+class FinishesWithoutAWord(Agent):
+    name = "finishes-without-a-word"
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        await run.finish(None)  # type: ignore[arg-type]  # wrong: finishes-without-a-word
+
+
+class RemarksNoText(Agent):
+    name = "remarks-no-text"
+
+    async def play(self, run: Run) -> None:
+        run.note("turn", run.turn)  # type: ignore[arg-type]  # wrong: remarks-no-text
+
+
+class AppendsForEver(Agent):
+    name = "appends-for-ever"
+
+    async def play(self, run: Run) -> None:
+        while run.turn < 1:
+            await run.append({"role": "user", "content": "x" * 10_000_000})  # wrong: appends-for-ever
+
+
+class RewardHasOddScores(Agent):
+    name = "reward-has-odd-scores"
+
+    async def reward(self, run: Run) -> Verdict:  # wrong: reward-has-odd-scores
+        return Verdict(1.0, scores={1: 1.0})  # type: ignore[dict-item]
 
 
 class TaskExits(Agent):
@@ -334,6 +378,16 @@ async def leaves() -> str:
     sys.exit(1)  # wrong: tool-exits
 
 
+class Fatal(BaseException):
+    """No Exception."""
+
+
+@tool
+def dies() -> str:
+    """Raises what no `except Exception` catches."""
+    raise Fatal("too bad")  # wrong: tool-dies
+
+
 @tool
 async def cancels() -> None:
     """Says that it was cancelled, and was not."""
@@ -365,6 +419,7 @@ TOOLS: Mapping[str, Any] = {
     "tool-prints": prints,
     "tool-blocks": blocks,
     "tool-exits": leaves,
+    "tool-dies": dies,
     "tool-cancels": cancels,
 }
 CALLED = {**{name: offered.name for name, offered in TOOLS.items()}, "returns-early": "endless", "calls-twice": "add"}

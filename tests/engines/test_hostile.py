@@ -151,6 +151,15 @@ async def test_a_huge_answer_is_given_up(client: AsyncClient) -> None:
     assert "bytes" in outcome.failure.message
 
 
+async def test_an_error_that_calls_itself_an_answer(client: AsyncClient) -> None:
+    engine = OpenaiEngine(ToyModel([DONE]))
+    engine.first = [web.json_response({"error": {"message": "Overloaded, says hush-hush"}})]
+    async with serving(engine):
+        outcome = await roll(client, engine, credentials={"completions_bearer": "hush-hush"})
+    assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_TRAINER_SERVER
+    assert outcome.failure.message.endswith("(with an error in place of choices): Overloaded, says [redacted]")
+
+
 async def test_an_answer_that_is_no_json(client: AsyncClient) -> None:
     engine = VllmEngine(ToyModel([DONE]))
     engine.first = [web.Response(text="<html>")]

@@ -38,6 +38,12 @@ def where() -> list[int]:
     return [os.getpid(), COUNT[0]]
 
 
+@tool(process=True)
+def double() -> str:
+    """Comes back twice."""
+    return f"child of {os.getppid()}" if os.fork() == 0 else "parent"
+
+
 @tool(process="fresh")
 def fresh() -> list[int]:
     """The same, each time in another process."""

@@ -100,7 +100,7 @@ ENDS = [
     ("crash", "The tool's process was ended by SIGSEGV", "ended with SIGSEGV"),
     ("exit", "The tool's process exited with status 3", "ended with exit status 3"),
     ("junk", "The tool's process gave an answer that is none", "ended with BadFrame"),
-    ("too large", "The result of go_wrong cannot be written: 60,000,015 bytes", ""),
+    ("too large", "The result of go_wrong cannot be written: 60,000,026 bytes", ""),
 ]
 
 
@@ -115,6 +115,12 @@ async def test_however_a_call_ends_the_model_is_told_and_the_next_one_runs(
         messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         start = f"tool go_wrong ({offered.__file__}:{offered.go_wrong.definition.line}) {logged}"
         assert [message[: len(start)] for message in messages] == ([start] if logged else [])
+
+
+async def test_what_a_fork_of_the_process_returns_is_nobodys_result(run: Bench) -> None:
+    first, second = await run("double"), await run("double")
+    assert (first.text, second.text) == ("parent", "parent")
+    assert [(await run("add", a=number, b=1)).text for number in range(3)] == ["1", "2", "3"]
 
 
 async def test_a_call_that_takes_too_long_is_killed_with_all_it_started(run: Bench, tmp_path: Path) -> None:

@@ -133,8 +133,8 @@ def _start(work: Coroutine[Any, Any, _T], name: str, tasks: list[asyncio.Task[An
 async def _contained(work: Coroutine[Any, Any, _T]) -> _T:
     try:
         return await work
-    except SystemExit as error:
-        raise _Crashed(f"SystemExit({error.code!r})") from error
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise _Crashed(repr(error)) from error
 
 
 async def _first_of(*futures: asyncio.Future[Any], within: float | None = None) -> None:

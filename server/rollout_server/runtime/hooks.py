@@ -26,7 +26,12 @@ class AgentFailed(RuntimeError):
 
 async def start_agents(agents: Sequence[PlaysRuns], stack: AsyncExitStack) -> None:
     """Starts agents in order; `stack` stops those that started, the last one first. Raises `AgentFailed`."""
+    if not agents:
+        raise AgentFailed("there is no agent to serve")
     for agent in agents:
+        if isinstance(agent, type) or not callable(getattr(agent, "perform", None)):
+            made = f": serve an object of it, {agent.__name__}()" if isinstance(agent, type) else ""
+            raise AgentFailed(f"{agent!r:.100} is no agent{made}")
         try:
             await _started(agent)
         except Exception as error:  # the boundary to an author's code
@@ -78,5 +83,5 @@ async def _called(function: Callable[[], object]) -> None:
         result = await asyncio.get_running_loop().run_in_executor(None, partial(function))
         if inspect.isawaitable(result):
             await result
-    except SystemExit as error:
-        raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"it raised {error!r}") from error

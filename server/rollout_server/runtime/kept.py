@@ -21,12 +21,12 @@ class Kept:
 
     def add(self, rollout: Rollout) -> None:
         """Remembers one more."""
-        self._rollouts.append((rollout, self._clock.wall()))
+        self._rollouts.append((rollout, self._clock.monotonic()))
         self._bytes += rollout.machine.size
 
     def surplus(self) -> Iterator[str]:
         """Lets go of those that are too old, too many or too large together, the oldest first. Yields their uids."""
-        now, capacity = self._clock.wall(), self._capacity
+        now, capacity = self._clock.monotonic(), self._capacity
         while self._rollouts:
             rollout, since = self._rollouts[0]
             young = now - since < capacity.finished_seconds

@@ -18,6 +18,7 @@ from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.outcome import Category, End, Failure, Metrics, Stop
 from rollout_server.core.record import Appended, GivenUp, Masked, Note
 from rollout_server.core.spec import DriftPolicy
+from rollout_server.runtime import saying
 from rollout_server.runtime.calling import made, run_calls
 from rollout_server.runtime.course import AgentMistake, Course, RolloutOver
 from rollout_server.runtime.forking import fork_kind, forkable_tools, written
@@ -149,8 +150,11 @@ class Run:
         return await run_calls(self._course, self._toolbox, started)
 
     async def append(self, *messages: Mapping[str, JSON]) -> None:
-        """Adds messages to the conversation. They do not train."""
-        await self._course.check(self._conversation)
+        """Adds messages to the conversation. They do not train.
+
+        Raises `AgentMistake` for what are no messages, and for more than a rollout may hold.
+        """
+        await self._grows("append")
         added = written(messages)
         if added:
             self._course.record(Appended(added, self._conversation.id))
@@ -181,7 +185,7 @@ class Run:
         """
         opens = fork_kind(kind, None if messages is None else len(messages), has_tools=tools is not None)
         apart = opens is SegmentKind.SUBAGENT
-        await self._course.check(self._conversation, *((State.OPEN, State.ASKING, State.CALLING) if apart else ()))
+        await self._grows("fork", *((State.OPEN, State.ASKING, State.CALLING) if apart else ()))
         given = None if tools is None else forkable_tools(tools)
         forked = self._machine.fork(opens, written(messages or ()), self._conversation)
         told = self._toolbox.tools if given is None else given
@@ -201,11 +205,11 @@ class Run:
 
         `reason` is for whoever looks at the rollout. Also for rewards. Raises `AgentMistake` for what is no answer of the rollout.
         """
-        if not reason.strip():
-            raise AgentMistake("mask: say why the answer does not train")
+        if not isinstance(reply, Reply):
+            raise AgentMistake(f"mask: {reply!r:.100} is no answer; `run.sample()` returns them")
         if not self._machine.was_answered(reply.turn):
             raise AgentMistake(f"mask: the rollout has no answer of turn {reply.turn}")
-        self._course.record(Masked(reply.turn, reason))
+        self._course.record(Masked(reply.turn, saying.reason(reason, "mask")))
 
     def now(self) -> datetime:
         """The time, in UTC. A replayed rollout is told the same."""
@@ -226,18 +230,23 @@ class Run:
         return await once(self._course, self._conversation, function)
 
     def wait(self, work: Coroutine[Any, Any, R]) -> R:
-        """What `await` is elsewhere, for a plain `play` or `reward`, which runs in a thread: `run.wait(run.sample())`."""
+        """What `await` is elsewhere, for a plain `play` or `reward`, which runs in a thread: `run.wait(run.sample())`.
+
+        Raises what `work` raises, and `AgentMistake` for what is no coroutine, or on the event loop.
+        """
+        if not isinstance(work, Coroutine):
+            raise AgentMistake(f"run.wait takes what an `async def` returns, such as run.sample(), not {work!r:.100}")
         return self._course.wait(work)
 
     def note(self, code: str, text: str) -> None:
-        """Leaves a remark that watchers see."""
-        self._remark(self._conversation.turn, code, text)
+        """Leaves a remark that watchers see. Raises `AgentMistake` for what are no texts."""
+        self._remark(self._conversation.turn, *saying.remark(code, text))
 
     async def finish(self, reason: str = "stop") -> NoReturn:
-        """Ends the rollout with a word of the agent's own."""
+        """Ends the rollout with a word of the agent's own. Raises `AgentMistake` for what is none."""
         await self._course.check(self._conversation)
         stop = self._machine.natural_stop()
-        self._course.end(Stop(reason, stop.truncated))
+        self._course.end(Stop(saying.reason(reason, "finish"), stop.truncated))
 
     def close(self, end: End) -> None:
         """From now on nothing can be asked for: what a reward samples would be trained as part of the rollout."""
@@ -272,6 +281,11 @@ class Run:
             "cannot go on without it"
         )
         self._course.decide(Failure(Category.INTERNAL, text, turn))
+
+    async def _grows(self, of: str, *states: State) -> None:
+        await asyncio.sleep(0)  # whoever does nothing else must not hold the event loop
+        await self._course.check(self._conversation, *states)
+        saying.check_room(self._machine, self._conversation, of)
 
     def _remark(self, turn: int, code: str, text: str) -> None:
         with suppress(RolloutOver):

@@ -63,6 +63,10 @@ def _perform(future: Future[_T], call: Callable[[], _T]) -> None:
         return
     try:
         result = call()
+    except StopIteration as error:  # it cannot be set on a future of asyncio: whoever awaits would wait for ever
+        told = RuntimeError("StopIteration")
+        told.__cause__ = error
+        future.set_exception(told)
     except BaseException as error:
         future.set_exception(error)
     else:

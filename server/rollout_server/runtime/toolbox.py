@@ -12,6 +12,7 @@ from typing import Any
 
 from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_json
 from rollout_server.core.spec import TokenizerName
+from rollout_server.runtime.course import RolloutOver
 from rollout_server.runtime.cut import Most
 from rollout_server.runtime.hands import HandledTool, Hands, ToolFailed, Unwritable
 from rollout_server.runtime.places import NoPlace, Places
@@ -69,7 +70,7 @@ class Toolbox:
         return other
 
     async def run(self, call: ToolCall) -> ToolResult:
-        """Runs one call. Raises nothing but the caller's own cancellation, which no tool can hold up."""
+        """Runs one call. Raises nothing but the end of the rollout and the caller's own cancellation, which no tool can hold up."""
         tool = self._tools.get(call.name)
         try:
             content = await self._run(call, tool)
@@ -77,7 +78,9 @@ class Toolbox:
             if kept is not content and not _bounded(tool):
                 self._bench.complain(_label(call.name, tool), _FLOODS)
             return ToolResult(call, kept, failed=False)
-        except Exception as error:  # the boundary to a tool author's code
+        except (asyncio.CancelledError, RolloutOver):
+            raise
+        except BaseException as error:  # the boundary to a tool author's code
             self._complain(call.name, tool, error)
             return ToolResult(call, await self._most(tool).cut(f"Error: {_said(error)}"), failed=True)
 
@@ -175,7 +178,7 @@ class Toolbox:
         tokens = tool.policy.max_output_tokens if isinstance(tool, HandledTool) else None
         return Most(limits.output_bytes, limits.image_bytes, tokens, self._bench.measure, self._tokenizer)
 
-    def _complain(self, name: str, tool: Tool | None, error: Exception) -> None:
+    def _complain(self, name: str, tool: Tool | None, error: BaseException) -> None:
         """Names file and line. The error's own text is not for the log: it may repeat what the model wrote."""
         if isinstance(error, ToolError) and not isinstance(error, Unwritable):
             return
@@ -213,14 +216,14 @@ async def _attempts(tool: HandledTool, hands: Hands, arguments: Mapping[str, JSO
     return await tool.run_by(hands, arguments)
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     try:
         return str(error) or type(error).__name__
     except Exception:  # its __str__ is the author's, too
         return type(error).__name__
 
 
-def _raised(error: Exception) -> str:
+def _raised(error: BaseException) -> str:
     if isinstance(error, ToolFailed):
         return f"ended with {error.kind or 'an error'}" + (f" at {error.place}" if error.place else raised_at(error))
     frames = traceback.extract_tb(error.__traceback__)

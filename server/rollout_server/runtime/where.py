@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -12,8 +13,8 @@ from types import FrameType
 from typing import Any
 
 _CAUSES = 32
-_OURS = str(Path(__file__).resolve().parents[1])
-_INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OURS = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+_INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def written_at(function: Callable[..., object]) -> str:

@@ -115,8 +115,8 @@ async def _contained(coroutine: Coroutine[Any, Any, _T]) -> _T:
     """What ends a program ends a call only."""
     try:
         return await coroutine
-    except SystemExit as error:
-        raise ToolFailed(_said(error), "SystemExit") from error
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise ToolFailed(_said(error), type(error).__name__) from error
 
 
 def _carried(error: BaseException) -> BaseException:

@@ -14,10 +14,12 @@ _COMPLAINTS, _SHOWN = 5, 60
 _SHOULD_BE = "Input should be "
 
 
-def complaints(error: ValidationError, arguments: Mapping[str, JSON]) -> str:
-    """What is wrong with arguments, in one line that names each field."""
+def complaints(error: ValidationError, arguments: Mapping[str, JSON], of: str | None = None) -> str:
+    """What is wrong with arguments, or with that one of them, in one line that names each field."""
     places: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False, include_context=False):
+        if of is not None and detail["loc"][:1] != (of,):
+            continue
         places.setdefault(_path(detail, arguments), []).append(detail)
     found = [f"{path}: {_complaint(details)}" if path else _complaint(details) for path, details in places.items()]
     more = [f"and {len(found) - _COMPLAINTS} more"] if len(found) > _COMPLAINTS else []

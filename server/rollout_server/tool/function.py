@@ -140,15 +140,21 @@ def tool(
     if function is None:
         rules = ToolPolicy(**policy)
         return lambda function: _made_of(function, rules)
-    if isinstance(function, FunctionTool):
+    if isinstance(function, FunctionTool) and not policy:
         return function
     return _made_of(function, ToolPolicy(**policy))
 
 
 def _made_of(function: Callable[P, R], policy: ToolPolicy) -> FunctionTool[P, R]:
+    if isinstance(function, FunctionTool):
+        raise TypeError(
+            f"tool {function.name!r} is one already: its policy is given where it is made ({function.definition})"
+        )
     if not (inspect.isfunction(function) or inspect.ismethod(function)):
         raise TypeError(f"a tool is made of a function, not of {function!r}")
     name, definition = function.__name__, _definition(function)
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"tool {name!r} must return, it has a `yield` ({definition})")
     if not _NAME.fullmatch(name):
         raise TypeError(f"tool {name!r}: a name has 1 to 64 letters, digits, _ or - ({definition})")
     if policy.process and (inspect.ismethod(function) or "<" in function.__qualname__):
@@ -162,7 +168,8 @@ def _made_of(function: Callable[P, R], policy: ToolPolicy) -> FunctionTool[P, R]
     try:
         words = described(function)
         parameters = Parameters(function, words.parameters)
-    except (PydanticUserError, PydanticUndefinedAnnotation, NameError, TypeError, ValueError) as error:
+        (words.text + parameters.json_schema).encode()  # halves of surrogate pairs cannot be sent
+    except (PydanticUserError, PydanticUndefinedAnnotation, TypeError, ValueError) as error:
         raise TypeError(f"tool {name!r}: {error} ({definition})") from error
     return FunctionTool(name, words.text, parameters.json_schema, function, policy, definition, parameters)
 

@@ -7,14 +7,20 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, NoReturn, cast
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUserError
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema
 
 from rollout_server.core.message import JSON
 from rollout_server.runtime.port import ArgumentError
-from rollout_server.tool.complaints import complaints
+from rollout_server.tool.complaints import complaints, one_line
 from rollout_server.tool.schema import plain
+
+_PLAIN = (str, int, float, list, tuple, dict, set, FieldInfo)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class Parameters:
@@ -23,28 +29,29 @@ class Parameters:
     def __init__(self, function: Callable[..., object], described: Mapping[str, str]) -> None:
         """`described` are the parameters in words, where their annotations say nothing.
 
-        Raises TypeError, ValueError, NameError or pydantic's errors for a function that cannot be a tool.
+        Raises TypeError, ValueError or pydantic's errors for a function that cannot be a tool.
         """
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        for parameter in inspect.signature(function).parameters.values():
-            if parameter.kind not in named:
-                raise TypeError(f"parameter {parameter} cannot be given by name")
-            if parameter.annotation is inspect.Parameter.empty:
-                raise TypeError(f"parameter {parameter} needs a type")
+        _check_signature(function)
 
         def collect(**arguments: object) -> dict[str, object]:
             return arguments
 
         functools.update_wrapper(collect, function)
         collect.__annotations__ = {name: hint for name, hint in collect.__annotations__.items() if name != "return"}
-        self._adapter = TypeAdapter(cast("type[dict[str, object]]", collect))
-        self.json_schema = self._written(typing.get_type_hints(collect, include_extras=True), described)
+        hints = _hints(collect)
+        try:
+            self._adapter = TypeAdapter(cast("type[dict[str, object]]", collect))
+            raw = self._adapter.json_schema(schema_generator=_Schema)
+        except (PydanticUserError, TypeError):
+            _name_culprit(hints)
+            raise
+        self._check_defaults(function, raw.get("properties", {}))
+        self.json_schema = _written(raw, hints, described)
 
     def bind(self, arguments: Mapping[str, JSON]) -> dict[str, object]:
         """The arguments as the function wants them. Raises `ArgumentError`."""
-        # Checked as JSON, not as Python values: there strict still lets an object be a model, and a text a date.
         try:
-            return self._adapter.validate_json(json.dumps(dict(arguments), allow_nan=False), strict=True)
+            return self._bound(arguments)
         except ValidationError as error:
             raise ArgumentError(complaints(error, arguments)) from None
         except RecursionError:
@@ -52,11 +59,80 @@ class Parameters:
         except ValueError:
             raise ArgumentError("a number is not finite, or has too many digits") from None
 
-    def _written(self, hints: Mapping[str, object], described: Mapping[str, str]) -> str:
-        raw = self._adapter.json_schema()
-        raw.pop("additionalProperties", None)  # function tools do not say it; an unknown parameter is told of as such
-        for name, shape in raw.get("properties", {}).items():
-            texts = [extra for extra in getattr(hints[name], "__metadata__", ()) if isinstance(extra, str)]
-            if texts or name in described:
-                shape.setdefault("description", texts[0] if texts else described[name])
-        return json.dumps(plain(raw, raw.get("$defs", {}), ()), ensure_ascii=False, allow_nan=False)
+    def _bound(self, arguments: Mapping[str, JSON]) -> dict[str, object]:
+        # Checked as JSON, not as Python values: there strict still lets an object be a model, and a text a date.
+        return self._adapter.validate_json(json.dumps(dict(arguments), allow_nan=False), strict=True)
+
+    def _check_defaults(self, function: Callable[..., object], properties: Mapping[str, Any]) -> None:
+        """A default that the model is told of is one that it may send. None is left out, and may stand for any type."""
+        given = {parameter.name: parameter.default for parameter in inspect.signature(function).parameters.values()}
+        for name, shape in properties.items():
+            default = shape.get("default")
+            found = self._complaint(name, default) if default is not None else ""
+            if found and isinstance(given.get(name), _PLAIN):
+                raise TypeError(f"the default of parameter {found}")
+            if found:  # an object that is written in another way than it is read
+                del shape["default"]
+
+    def _complaint(self, name: str, value: JSON) -> str:
+        try:
+            self._bound({name: value})
+        except ValidationError as error:
+            return complaints(error, {name: value}, of=name)
+        except ValueError as error:
+            return f"{name}: {error}"
+        return ""
+
+
+class _Schema(GenerateJsonSchema):
+    """Knows what pydantic hands on unchecked."""
+
+    def generator_schema(self, schema: Any) -> NoReturn:
+        raise TypeError("what an Iterable holds is not checked before it is read; write list[...] or Sequence[...]")
+
+
+def _check_signature(function: Callable[..., object]) -> None:
+    for index, parameter in enumerate(inspect.signature(function).parameters.values()):
+        if parameter.kind not in _NAMED:
+            raise TypeError(f"parameter {parameter} cannot be given by name")
+        if parameter.annotation is not inspect.Parameter.empty:
+            continue
+        if index == 0 and parameter.name in ("self", "cls"):
+            name = getattr(function, "__name__", "")
+            raise TypeError(
+                f"it is a method, and there is no object yet; make it in __init__: self.tools = [tool(self.{name})]"
+            )
+        raise TypeError(f"parameter {parameter} needs a type")
+
+
+def _hints(function: Callable[..., object]) -> Mapping[str, Any]:
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise TypeError(f"{error}: its annotations are read at the top of its module, where that must be") from None
+    except (SyntaxError, AttributeError) as error:
+        raise TypeError(f"its annotations cannot be read: {error}") from None
+
+
+def _name_culprit(hints: Mapping[str, Any]) -> None:
+    """Raises TypeError for the first parameter whose type no schema can tell."""
+    for name, hint in hints.items():
+        try:
+            TypeAdapter(hint).json_schema(schema_generator=_Schema)
+        except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema):
+            kind = inspect.formatannotation(hint)
+            what = "take texts, numbers, lists, dictionaries, dataclasses or pydantic models"
+            raise TypeError(f"parameter {name}: there is no JSON for {kind}; {what}") from None
+        except PydanticUserError as error:
+            raise TypeError(f"parameter {name}: {one_line(error.message)}") from None
+        except TypeError as error:
+            raise TypeError(f"parameter {name}: {error}") from None
+
+
+def _written(raw: dict[str, Any], hints: Mapping[str, Any], described: Mapping[str, str]) -> str:
+    raw.pop("additionalProperties", None)  # function tools do not say it; an unknown parameter is told of as such
+    for name, shape in raw.get("properties", {}).items():
+        texts = [extra for extra in getattr(hints.get(name), "__metadata__", ()) if isinstance(extra, str)]
+        if texts or name in described:
+            shape.setdefault("description", texts[0] if texts else described[name])
+    return json.dumps(plain(raw, raw.get("$defs", {}), ()), ensure_ascii=False, allow_nan=False)

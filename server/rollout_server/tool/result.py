@@ -8,7 +8,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from pydantic_core import to_jsonable_python
@@ -19,6 +21,7 @@ from rollout_server.runtime.port import Content
 LARGEST = 4 * 1024 * 1024
 """Of a result that is written as JSON, about so many bytes. It is written at one go, and nothing else runs meanwhile."""
 _PART = 16
+_DEEPEST = 1000
 _FLAT = (int, float, bool, type(None))
 _MEDIA_TYPE = re.compile(r"image/[A-Za-z0-9][A-Za-z0-9.+-]*")
 
@@ -103,33 +106,46 @@ def written(result: object) -> str:
 
 
 def _check_size(value: object) -> None:
-    """Raises ValueError for what takes more than `LARGEST` bytes, `_PART` for each part. Counts no further than is needed."""
-    total, left = 0, [value]
-    seen: set[int] = set()
-    repeats = ""
-    while left and total <= LARGEST:
-        part = left.pop()
-        if isinstance(part, str | bytes | bytearray):
-            total += len(part)
-            continue
-        repeats = repeats or ("Circular reference, or " if id(part) in seen else "")
-        seen.add(id(part))
-        parts = _parts(part)
-        total += _PART * len(parts)
-        if total > LARGEST:
+    """Raises ValueError for what holds itself, or takes more than `LARGEST` bytes, `_PART` for each part. Counts no further."""
+    total = 0
+    within: list[tuple[int, Iterator[object]]] = [(0, iter((value,)))]
+    open_ids: set[int] = set()
+    while within:
+        own, left = within[-1]
+        for part in left:
+            if isinstance(part, str | bytes | bytearray):
+                total += len(part)
+                continue
+            if id(part) in open_ids:
+                raise ValueError(f"Circular reference: a {type(part).__name__} holds itself")
+            parts = _parts(part)
+            total += _PART * len(parts)
+            open_ids.add(id(part))
+            if len(within) > _DEEPEST:
+                raise ValueError(f"it is nested more than {_DEEPEST} levels deep")
+            within.append((id(part), iter([each for each in parts if type(each) not in _FLAT])))
             break
-        left += [each for each in parts if type(each) not in _FLAT]
-    if total > LARGEST:
-        size = f"more than {LARGEST // 2**20} MiB as JSON"
-        raise ValueError(f"{repeats or 'it has '}{size}; a text may be longer, and is cut")
+        else:
+            within.pop()
+            open_ids.discard(own)
+        if total > LARGEST:
+            raise ValueError(f"it has more than {LARGEST // 2**20} MiB as JSON; a text may be longer, and is cut")
 
 
 def _parts(value: object) -> Collection[object]:
+    """Whatever is written of a value. Raises ValueError for one that is read as it is written: it may have no end."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple | set | frozenset | deque):
         return value
-    return list(getattr(value, "__dict__", {}).values()) if not isinstance(value, type) else ()
+    if isinstance(value, Iterator):
+        raise ValueError(f"a {type(value).__name__} may have no end; return a list of what it gives")
+    if isinstance(value, type):
+        return ()
+    if is_dataclass(value):  # one with slots has no __dict__
+        return [getattr(value, field.name, None) for field in fields(value)]
+    further = getattr(value, "__pydantic_extra__", None)
+    return [*getattr(value, "__dict__", {}).values(), *(further.values() if isinstance(further, dict) else ())]
 
 
 def _refuse(value: Any) -> Any:

@@ -27,6 +27,8 @@ _Sampled: TypeAlias = tuple[float | None, _TokenId, Any]
 """Logprob, id and text of a token, as SGLang lists them."""
 
 _LARGE = 1024 * 1024
+_LONGEST_WORD = 256
+"""Characters."""
 _NULL = msgspec.Raw(b"null")
 
 
@@ -149,7 +151,7 @@ def _sampled(parsed: _Body) -> Sampled:
         ids = [token for _, token, _ in listed]
     prompt = parsed.prompt_token_ids if parsed.prompt_token_ids is not None else choice.prompt_token_ids
     return Sampled(
-        finish_reason=choice.finish_reason or "",
+        finish_reason=(choice.finish_reason or "")[:_LONGEST_WORD],
         token_ids=pack_tokens(ids) if ids is not None else None,
         reported=pack_tokens(prompt) if prompt is not None else None,
         logprobs=_logprobs(ids, listed, choice.logprobs) if ids is not None else None,
@@ -189,4 +191,4 @@ def _weights(raw: msgspec.Raw) -> str:
         found = _metadata_decoder.decode(raw)
     except msgspec.DecodeError:
         return ""
-    return found.weight_version[:256] if found is not None else ""
+    return found.weight_version[:_LONGEST_WORD] if found is not None else ""

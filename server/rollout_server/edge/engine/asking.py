@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeVar
 
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.engine.answer import aside
-from rollout_server.edge.engine.refusal import aborted, refused_by_engine
+from rollout_server.edge.engine.refusal import aborted, is_error, refused_by_engine
 from rollout_server.edge.engine.request import LimitNames
 from rollout_server.edge.trainer.client import HttpClient, HttpRequest
 from rollout_server.edge.trainer.headers import turn_headers
@@ -61,7 +61,7 @@ async def post(access: Access, url: str, body: bytes, ask: Ask) -> Fetched:
 
 def usable(fetched: Fetched, ask: Ask, hint: str = "") -> bytes:
     """The body of an answer. Raises `Failed` for a refusal; `hint` says what a person can do about it."""
-    if fetched.answer.status != 200:
+    if fetched.answer.status != 200 or is_error(fetched.answer):
         raise Failed(refused_by_engine(fetched.answer, ask.asked.turn, ask.credentials.secrets(), hint))
     return fetched.answer.body
 

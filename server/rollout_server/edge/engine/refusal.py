@@ -28,7 +28,7 @@ _TOO_LONG: Final = (
 
 
 def refused_by_engine(answer: HttpAnswer, turn: int, secrets: Sequence[str], hint: str = "") -> Failure:
-    """The failure of a turn that was answered with another status than 200. `hint` goes before that of the status."""
+    """The failure of a turn that was answered with another status than 200, or an error. `hint` goes before that of the status."""
     said = redacted(_words(answer.body), secrets)
     hint = hint or _HINTS.get(answer.status, "")
     if exceeds_context(answer):
@@ -39,10 +39,22 @@ def refused_by_engine(answer: HttpAnswer, turn: int, secrets: Sequence[str], hin
         category = Category.TRAINER_SERVER
     elif answer.status >= 400:
         category = Category.TRAINER_CLIENT
+    elif answer.status == 200:
+        category, hint = Category.TRAINER_SERVER, "with an error in place of choices"
     else:
         category, hint = Category.VALIDATION, "only 200 is an answer, and redirects are not followed"
     text = f"turn {turn}: the engine answered {answer.status}" + (f" ({hint})" if hint else "")
     return Failure(category, f"{text}: {said}" if said else text, turn, answer.status)
+
+
+def is_error(answer: HttpAnswer) -> bool:
+    """Whether an answer is an error, whatever its status says: gateways in front of engines do that."""
+    if b'"choices"' in answer.body or len(answer.body) > _LOOKED_AT:
+        return False
+    try:
+        return bool(parse_object(answer.body.decode()).get("error"))
+    except (MalformedMessage, UnicodeDecodeError):
+        return False
 
 
 def exceeds_context(answer: HttpAnswer) -> bool:

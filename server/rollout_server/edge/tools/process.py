@@ -33,6 +33,7 @@ class ToolProcess:
         self._process = process
         self._reader, self._writer = streams
         self._killed = False
+        self._calls = 0
         self._ended = asyncio.create_task(process.wait(), name=f"tool process {process.pid}")
 
     @classmethod
@@ -68,8 +69,12 @@ class ToolProcess:
 
         Whatever ends it but an answer kills the process.
         """
+        self._calls += 1
         try:
-            return _content(await self._ask({"name": name, "arguments": arguments}))
+            answer = await self._ask({"call": self._calls, "name": name, "arguments": arguments})
+            if answer.get("call") != self._calls:  # a tool wrote it, or a copy of the process that it has forked
+                raise BadFrame
+            return _content(answer)
         except (asyncio.CancelledError, BadFrame, EOFError, OSError) as error:
             self.kill()
             if isinstance(error, asyncio.CancelledError):

@@ -41,10 +41,14 @@ def main(descriptor: int) -> None:
             connection.sendall(framed(_failure(error)))
             return
         connection.sendall(framed({"ready": True}))
+        own = os.getpid()
         while True:
             call = read_blocking(connection)
             _limit_cpu(opening.get("cpu_seconds"), last=bool(opening.get("fresh")))
-            connection.sendall(_answer(module, str(call["name"]), cast("Mapping[str, JSON]", call["arguments"])))
+            answer = _answer(module, call)
+            if os.getpid() != own:  # the tool has forked, and its copy came back, too
+                os._exit(0)
+            connection.sendall(answer)
 
 
 def _end_with(connection: socket.socket) -> None:
@@ -55,16 +59,17 @@ def _end_with(connection: socket.socket) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _answer(module: ModuleType, name: str, arguments: Mapping[str, JSON]) -> bytes:
+def _answer(module: ModuleType, call: Mapping[str, JSON]) -> bytes:
+    own = {"call": call["call"]}
     try:
-        tool = _tool(module, name)
-        content = tool.run_here(arguments)
+        tool = _tool(module, str(call["name"]))
+        content = tool.run_here(cast("Mapping[str, JSON]", call["arguments"]))
     except BaseException as error:  # the boundary to a tool author's code
-        return framed(_failure(error))
+        return framed({**own, **_failure(error)})
     try:
-        return framed({"content": content})
+        return framed({**own, "content": content})
     except ValueError as error:
-        return framed({"error": "unwritable", "text": f"The result of {tool.name} cannot be written: {error}"})
+        return framed({**own, "error": "unwritable", "text": f"The result of {tool.name} cannot be written: {error}"})
 
 
 def _failure(error: BaseException) -> Mapping[str, str]:
