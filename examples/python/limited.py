@@ -12,4 +12,4 @@ for limit, amount in (
     (resource.RLIMIT_CORE, 0),
 ):
     resource.setrlimit(limit, (amount, amount))
-exec(compile(sys.stdin.read(), "code.py", "exec"), {"__name__": "__main__"})
+exec(compile(sys.stdin.read(), "<program>", "exec"), {"__name__": "__main__"})

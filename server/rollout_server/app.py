@@ -27,6 +27,7 @@ from rollout_server.assembly import (
     server_facts,
     server_tls,
     target_rules,
+    tell_of_doors,
     tokenizer_settings,
     trainers,
     workbench,
@@ -35,6 +36,7 @@ from rollout_server.edge.blocking import LoopWatch
 from rollout_server.edge.channels import Channels
 from rollout_server.edge.keys import Keyring
 from rollout_server.edge.lag import LoopLag
+from rollout_server.edge.looped import run_loop
 from rollout_server.edge.metrics.observer import Metrics
 from rollout_server.edge.metrics.port import serve_metrics
 from rollout_server.edge.rpc.server import RpcServer, RpcSettings
@@ -46,7 +48,6 @@ from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.targets.lookup import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.runtime.ending import run
 from rollout_server.runtime.hooks import start_agents
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.surroundings import Surroundings
@@ -128,6 +129,7 @@ class Server:
             await self._start_http(socket, keys)
         self._repeat(self._roster.forget, settings.cleanup_seconds)
         self._repeat(keys.refresh, KEYS_SECONDS)
+        tell_of_doors(settings, keys)
         self._watch_loop()  # last: nobody waits for what a start takes
 
     async def _make_roster(self, rules: TargetRules) -> Roster:
@@ -186,8 +188,6 @@ class Server:
 
         settings = self.settings
         is_open = keys.demands and not settings.synchronous_needs_key
-        if is_open:
-            _log.warning("POST /rollout and GET /tools need no API key; ROLLOUT_SYNCHRONOUS_NEEDS_KEY=true demands one")
         tls = None
         if settings.tls_cert is not None and settings.tls_key is not None:
             tls = TlsFiles(KeyPair(settings.tls_cert, settings.tls_key), settings.tls_client_ca)
@@ -221,7 +221,7 @@ def serve_with(
 
     chosen = load(**settings)
     logs.set_up(chosen.log_format, chosen.log_level)
-    run(_serve(agents, chosen, serving), loop_factory())
+    run_loop(_serve(agents, chosen, serving), loop_factory())
 
 
 def loop_factory() -> type[asyncio.AbstractEventLoop] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import ssl
 import time
@@ -46,6 +47,8 @@ from rollout_server.runtime.wish import Capacity, Wish
 from rollout_server.runtime.workbench import ToolLimits, Workbench
 from rollout_server.settings import TOY, Settings, WrongSettings
 
+_log = logging.getLogger(__name__)
+_NEAR = frozenset({"localhost", "127.0.0.1", "::1"})
 _TAKE_IDS = frozenset({Dialect.GRPC, Dialect.STREAM, Dialect.VLLM, Dialect.SGLANG})
 FEATURES = (
     "http_masked",
@@ -169,6 +172,15 @@ def keyring(settings: Settings) -> Keyring:
             raise ValueError("holds no key")
     with _naming("ROLLOUT_API_KEYS_FILE"):
         return Keyring([*keys, *entries], settings.api_keys_file)
+
+
+def tell_of_doors(settings: Settings, keys: Keyring) -> None:
+    """The log says what is open to callers without a key."""
+    if not keys.demands and settings.tls_client_ca is None and settings.host not in _NEAR:
+        text = "no API key is set: whoever reaches %s may start rollouts; ROLLOUT_API_KEYS_FILE demands one"
+        _log.warning(text, settings.host)
+    if keys.demands and settings.http and not settings.synchronous_needs_key:
+        _log.warning("POST /rollout and GET /tools need no API key; ROLLOUT_SYNCHRONOUS_NEEDS_KEY=true demands one")
 
 
 def target_rules(settings: Settings) -> TargetRules:

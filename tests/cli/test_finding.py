@@ -109,7 +109,7 @@ def test_a_mistake_is_told_by_file_and_line(here: Path, source: str, behind: str
 def test_what_is_not_there_is_told_apart_from_what_it_lacks(here: Path) -> None:
     with pytest.raises(Mistake, match=r"there is no file gone\.py"):
         names("gone.py")
-    with pytest.raises(Mistake, match=r"there is no module gone; an agent is MODULE"):
+    with pytest.raises(Mistake, match=r"there is no module gone; what is meant is MODULE"):
         names("gone")
     with pytest.raises(Mistake, match=r"there is no module gone\.deeper"):
         names("gone.deeper:A")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,12 @@ def test_small_commands_answer(invoke: Invoke) -> None:
     told = document(invoke("keys", "new", "ci", "--json"))
     assert set(told) == {"key", "entry"}
     assert told["key"] not in told["entry"]
+
+
+def test_whoever_interrupts_a_command_is_told_in_it(here: Path, invoke: Invoke) -> None:
+    Path("agent.py").write_text("raise KeyboardInterrupt")
+    told = invoke("validate", "agent.py", "--json")
+    assert (told.exit_code, document(told)["error"]["message"]) == (130, "interrupted")
 
 
 def test_a_failure_names_its_command(invoke: Invoke) -> None:

@@ -1,4 +1,4 @@
-"""A command's loop: gRPC stays at hand in it, whatever is collected as garbage meanwhile."""
+"""A program's loop: gRPC stays at hand in it, whatever is collected as garbage meanwhile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import threading
 
 import grpc
-from rollout_server.cli.looped import run_loop
+from rollout_server.edge.looped import run_loop
 
 
 def pollers() -> set[int | None]:

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from rollout_server.authoring.project import class_name
 
 from tests.cli.conftest import Invoke, complaint, document
 
@@ -72,3 +73,11 @@ def test_an_empty_folder_will_do_and_json_lists_the_files(here: Path, invoke: In
     assert found["project"]["directory"] == "deep/mine"
     assert all((here / "deep" / "mine" / name).is_file() for name in found["project"]["files"])
     assert found["next"][0] == "cd deep/mine"
+    assert document(invoke("new", "mine", "--in", "two words", "--json"))["next"][0] == "cd 'two words/mine'"
+    (here / "file").write_text("")
+    assert "rollout new: file/mine: Not a directory" in complaint(invoke("new", "mine", "--in", "file"))
+
+
+def test_a_class_has_no_name_that_its_file_imports() -> None:
+    assert [class_name(name) for name in ("letter-counter", "agent", "run")] == ["LetterCounter", "MyAgent", "MyRun"]
+    assert class_name("limits") == "MyLimits"

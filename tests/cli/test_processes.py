@@ -21,6 +21,7 @@ from tests.system.processes import ANY_PORTS, COMMAND, environment
 from tests.testing.conftest import KeyedCaller
 
 AGENT = "from rollout_server import Agent\n\n\nclass A(Agent):\n    name = '{}'\n"
+LOUD = "import os\nos.system('echo from a program')\nos.write(1, b'from below')\n"
 
 
 class Running:
@@ -104,6 +105,15 @@ async def test_agents_are_served_anew_when_their_file_changes(tmp_path: Path) ->
         assert await serving.process.wait() == 0
         with pytest.raises(OSError, match=str(second["grpc_port"])):
             await asyncio.open_connection("127.0.0.1", second["grpc_port"])
+
+
+async def test_nothing_but_the_document_is_on_standard_output(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(LOUD + AGENT.format("loud"))
+    async with running("validate", "agent.py", "--json", cwd=tmp_path) as validating:
+        out, said = await validating.process.communicate()
+        assert json.loads(out)["valid"]
+        assert "from a program" in said.decode()
+        assert "from below" in said.decode()
 
 
 async def test_the_gateway_says_where_it_serves(tmp_path: Path) -> None:

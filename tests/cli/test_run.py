@@ -92,7 +92,7 @@ def test_a_rollout_is_told_as_it_goes(project: Path, invoke: Invoke) -> None:
         'assistant │ calls count_letter {"letter": "r", "word": "strawberry"}',
         ": 3",
         "assistant │ The letter occurs 3 times.",
-        "2 turns, 1 tool calls, 0 of them failed",
+        "2 turns, 1 tool call, 0 of them failed",
         " of the model, ",
         "reward 1",
         "next: rollout inspect kept",
@@ -241,6 +241,7 @@ def test_an_engine_is_asked_by_its_models_name(
 WRONG = {
     "no_prompt": ((), "--prompt TEXT or --message FILE"),
     "both": (("--prompt", "a", "--message", "b"), "--prompt TEXT or --message FILE"),
+    "no_folder": (("--prompt", "a", "--out", "gone/kept.pb"), "gone/kept.pb: No such file or directory"),
     "no_file": (("--message", "gone.json"), "gone.json"),
     "no_messages": (("--message", "agent.py"), "agent.py: this is no JSON"),
     "no_metadata": (("--prompt", "a", "--metadata", "["), "--metadata is no JSON"),

@@ -43,6 +43,12 @@ class B(Agent):
 
     async def reward(self, run):
         return 1 / 0
+
+class C(Agent):
+    name = "c"
+
+    async def play(self, run):
+        run.messages
 """
 
 
@@ -74,8 +80,30 @@ def test_what_is_wrong_and_what_would_be_better_is_told(here: Path, invoke: Invo
     assert "nothing describes name" in told.stdout
     assert told.stdout.rstrip().splitlines()[-1].startswith("next: mend")
     found = document(invoke("validate", "agent.py", "--json"))
-    assert [(agent["name"], agent["valid"]) for agent in found["agents"]] == [("a", True), ("b", False)]
+    assert [(agent["name"], agent["valid"]) for agent in found["agents"]] == [("a", True), ("b", False), ("c", True)]
+    silent = "it asked the model for nothing: is a run.sample() not awaited?"
+    assert [silent in agent["advice"] for agent in found["agents"]] == [False, False, True]
     assert not found["valid"]
+
+
+LOOP = """
+from rollout_server.sdk import RolloutAgentLoop
+
+class Loop(RolloutAgentLoop):
+    name = "loop"
+
+    def get_tools(self, request):
+        return []
+
+    async def run(self, ctx):
+        return ctx.complete(list(ctx.request.messages))
+"""
+
+
+def test_a_loop_of_the_earlier_sdk_is_not_advised_what_it_has_no_place_for(here: Path, invoke: Invoke) -> None:
+    Path("loop.py").write_text(LOOP)
+    [found] = document(invoke("validate", "loop.py", "--json"))["agents"]
+    assert (found["valid"], found["errors"], found["advice"]) == (True, [], [])
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])

@@ -103,9 +103,9 @@ class Place:
         assert (await self.start(rollout_id, server_url=url)).status_code == 202
         async with httpx.AsyncClient(base_url=url, trust_env=False) as client, asyncio.timeout(60):
             while True:
-                told = await client.get(f"/v1/rollout/completed/{self.id(rollout_id)}")
-                if told.status_code == 200:
-                    return dict(told.json())
+                told = (await client.get(f"/v1/rollout/completed/{self.id(rollout_id)}")).json()
+                if told:
+                    return dict(told)
                 await asyncio.sleep(0.01)
 
     async def over_grpc(self, rollout_id: str, **spec: Any) -> Outcome:

@@ -44,7 +44,7 @@ async def ask(trainer: StrictTrainer, lines: Sequence[Any] = (), **options: Any)
 
 
 async def test_it_asks_and_tells_the_end(trainer: StrictTrainer) -> None:
-    async with OsmosisLLMClient(trainer.url, "r", api_key="key") as client:
+    async with OsmosisLLMClient(trainer.url, "r", "key") as client:
         assert isinstance(client, LLMClientProtocol)
         messages = [user("Hello")]
         result = await client.chat_completions(messages)

@@ -114,6 +114,7 @@ def test_calls_are_read() -> None:
     assert get_tool_call_info({"id": "c", "function": function}) == ("c", "add", {"a": 5})
     assert get_tool_call_info({"id": "c", "function": function | {"arguments": {"a": 5}}}) == ("c", "add", {"a": 5})
     assert get_tool_call_info({"id": "c", "function": {"name": "now"}}) == ("c", "now", {})
+    assert get_tool_call_info({"function": {"name": "now"}}) == ("unknown", "now", {})
     assert parse_tool_arguments("{}") == {}
 
 
@@ -125,7 +126,7 @@ def test_calls_are_read() -> None:
         ({"id": "c", "function": {"name": "add", "arguments": 5}}, "c", "add"),
         ({"id": "c", "function": {"arguments": "{}"}}, "c", ""),
         ({"id": "c"}, "c", ""),
-        ({"function": {"name": "add"}}, "", "add"),
+        ({"function": {"name": "add", "arguments": "{"}}, "unknown", "add"),
         ("add", "", ""),
     ],
 )
@@ -188,7 +189,7 @@ def test_stop_sequences() -> None:
         ["a", "b"],
         ["a"],
         [],
-        ["5"],
+        None,
     ]
 
 
@@ -270,7 +271,7 @@ def test_the_registry() -> None:
     try:
         assert get_agent_loop("calculator") is loop
         assert "calculator" in list_agent_loops()
-        with pytest.raises(ValueError, match="is registered already"):
+        with pytest.raises(ValueError, match="is already registered"):
             register_agent_loop(loop)
         with pytest.raises(AgentLoopNotFoundError, match="'other' is registered") as missing:
             get_agent_loop("other")
@@ -301,4 +302,6 @@ def test_keys() -> None:
 
 def test_fake_tokens_are_as_long_as_what_they_stand_for() -> None:
     assert fake_token_ids("abc") == [0, 1, 2]
-    assert len(fake_prompt_token_ids([user("a"), user("b")])) == 2 * len(fake_prompt_token_ids([user("a")]))
+    one = fake_prompt_token_ids([user("a")])
+    assert len(fake_prompt_token_ids([user("a"), user("b")])) == 2 * len(one)
+    assert fake_prompt_token_ids([]) == one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -164,6 +165,13 @@ async def test_a_result_that_is_none_is_an_error(
     told = await place.plain("none")
     assert told["status"] == "ERROR"
     assert said in caplog.text + told["error_message"]
+
+
+@pytest.mark.parametrize("reward", [True, 1, Fraction(1)])
+async def test_any_number_is_a_reward(open_place: OpenPlace, reward: Any) -> None:
+    place = await open_place(wrong_result(lambda ctx, messages: ctx.complete(messages, reward=reward)))
+    told = await place.plain("number")
+    assert (told["status"], told["reward"]) == ("COMPLETED", 1.0)
 
 
 async def test_a_wrong_result_is_told_with_file_and_line(caplog: pytest.LogCaptureFixture) -> None:

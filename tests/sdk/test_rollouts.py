@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rollout_client import AsyncClient, Target
-from rollout_server.sdk import RolloutContext, RolloutRequest, RolloutResult
+from rollout_server.sdk import RolloutContext, RolloutRequest, RolloutResult, as_agent
 from rollout_server.sdk.core.schemas import OpenAIFunctionToolSchema
 
 from tests.sdk.calculator_agent import SCHEMAS, CalculatorAgentLoop
@@ -130,6 +130,12 @@ async def test_a_loop_that_needs_a_request_to_tell_its_tools_is_served(caplog: p
         answer = await place.start("needing", metadata={"tools": 3})
         assert len(answer.json()["tools"]) == 3
         assert (await place.trainer.completed(place.id("needing")))["status"] == "COMPLETED"
+
+    class Knowing(Needing):
+        def get_default_tools(self) -> list[OpenAIFunctionToolSchema]:
+            return SCHEMAS[:1]
+
+    assert [tool.name for tool in as_agent(Knowing()).tools] == ["add"]
     assert "Needing.get_tools (" in caplog.text
     assert "KeyError: 'tools'" in caplog.text
 

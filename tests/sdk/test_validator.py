@@ -56,9 +56,11 @@ FUNCTION = {"name": "look", "description": "Looks"}
         (RuntimeError("no"), "GET_TOOLS_EXCEPTION"),
         ([5], "INVALID_TOOL_TYPE"),
         ([{"function": FUNCTION}], "MISSING_TOOL_TYPE"),
-        ([{"type": "retrieval", "function": FUNCTION}], "INVALID_TOOL_TYPE"),
+        ([{"type": "retrieval", "function": FUNCTION}], "UNKNOWN_TOOL_TYPE"),
         ([{"type": "function"}], "MISSING_FUNCTION"),
+        ([{"type": "function", "function": "look"}], "INVALID_FUNCTION_TYPE"),
         ([{"type": "function", "function": {"description": "x"}}], "MISSING_FUNCTION_NAME"),
+        ([{"type": "function", "function": FUNCTION | {"name": " "}}], "INVALID_FUNCTION_NAME"),
         ([{"type": "function", "function": {"name": "x"}}], "INVALID_TOOL_SCHEMA"),
         ([SCHEMAS[0], SCHEMAS[0]], "DUPLICATE_TOOL_NAME"),
     ],
@@ -86,9 +88,13 @@ def test_a_run_that_is_not_async_and_no_methods_at_all() -> None:
         async def get_tools(self, request: RolloutRequest) -> Any:
             return []
 
+    class NoMethod(Odd):
+        run = 5
+
+    assert codes(NoMethod([])) == ["RUN_NOT_CALLABLE"]
     assert codes(Blocking([])) == ["RUN_NOT_ASYNC"]
     assert codes(AsyncTools()) == ["GET_TOOLS_INVALID_TYPE"]
-    assert codes(object()) == ["MISSING_NAME", "MISSING_GET_TOOLS", "MISSING_RUN"]
+    assert codes(object()) == ["MISSING_NAME", "MISSING_GET_TOOLS", "MISSING_RUN_METHOD"]
 
 
 def test_all_errors_are_told_together() -> None:
@@ -104,7 +110,7 @@ def test_warnings_do_not_stop_a_loop(caplog: pytest.LogCaptureFixture) -> None:
     tool = {"type": "function", "function": {"name": "look", "description": " ", "parameters": parameters}}
     result = validate_and_report(Odd([tool]), verbose=True)  # type: ignore[arg-type]
     assert result
-    assert [warning.code for warning in result.warnings] == ["MISSING_DESCRIPTION", "UNKNOWN_REQUIRED"]
+    assert [warning.code for warning in result.warnings] == ["MISSING_FUNCTION_DESCRIPTION", "UNKNOWN_REQUIRED"]
     assert "UNKNOWN_REQUIRED" in caplog.text
 
 
@@ -125,3 +131,5 @@ def test_serving_refuses_what_it_cannot_do() -> None:
         serve_agent_loop(Odd(None))  # type: ignore[arg-type]
     with pytest.raises(ServeError, match="rollout serve"):
         serve_agent_loop(CalculatorAgentLoop(), reload=True)
+    with pytest.raises(TypeError, match="takes no api_keys"):
+        serve_agent_loop(CalculatorAgentLoop(), api_keys="k")  # type: ignore[call-arg]

@@ -33,11 +33,20 @@ class Torn(Agent):
     async def play(self, run: Run) -> None:
         await run.sample()
         raise RuntimeError("torn")
+
+
+class Choosy(Agent):
+    name = "choosy"
+
+    async def play(self, run: Run) -> None:
+        run.mask(await run.sample(), "a plan")
+        await run.append({"role": "user", "content": "Go on."})
+        await run.sample()
 '''
 
 TESTS = """
 import pytest
-from weather import Torn, Weather
+from weather import Choosy, Torn, Weather
 from rollout_server.testing.script import Lie, Reply
 
 
@@ -50,6 +59,12 @@ def test_a_tool_and_an_answer(serving, scripted_model, form):
     assert (rollout.reward, rollout.stop, rollout.failure) == (1.0, "stop", None)
     (sample,) = rollout.samples
     assert 0 < sum(sample.response_mask) < len(sample.response_mask)
+
+
+def test_an_answer_that_is_masked(serving, scripted_model):
+    rollout = serving(Choosy()).play("?", scripted_model.says("A plan.").says("Done."))
+    (sample,) = rollout.samples
+    assert (sample.response_mask[0], sample.response_mask[-1]) == (0, 1)
 
 
 async def test_an_asynchronous_test(serving, scripted_model):
@@ -84,6 +99,8 @@ def test_a_lie_of_the_trainer_is_noticed(serving, scripted_model):
 def test_refused(serving, scripted_model):
     with pytest.raises(Exception, match="agent"):
         serving(Weather()).play("?", scripted_model.says("."), agent="nobody")
+    with pytest.raises(ValueError, match="no setting 'max_run'; is it max_running"):
+        serving(Weather(), max_run=1)
 
 
 def test_judge(strict_trainer):
@@ -98,7 +115,7 @@ def test_in_a_project_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
     done = pytest_in(tmp_path, "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 passed" in done.stdout
+    assert "9 passed" in done.stdout
 
 
 def test_nothing_of_the_server_is_loaded_until_a_fixture_is_used(tmp_path: Path) -> None:

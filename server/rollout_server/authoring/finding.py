@@ -167,7 +167,7 @@ def _load_module(name: str) -> ModuleType:
             if not f"{name}.".startswith(f"{error.name}."):
                 raise
         if spec is None:
-            raise Mistake(f"there is no module {name}; an agent is {_FORMS}")
+            raise Mistake(f"there is no module {name}; what is meant is {_FORMS}")
         if spec.origin and spec.origin.endswith(".py"):
             _check_source(Path(spec.origin))
         return importlib.import_module(name)

@@ -13,6 +13,7 @@ NEXT = ("python -m pytest", "rollout test agent.py dataset.jsonl --script script
 """What to do in a project that was just made."""
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*")
+_IMPORTED = frozenset({"Agent", "Limits", "Run"})
 _LONGEST = 64
 _TEMPLATES = ".jinja"
 
@@ -35,8 +36,9 @@ def make_project(name: str, inside: Path) -> list[Path]:
 
 
 def class_name(name: str) -> str:
-    """An agent's name as a class has it: letter-counter is LetterCounter."""
-    return "".join(part.capitalize() for part in re.split("[_-]", name))
+    """An agent's name as a class has it: letter-counter is LetterCounter. What its file imports keeps its name."""
+    made = "".join(part.capitalize() for part in re.split("[_-]", name))
+    return f"My{made}" if made in _IMPORTED else made
 
 
 def _check_name(name: str) -> None:

@@ -95,7 +95,7 @@ async def validate(
     }
     called = [name for name, _ in calls()]
     reports = tuple(_tool(tool, answered if tool.name in called else None) for tool in tools)
-    better = tuple(_better(agent))
+    better = tuple(_better(agent, asked=bool(result.turns) or not result.finished))
     return AgentReport(agent.name, agent.version, agent.replayable, reports, tuple(errors), better, told)
 
 
@@ -120,8 +120,14 @@ def _answers(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
-def _better(agent: Agent) -> Sequence[str]:
-    found = []
+def _better(agent: Agent, *, asked: bool) -> Sequence[str]:
+    from rollout_server.sdk.adapter import LoopAgent
+
+    if isinstance(
+        agent, LoopAgent
+    ):  # a loop of the earlier SDK keeps its request's limits, and has a reward in its result
+        return ()
+    found = [] if asked else ["it asked the model for nothing: is a run.sample() not awaited?"]
     if agent.limits.turns is None and agent.limits.generated_tokens is None and agent.limits.seconds is None:
         found.append(
             "it has no limits: a model that goes on calling tools is ended by nobody; limits = Limits(turns=...)"

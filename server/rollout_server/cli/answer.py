@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -67,13 +68,36 @@ def _text(document: Mapping[str, Any], indent: int | None = None) -> str:
 
 @contextlib.contextmanager
 def answering(*, as_json: bool) -> Iterator[Answers]:
-    """With JSON, whatever is printed meanwhile, also by an author's code, goes to standard error: the document stays whole."""
-    out = sys.stdout
+    """With JSON, whatever is written meanwhile goes to standard error, also by an author's code and by programs that it starts: the
+    document stays whole.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that knows few characters is told of the others
             stream.reconfigure(errors="backslashreplace")
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        yield Answers(out, as_json=as_json)
+    if not as_json:
+        yield Answers(sys.stdout, as_json=False)
+        return
+    with _apart(sys.stdout) as out, contextlib.redirect_stdout(sys.stderr):
+        yield Answers(out, as_json=True)
+
+
+@contextlib.contextmanager
+def _apart(out: TextIO) -> Iterator[TextIO]:
+    """Standard output, to which nobody else can write until the end of the block."""
+    try:
+        number, elsewhere = out.fileno(), sys.stderr.fileno()
+    except OSError:  # no file of the system's, so other programs have none of it
+        yield out
+        return
+    out.flush()
+    kept = os.dup(number)
+    os.dup2(elsewhere, number)
+    try:
+        with open(kept, "w", encoding="ascii", closefd=False) as own:
+            yield own
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)
 
 
 def error_document(command: str, kind: str, message: str, **more: object) -> dict[str, Any]:

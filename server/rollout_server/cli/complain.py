@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -25,6 +26,9 @@ def complaining(command: str, code: int = 1) -> Iterator[None]:
 
     try:
         yield
+    except KeyboardInterrupt:
+        _complain(command, Interrupted("interrupted"))
+        raise typer.Exit(Interrupted.exit_code) from None
     except (Failed, OSError, RuntimeError, ValueError) as error:
         _complain(command, error)
         raise typer.Exit(error.exit_code if isinstance(error, Interrupted) else code) from None
@@ -32,11 +36,21 @@ def complaining(command: str, code: int = 1) -> Iterator[None]:
 
 def _complain(command: str, error: Exception) -> None:
     """Says what is wrong."""
+    text = _text(error)
     if is_json():
         where = {"file": getattr(error, "file", ""), "line": getattr(error, "line", 0)}
-        typer.echo(json.dumps(error_document(command, "failed", str(error), **where)))
+        typer.echo(json.dumps(error_document(command, "failed", text, **where)))
     else:
-        typer.secho(f"rollout {command}: {error}", fg=typer.colors.RED, err=True)
+        typer.secho(f"rollout {command}: {text}", fg=typer.colors.RED, err=True)
+
+
+def _text(error: Exception) -> str:
+    """What it says. The system's own errors say a number first, which tells nobody anything, and the file last."""
+    if not isinstance(error, OSError) or type(error).__str__ is not OSError.__str__ or not error.strerror:
+        return str(error)
+    where = f"{error.filename}: " if error.filename is not None else ""
+    hint = "; end what listens there, or choose another port" if error.errno == errno.EADDRINUSE else ""
+    return f"{where}{error.strerror}{hint}"
 
 
 def hush_transformers() -> None:

@@ -21,8 +21,8 @@ import typer
 
 from rollout_server.cli.answer import AsJson, answering
 from rollout_server.cli.complain import hush_transformers
-from rollout_server.cli.looped import run_loop
 from rollout_server.cli.shown import event_line, show_judgement, show_ledger, show_messages, show_metrics
+from rollout_server.edge.looped import run_loop
 
 if TYPE_CHECKING:
     import httpx

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollout_server.cli.shown import deed
+from rollout_server.cli.shown import counted, deed
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.record import FIRST
@@ -99,7 +99,7 @@ class Progress:
         self._tokens += answered.generated_tokens
         self._doing = "thinking"
         self._message(_parsed(answered.message))
-        self._line("", f"{answered.generated_tokens} tokens, {answered.elapsed_ms:.0f} ms", "dim")
+        self._line("", f"{counted(answered.generated_tokens, 'token')}, {answered.elapsed_ms:.0f} ms", "dim")
 
     def _returned(self, event: RolloutEvent) -> None:
         returned = event.tool_returned
@@ -151,9 +151,10 @@ def show_result(console: Console, result: Result, authors: Mapping[str, int] | N
     """Prints how a rollout ended, and what it used."""
     from rich.text import Text
 
-    used = f"{result.turns} turns, {result.tool_calls} tool calls, {sum(result.tool_errors.values())} of them failed"
+    failed = f", {sum(result.tool_errors.values())} of them failed" if result.tool_calls else ""
+    used = f"{counted(result.turns, 'turn')}, {counted(result.tool_calls, 'tool call')}{failed}"
     lines = [(f"{result.end}: {result.reason}{f': {result.message}' if result.message else ''}", "bold")]
-    lines.append((f"{used}; {result.tokens.generated} tokens generated, {result.ms.total:.0f} ms", ""))
+    lines.append((f"{used}; {counted(result.tokens.generated, 'token')} generated, {result.ms.total:.0f} ms", ""))
     if authors is None:
         lines.append(("who wrote which token is not known: the endpoint told no token ids", "dim"))
     else:

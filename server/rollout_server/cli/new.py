@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,7 @@ def new(
         made = make_project(name, inside)
         folder = inside / name
         listed = {"name": name, "directory": str(folder), "files": [str(path) for path in made]}
-        commands = [f"cd {folder}", *NEXT]
+        commands = [f"cd {shlex.quote(str(folder))}", *NEXT]
         answers.give({"project": listed, "next": commands})
         typer.echo(f"made {folder} with {', '.join(map(str, made))}")
         typer.echo("next:\n" + "\n".join(f"  {command}" for command in commands))

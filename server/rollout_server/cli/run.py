@@ -16,7 +16,7 @@ from rollout_server.cli.answer import Answers, answering
 from rollout_server.cli.asking import AskFlags
 from rollout_server.cli.complain import Interrupted, complaining, hush_transformers
 from rollout_server.cli.flags import taken, takes
-from rollout_server.cli.looped import run_loop
+from rollout_server.edge.looped import run_loop
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,6 +68,8 @@ def run(**given: Any) -> None:
         from rollout_server.authoring.finding import find_agents
 
         messages, metadata = _messages(flags), _metadata(flags)
+        if flags.out is not None:
+            flags.out.open("ab").close()  # what cannot be kept is not played
         [agent] = find_agents([flags.target])
         try:
             finished = run_loop(_run(agent, (flags, asked), (messages, metadata), answers))

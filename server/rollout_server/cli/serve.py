@@ -55,16 +55,17 @@ def serve(**given: Any) -> None:
     With --json: {"serving": {"grpc_port", "http_port", "agents"}} on a line, with --reload one each time that it serves anew.
     """
     flags = taken(ServeFlags, given)
-    with complaining("serve"), answering(as_json=flags.as_json) as answers:
+    with complaining("serve"):
         settings = _settings(flags)
         if flags.reload:
             from rollout_server.cli.reload import serve_anew
 
-            serve_anew(flags.agents or [])
+            serve_anew(flags.agents or [])  # whose servers answer for themselves
             return
         from rollout_server.authoring.finding import find_agents
 
-        _serve(find_agents(flags.agents or []), settings, answers)
+        with answering(as_json=flags.as_json) as answers:
+            _serve(find_agents(flags.agents or []), settings, answers)
 
 
 def _serve(found: Sequence[Agent], settings: dict[str, object], answers: Answers) -> None:

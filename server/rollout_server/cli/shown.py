@@ -72,13 +72,18 @@ def show_metrics(console: Console, outcome: Mapping[str, Any]) -> None:
     """Prints how a rollout of an HTTP dialect ended, and what it used."""
     metrics = outcome["metrics"]
     console.print(
-        f"  {outcome['status']}, {outcome['finish_reason']}: {metrics['num_llm_calls']} turns, "
-        f"{metrics['num_tool_calls']} tool calls, {metrics['response_tokens']} tokens generated, "
+        f"  {outcome['status']}, {outcome['finish_reason']}: {counted(metrics['num_llm_calls'], 'turn')}, "
+        f"{counted(metrics['num_tool_calls'], 'tool call')}, {counted(metrics['response_tokens'], 'token')} generated, "
         f"{metrics['total_latency_ms']:.0f} ms",
         markup=False,
     )
     if outcome.get("error_message"):
         console.print(f"  {outcome['error_message']}", style="red", markup=False)
+
+
+def counted(number: int, noun: str) -> str:
+    """So many of them: 1 turn, 2 turns."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def event_line(event: event_pb2.RolloutEvent) -> str:
@@ -112,8 +117,8 @@ def deed(event: event_pb2.RolloutEvent) -> tuple[str, str]:
             forked = event.forked
             kind = SEGMENT_KINDS.get(forked.origin.kind, "conversation")
             tools = f", with the tools {', '.join(forked.tools)}" if forked.tools else ", without tools"
-            count = f"{forked.count} message{'' if forked.count == 1 else 's'}"
-            return "fork", f"segment {event.segment_id}, a {kind} of segment {forked.of_segment_id}: {count}{tools}"
+            said = counted(forked.count, "message")
+            return "fork", f"segment {event.segment_id}, a {kind} of segment {forked.of_segment_id}: {said}{tools}"
         case "given_up":
             return "given up", f"turn {event.turn}: the agent no longer waits for its answer"
         case "masked":

@@ -13,7 +13,8 @@ from rollout_server.cli.answer import answering
 from rollout_server.cli.asking import AskFlags
 from rollout_server.cli.complain import Interrupted, complaining, hush_transformers
 from rollout_server.cli.flags import taken, takes
-from rollout_server.cli.looped import run_loop
+from rollout_server.cli.shown import counted
+from rollout_server.edge.looped import run_loop
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,6 +134,8 @@ class _Played:
                 self._facts = self._told(here)
                 file = self._open(jobs)
                 left = [job for job in jobs if (job.row.number, job.repeat) not in file.results]
+                self._flags.report_file.parent.mkdir(parents=True, exist_ok=True)
+                self._flags.report_file.open("ab").close()  # what cannot be reported is not played
                 self._say(here, jobs, left)
                 with file.appending(anew=not self._flags.resume):
                     try:
@@ -147,7 +150,6 @@ class _Played:
 
         summary = summary_of(self._results, self._flags.threshold)
         facts = {**self._facts, "dataset": str(self._flags.dataset), "rows": summary.rows}
-        self._flags.report_file.parent.mkdir(parents=True, exist_ok=True)
         self._flags.report_file.write_text(report(facts, summary, self._results), encoding="utf-8")
         return summary
 
@@ -186,7 +188,7 @@ class _Played:
 
     def _say(self, here: Stage, jobs: Sequence[Job], left: Sequence[Job]) -> None:
         again = f", {len(jobs) - len(left)} of them are there already" if len(left) < len(jobs) else ""
-        text = f"agent {self._agent.name}, {here.endpoint.title}: {len(jobs)} rollouts{again}"
+        text = f"agent {self._agent.name}, {here.endpoint.title}: {counted(len(jobs), 'rollout')}{again}"
         self._console.print(text, markup=False, soft_wrap=True)
         if here.stand_in is not None and here.stand_in.name == "echo":
             text = "an echo stands in for a model: --model-url URL asks a real one, --script FILE one that you write"
@@ -238,7 +240,7 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
     times = ", ".join(f"{name} {value:.3g} s" for name, value in summary.seconds.items())
     errors = ", ".join(f"{name} {count}" for name, count in summary.tool_errors.items())
     found = [
-        ("rollouts", f"{summary.finished} of {summary.rollouts} came to their end, of {summary.rows} rows"),
+        ("rollouts", f"{summary.finished} of {summary.rollouts} came to their end, of {counted(summary.rows, 'row')}"),
         ("pass rate", rate),
         *((f"pass@{k}", f"{value:.1%}") for k, value in summary.pass_at.items()),
         ("mean reward", reward),

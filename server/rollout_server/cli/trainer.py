@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,8 @@ import typer
 from rollout_server.cli.answer import Answers, answering
 from rollout_server.cli.complain import complaining, hush_transformers
 from rollout_server.cli.flags import taken, takes
-from rollout_server.cli.looped import run_loop
+from rollout_server.cli.shown import counted
+from rollout_server.edge.looped import run_loop
 from rollout_server.testing.dialect import Dialect
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def trainer(**given: Any) -> None:
     """
     hush_transformers()
     flags = taken(TrainerFlags, given)
-    with contextlib.suppress(KeyboardInterrupt), complaining("trainer"), answering(as_json=flags.as_json) as answers:
+    with complaining("trainer"), answering(as_json=flags.as_json) as answers:
         run_loop(_serve(_trainer(flags, answers), answers))
 
 
@@ -112,7 +112,7 @@ def _directory(tokenizer: Path | None) -> Path:
 def told(verdict: Verdict) -> str:
     """One line about a rollout whose outcome came: what it came to, and what was wrong with it."""
     said = verdict.outcome.body if verdict.outcome else {}
-    parts = [f"{len(verdict.turns)} turns", f"{sum(verdict.sample.response_mask)} tokens generated"]
+    parts = [counted(len(verdict.turns), "turn"), f"{counted(sum(verdict.sample.response_mask), 'token')} generated"]
     if said.get("reward") is not None:
         parts.append(f"reward {_shown(said['reward'])}")
     if verdict.siblings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,8 @@ import typer
 
 from rollout_server.cli.answer import AsJson, answering
 from rollout_server.cli.complain import complaining, hush_transformers
-from rollout_server.cli.looped import run_loop
+from rollout_server.cli.shown import counted
+from rollout_server.edge.looped import run_loop
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +100,7 @@ def _show(console: Console, report: AgentReport) -> None:
 
     table = Table(title=visible(f"agent {report.name}, version {report.version}"), title_justify="left")
     for heading in ("", "what", "says"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for kind, what, says in _lines(report):
         style = {"error": "bold red", "advice": "yellow"}.get(kind, "green")
         table.add_row(Text(kind, style), Text(visible(what)), Text(visible(says)))
@@ -120,12 +122,13 @@ def _lines(report: AgentReport) -> list[tuple[str, str, str]]:
     if not report.errors:
         reward = "no reward" if run.get("reward") is None else f"reward {run['reward']:g}"
         lines.append(
-            ("ok", "dry run", f"{run.get('end')} ({run.get('reason')}) after {run.get('turns')} turns, {reward}")
+            ("ok", "dry run", f"{run.get('end')} ({run.get('reason')}) after {counted(run['turns'], 'turn')}, {reward}")
         )
     return lines
 
 
-def _next(target: str, reports: Sequence[AgentReport], *, valid: bool, called: bool) -> str:
+def _next(named: str, reports: Sequence[AgentReport], *, valid: bool, called: bool) -> str:
+    target = shlex.quote(named)
     if not valid:
         return "mend what is marked as an error, and validate again"
     if not called and any(report.tools for report in reports):

@@ -18,7 +18,7 @@ from rollout_server.core.spec import Dialect
 from rollout_server.runtime.port import Tool, ToolError
 from rollout_server.runtime.request import Request
 from rollout_server.runtime.run import Run
-from rollout_server.sdk.asked import request_of, sample_request, told_tools
+from rollout_server.sdk.asked import request_of, told_tools
 from rollout_server.sdk.core.base import RolloutAgentLoop, RolloutContext, RolloutResult
 from rollout_server.sdk.core.exceptions import OsmosisRolloutError, OsmosisValidationError, ToolExecutionError
 from rollout_server.sdk.core.schemas import MessageDict, OpenAIFunctionToolSchema, RolloutRequest, RolloutStatus
@@ -123,10 +123,10 @@ class LoopAgent(Agent):
         return self._verdicts.get(run.over, Verdict())
 
     def _tools_without_request(self) -> list[Tool]:
-        """What `GET /tools` tells: those for a request such as trainers send, none where `get_tools` needs more to choose."""
+        """What `GET /tools` tells: the loop's default tools, none where `get_tools` needs more to choose."""
         where = place_of(self._loop, "get_tools")
         try:
-            tools = self._loop.get_tools(sample_request())
+            tools = self._loop.get_default_tools()
         except Exception as error:  # the boundary to an author's code
             _log.warning("%s gives no tools without a real request, so GET /tools has none", where, exc_info=error)
             return []
@@ -138,6 +138,7 @@ class LoopAgent(Agent):
 
     async def _conclude(self, run: Run, client: RunClient, result: object) -> None:
         result = self._checked(result)
+        reward = self._reward(result)
         extra = ""
         if result.final_messages and not await client.conclude(result.final_messages):
             extra = _kept(client.run, result.final_messages)
@@ -145,7 +146,7 @@ class LoopAgent(Agent):
             text = result.error_message or "the agent loop ended with an error and said nothing about it"
             run.close(Failure(Category.INTERNAL, text, client.run.turn))
             return
-        self._verdicts[run.over] = Verdict(result.reward, extra_json=extra)
+        self._verdicts[run.over] = Verdict(reward, extra_json=extra)
         await client.run.finish(result.finish_reason)
 
     def _checked(self, result: object) -> RolloutResult:
@@ -159,10 +160,20 @@ class LoopAgent(Agent):
             raise ValueError(
                 f"{where}: finish_reason must be a text of 1 to {_REASON_LENGTH} characters, not {reason!r:.100}"
             )
-        reward = result.reward
-        if isinstance(reward, float) and not math.isfinite(reward):
-            raise ValueError(f"{where}: reward is {reward}; a finite number or None is needed")
         return result
+
+    def _reward(self, result: RolloutResult) -> float | None:
+        """A number of any kind: many a loop compares its answer, and gives True or False."""
+        if result.reward is None:
+            return None
+        try:
+            reward = float(result.reward)
+        except (TypeError, ValueError):
+            reward = math.nan
+        if not math.isfinite(reward):
+            where = place_of(self._loop, "run")
+            raise ValueError(f"{where}: reward is {result.reward!r:.100}; a finite number or None is needed")
+        return reward
 
 
 def _tells_no_tools(request: Request) -> bool:

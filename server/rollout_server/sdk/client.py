@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 from rollout_server.sdk.config.settings import RolloutClientSettings, get_settings
 from rollout_server.sdk.core.exceptions import OsmosisRolloutError
 from rollout_server.sdk.core.schemas import MessageDict, RolloutMetrics
+from rollout_server.sdk.options import check_options
 from rollout_server.sdk.post import Post, Posted, read_completion
 from rollout_server.sdk.utils import normalize_stop, parse_tool_calls
 
@@ -52,12 +53,8 @@ class CompletionsResult:
 
 
 class ClientOptions(TypedDict, total=False):
-    """What a client can be told beside whom it asks; settings stand in for what is None."""
+    """What a client takes by name only. The settings, by default those in force, stand in for what is not given."""
 
-    api_key: str | None
-    timeout_seconds: float | None
-    max_retries: int | None
-    complete_rollout_retries: int | None
     settings: RolloutClientSettings | None
 
 
@@ -69,17 +66,26 @@ class OsmosisLLMClient:
     attempt under one `Idempotency-Key` (http-wire.md, B).
     """
 
-    def __init__(self, server_url: str, rollout_id: str, **options: Unpack[ClientOptions]) -> None:
+    def __init__(
+        self,
+        server_url: str,
+        rollout_id: str,
+        api_key: str | None = None,
+        timeout_seconds: float | None = None,
+        max_retries: int | None = None,
+        complete_rollout_retries: int | None = None,
+        **options: Unpack[ClientOptions],
+    ) -> None:
+        check_options("OsmosisLLMClient", options, ClientOptions)
         settings = options.get("settings") or get_settings().client
-        timeout, retries = options.get("timeout_seconds"), options.get("max_retries")
-        final = options.get("complete_rollout_retries")
+        final = complete_rollout_retries
         self.server_url = server_url.rstrip("/")
         self.rollout_id = rollout_id
-        self.timeout_seconds = settings.timeout_seconds if timeout is None else timeout
-        self.max_retries = settings.max_retries if retries is None else retries
+        self.api_key = api_key
+        self.timeout_seconds = settings.timeout_seconds if timeout_seconds is None else timeout_seconds
+        self.max_retries = settings.max_retries if max_retries is None else max_retries
         self.complete_rollout_retries = settings.complete_rollout_retries if final is None else final
         self._settings = settings
-        self._api_key = options.get("api_key")
         self._http: httpx.AsyncClient | None = None
         self._metrics = RolloutMetrics()
         self._turn = 0
@@ -168,7 +174,7 @@ class OsmosisLLMClient:
 
     async def _post(self, path: str, body: dict[str, Any], key: str, *, final: bool = False) -> Posted:
         retries = self.complete_rollout_retries if final else self.max_retries
-        headers = {"authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         post = Post(f"{self.server_url}{path}", body, {**headers, "idempotency-key": key})
         for attempt in range(retries):
             try:

@@ -19,7 +19,7 @@ class AgentLoopRegistry:
         """Adds a loop under its name. Raises ValueError where the name is taken."""
         with self._lock:
             if loop.name in self._loops:
-                raise ValueError(f"an agent loop {loop.name!r} is registered already; unregister it first")
+                raise ValueError(f"an agent loop {loop.name!r} is already registered; unregister it first")
             self._loops[loop.name] = loop
 
     def unregister(self, name: str) -> bool:

@@ -45,8 +45,8 @@ def fake_token_ids(text: str) -> list[int]:
 
 
 def fake_prompt_token_ids(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Ids for a prompt: 0, 1, 2 and so on, ten for each message."""
-    return list(range(10 * len(messages)))
+    """Ids for a prompt: 0, 1, 2 and so on, ten for each message, and ten where there is none."""
+    return list(range(10 * max(1, len(messages))))
 
 
 @dataclass
@@ -82,7 +82,7 @@ def create_mock_trainer_app(
     Where a user asks for arithmetic it calls the tools add, subtract, multiply and divide; `tool_call_generator` decides instead,
     given the last message: the tool calls of the answer, or None for a text. Its token ids are one for each character of the
     conversation, so that prompts extend each other. `tracker` is told of every outcome; `GET /v1/rollout/completed/ID` tells of the
-    last one of a rollout.
+    last one of a rollout, `{}` of none.
     """
     from fastapi import FastAPI, HTTPException
 
@@ -108,10 +108,7 @@ def create_mock_trainer_app(
 
     @app.get(_COMPLETED + "/{rollout_id:path}")
     def outcome(rollout_id: str) -> dict[str, Any]:
-        found = [response for response in kept.responses if response.get("rollout_id") == rollout_id]
-        if found:
-            return found[-1]
-        raise HTTPException(404, "no outcome came for this rollout_id")
+        return next((each for each in reversed(kept.responses) if each.get("rollout_id") == rollout_id), {})
 
     return app
 

@@ -51,18 +51,19 @@ def parse_tool_arguments(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get_tool_call_info(tool_call: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """Id, function name and arguments of a call. Raises `ToolArgumentError`, which names the call as far as it can be read."""
+    """Id, function name and arguments of a call; a call without an id has the id "unknown".
+
+    Raises `ToolArgumentError`, which names the call as far as it can be read.
+    """
     if not isinstance(tool_call, Mapping):
         raise ToolArgumentError(f"a tool call must be an object, not {type(tool_call).__name__}")
     call_id, function = tool_call.get("id"), tool_call.get("function")
-    known = call_id if isinstance(call_id, str) else ""
+    known = call_id if isinstance(call_id, str) and call_id else "unknown"
     if not isinstance(function, Mapping):
         raise ToolArgumentError("the tool call has no function", tool_call_id=known)
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise ToolArgumentError("the function of the tool call has no name", tool_call_id=known)
-    if not known:
-        raise ToolArgumentError("the tool call has no id", tool_name=name)
     try:
         return known, name, parse_tool_arguments(function.get("arguments") or {})
     except ToolArgumentError as error:

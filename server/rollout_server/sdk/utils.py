@@ -27,14 +27,10 @@ def parse_tool_calls(assistant_message: Mapping[str, Any]) -> list[dict[str, Any
 
 
 def normalize_stop(stop: Any) -> list[str] | None:
-    """Stop sequences as a list of texts; None for none. A text becomes a list of it, other members become texts."""
-    if stop is None:
-        return None
+    """Stop sequences as a list of texts. A text becomes a list of it, members become texts; for anything else there are none."""
     if isinstance(stop, str):
         return [stop]
-    if isinstance(stop, list | tuple):
-        return [str(each) for each in stop]
-    return [str(stop)]
+    return [str(each) for each in stop] if isinstance(stop, list | tuple) else None
 
 
 def get_message_content(message: Mapping[str, Any]) -> str:

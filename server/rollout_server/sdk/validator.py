@@ -27,8 +27,8 @@ class ValidationError:
     details: dict[str, Any] | None = None
 
     def __str__(self) -> str:
-        where = f" ({self.field})" if self.field else ""
-        return f"[{self.code}] {self.message}{where}"
+        where = f"{self.field}: " if self.field else ""
+        return f"[{self.code}] {where}{self.message}"
 
 
 class AgentLoopValidationError(Exception):
@@ -98,8 +98,10 @@ def _name(agent_loop: object) -> Iterator[ValidationError]:
 
 def _run(agent_loop: object) -> Iterator[ValidationError]:
     run = getattr(agent_loop, "run", None)
-    if not callable(run):
-        yield ValidationError("MISSING_RUN", "the loop has no method run", "run")
+    if run is None:
+        yield ValidationError("MISSING_RUN_METHOD", "the loop has no method run", "run")
+    elif not callable(run):
+        yield ValidationError("RUN_NOT_CALLABLE", f"run is {type(run).__name__}, a method is needed", "run")
     elif not inspect.iscoroutinefunction(run):
         yield ValidationError("RUN_NOT_ASYNC", "run must be `async def`", "run")
 
@@ -112,7 +114,8 @@ def _tools(agent_loop: object, request: RolloutRequest) -> tuple[list[Any], list
         tools = get_tools(request)
     except Exception as error:  # the boundary to an author's code
         text = f"get_tools raised {type(error).__name__}: {error}"
-        return [], [ValidationError("GET_TOOLS_EXCEPTION", text, "get_tools", {"exception": type(error).__name__})]
+        details = {"exception_type": type(error).__name__, "exception_message": str(error)}
+        return [], [ValidationError("GET_TOOLS_EXCEPTION", text, "get_tools", details)]
     if tools is None:
         return [], [ValidationError("GET_TOOLS_RETURNS_NONE", "get_tools returned None; [] is no tools", "get_tools")]
     if inspect.iscoroutine(tools):
@@ -145,12 +148,22 @@ def _lacking(tool: Mapping[str, Any], where: str) -> ValidationError | None:
     if not kind:
         return ValidationError("MISSING_TOOL_TYPE", 'the tool has no type; it is "function"', f"{where}.type")
     if kind != "function":
-        return ValidationError("INVALID_TOOL_TYPE", f'type is {kind!r}, "function" is needed', f"{where}.type")
+        return ValidationError("UNKNOWN_TOOL_TYPE", f'type is {kind!r}, "function" is needed', f"{where}.type")
+    return _function_lacking(function, f"{where}.function")
+
+
+def _function_lacking(function: object, where: str) -> ValidationError | None:
+    if function is None:
+        return ValidationError("MISSING_FUNCTION", "the tool has no function", where)
     if not isinstance(function, Mapping):
-        return ValidationError("MISSING_FUNCTION", "the tool has no function", f"{where}.function")
+        text = f"the function is {type(function).__name__}, an object is needed"
+        return ValidationError("INVALID_FUNCTION_TYPE", text, where)
     name = function.get("name")
+    if name is None:
+        return ValidationError("MISSING_FUNCTION_NAME", "the function has no name", f"{where}.name")
     if not isinstance(name, str) or not name.strip():
-        return ValidationError("MISSING_FUNCTION_NAME", "the function has no name", f"{where}.function.name")
+        text = f"the function's name is {name!r}, a text is needed"
+        return ValidationError("INVALID_FUNCTION_NAME", text, f"{where}.name")
     return None
 
 
@@ -164,7 +177,9 @@ def _warnings(tools: list[OpenAIFunctionToolSchema]) -> Iterator[ValidationError
     for index, tool in enumerate(tools):
         function, where = tool.function, f"tools[{index}].function"
         if not function.description.strip():
-            yield ValidationError("MISSING_DESCRIPTION", f"the model is not told what {function.name!r} does", where)
+            yield ValidationError(
+                "MISSING_FUNCTION_DESCRIPTION", f"the model is not told what {function.name!r} does", where
+            )
         unknown = [name for name in function.parameters.required if name not in function.parameters.properties]
         if unknown:
             text = f"{function.name!r} requires parameters that it does not have: {', '.join(unknown)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 from pydantic import AliasChoices, ValidationError
 from pydantic_settings import SettingsConfigDict
 
@@ -38,7 +40,14 @@ class WrongSettings(ValueError):
 
 
 def load(**flags: object) -> Settings:
-    """The settings in force; flags by field name go first. Raises `WrongSettings`."""
+    """The settings in force; flags by field name go first. Raises `WrongSettings`, also for a flag that is none.
+
+    `_env_file` names another file than `.env`; None: none is read.
+    """
+    unknown = sorted(flags.keys() - Settings.model_fields.keys() - {"_env_file"})
+    if unknown:
+        like = get_close_matches(unknown[0], Settings.model_fields)
+        raise WrongSettings(f"there is no setting {unknown[0]!r}" + (f"; is it {' or '.join(like)}?" if like else ""))
     try:
         return Settings(**flags)  # type: ignore[arg-type]
     except ValidationError as error:

@@ -82,5 +82,8 @@ def objections(finished: Played, verdict: Verdict | None) -> str:
     if len(finished.samples) != 1:  # further segments are conversations of their own
         return ""
     theirs, (ours,) = verdict.sample, finished.samples
-    same = tuple(ours.response_ids) == theirs.response_ids and tuple(ours.response_mask) == theirs.response_mask
+    mask = tuple(ours.response_mask)
+    if any(event.HasField("masked") for event in finished.events):  # by the agent: trainers hear of it at the end only
+        mask = tuple(own or told for own, told in zip(mask, theirs.response_mask, strict=False))
+    same = tuple(ours.response_ids) == theirs.response_ids and mask == theirs.response_mask
     return "" if same else "the trainer's tokens or mask are not those of the server's sample"

@@ -47,11 +47,11 @@ class Stage:
 
     def __enter__(self) -> Self:
         from rollout_server.app import Server  # takes a second to load
-        from rollout_server.settings import Settings
+        from rollout_server.settings import load
         from rollout_server.testing.trainer import StrictTrainer
 
         given = {"host": _HOST, "grpc_port": 0, "http_port": 0, "tokenizers": {_TOKENIZER: TOY_TOKENIZER}}
-        settings = Settings(_env_file=None, **(given | self._settings))  # type: ignore[arg-type]
+        settings = load(_env_file=None, **(given | self._settings))
         with ExitStack() as stack:
             server = self._enter(stack, Server(self._agents, settings))
             if self._trainer is None:

@@ -168,6 +168,12 @@ class RolloutAgentLoop(ABC):
     def get_tools(self, request: RolloutRequest) -> list[OpenAIFunctionToolSchema]:
         """The tools that the model is told in this rollout; an empty list for none."""
 
+    def get_default_tools(self) -> list[OpenAIFunctionToolSchema]:
+        """Those for nobody's request: `GET /tools` tells them. Write it where `get_tools` needs more of a request to choose."""
+        from rollout_server.sdk.asked import sample_request
+
+        return self.get_tools(sample_request())
+
     @abstractmethod
     async def run(self, ctx: RolloutContext) -> RolloutResult:
         """Plays one rollout and returns `ctx.complete(...)` or `ctx.error(...)`."""

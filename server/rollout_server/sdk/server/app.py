@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from rollout_server.sdk.adapter import as_agent
 from rollout_server.sdk.config.settings import RolloutSettings, configured
 from rollout_server.sdk.core.base import RolloutAgentLoop
+from rollout_server.sdk.options import check_options
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -18,7 +19,6 @@ Hook = Callable[[], Awaitable[None]]
 class AppOptions(TypedDict, total=False):
     """What `create_app` takes by name only.
 
-    settings: stands in for what is not given; `configure` gives it for all applications.
     api_key: demanded as a bearer token, or as it is, by everything but `GET /health`.
     debug_dir: where `log_event` writes, one file for each rollout.
     on_startup: awaited before the first request is taken; what it raises stops the application.
@@ -26,7 +26,6 @@ class AppOptions(TypedDict, total=False):
     credentials, server_host, server_port: for registering with the earlier SDK's platform, which is not done here.
     """
 
-    settings: RolloutSettings | None
     api_key: str | None
     debug_dir: str | None
     on_startup: Hook | None
@@ -40,6 +39,7 @@ def create_app(
     agent_loop: RolloutAgentLoop,
     max_concurrent: int | None = None,
     record_ttl_seconds: float | None = None,
+    settings: RolloutSettings | None = None,
     **options: Unpack[AppOptions],
 ) -> FastAPI:
     """An application for any ASGI server, which speaks both HTTP dialects for this loop.
@@ -52,19 +52,18 @@ def create_app(
         agent_loop: the agent.
         max_concurrent: rollouts that run at the same time; more wait. 100 unless the environment says otherwise.
         record_ttl_seconds: how long a finished rollout is remembered. 3600 unless the environment says otherwise.
+        settings: stands in for what is not given; `configure` gives it for all applications.
         options: see `AppOptions`.
 
     Raises TypeError or ValueError for a loop or a setting that cannot be served.
     """
     from rollout_server.sdk.server.hosted import Hooks, hosted  # FastAPI takes its time
 
-    unknown = sorted(options.keys() - AppOptions.__annotations__.keys())
-    if unknown:
-        raise TypeError(f"create_app takes no {', '.join(unknown)}; it takes {', '.join(AppOptions.__annotations__)}")
+    check_options("create_app", options, AppOptions)
     if options.get("credentials") is not None:
         raise ValueError("credentials: this server does not register with a platform; leave them out")
     agent = as_agent(agent_loop, debug_dir=options.get("debug_dir"))
-    given = settings_given(options.get("settings"))
+    given = settings_given(settings)
     named = {"max_running": max_concurrent, "record_ttl_seconds": record_ttl_seconds, "api_key": options.get("api_key")}
     given |= {name: value for name, value in named.items() if value is not None}
     return hosted(agent, given, Hooks(options.get("on_startup"), options.get("on_shutdown")))

@@ -10,6 +10,7 @@ from typing import TypedDict, Unpack
 from rollout_server.sdk.adapter import as_agent
 from rollout_server.sdk.config.settings import RolloutSettings
 from rollout_server.sdk.core.base import RolloutAgentLoop
+from rollout_server.sdk.options import check_options
 from rollout_server.sdk.validator import ValidationResult, validate_agent_loop
 
 _log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ def serve_agent_loop(
     **options: Unpack[ServeOptions],
 ) -> None:
     """Serves the loop over HTTP and gRPC until SIGTERM or Ctrl-C. Raises `AgentLoopValidationError` or `ServeError`."""
+    check_options("serve_agent_loop", options, ServeOptions)
     from rollout_server import app  # gRPC takes its time
     from rollout_server.sdk.server.app import settings_given
 

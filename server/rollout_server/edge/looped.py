@@ -1,15 +1,16 @@
-"""Runs the event loop of a command that uses gRPC."""
+"""Runs the event loop of a program that uses gRPC."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import asyncio
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def run_loop(main: Coroutine[Any, Any, T]) -> T:
+def run_loop(main: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
     """Runs a coroutine in a loop of its own, in which gRPC is at hand until the loop is closed. Raises what it raises.
 
     gRPC ends its poller as soon as nobody uses it any more, which is whenever the last server or channel is collected as garbage,
@@ -27,4 +28,4 @@ def run_loop(main: Coroutine[Any, Any, T]) -> T:
             stack.callback(shutdown_grpc_aio)
             return await main
 
-        return run(held())
+        return run(held(), loop_factory)
