@@ -1,4 +1,4 @@
-"""A calculator: two tools, and a reward for the right number."""
+"""A calculator: one tool, and a reward for the right number."""
 
 from typing import Annotated
 

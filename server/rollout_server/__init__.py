@@ -15,7 +15,9 @@ try:
     from rollout_server.runtime.run import Run
     from rollout_server.tool import Image, tool
 except ModuleNotFoundError as error:  # the base install is a client's
-    needed = f'{(error.name or "").partition(".")[0]} is missing: the server needs pip install "rollout-server[server]"'
+    needed = (
+        f'{(error.name or "").partition(".")[0]} is missing: the server needs pip install ".[server]" in a clone of it'
+    )
     raise ModuleNotFoundError(needed, name=error.name) from None
 
 __all__ = [

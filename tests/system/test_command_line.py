@@ -190,4 +190,4 @@ async def test_where_only_the_client_is_installed_the_server_says_what_it_needs(
     _, said = await done.communicate()
     assert done.returncode == 1
     last = said.decode().strip().splitlines()[-1]
-    assert last.endswith('pydantic is missing: the server needs pip install "rollout-server[server]"')
+    assert last.endswith('pydantic is missing: the server needs pip install ".[server]" in a clone of it')

@@ -123,10 +123,8 @@ def _answers(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def _better(agent: Agent, *, asked: bool) -> Sequence[str]:
     from rollout_server.sdk.adapter import LoopAgent
 
-    if isinstance(
-        agent, LoopAgent
-    ):  # a loop of the earlier SDK keeps its request's limits, and has a reward in its result
-        return ()
+    if isinstance(agent, LoopAgent):
+        return ()  # a loop of the earlier SDK keeps its request's limits, and has a reward in its result
     found = [] if asked else ["it asked the model for nothing: is a run.sample() not awaited?"]
     if agent.limits.turns is None and agent.limits.generated_tokens is None and agent.limits.seconds is None:
         found.append(

@@ -145,13 +145,13 @@ def _directories(pairs: Sequence[str]) -> dict[str, Path]:
 
 
 def _loaded(name: str, revision: str, directories: Mapping[str, Path]) -> Decode:
-    """Raises `Failed`. Nothing is fetched."""
+    """Raises `Failed`. Nothing is fetched; the built-in tokenizer goes by its own name, too, as in `rollout run`."""
     from rollout_server.assembly import tokenizer_settings
     from rollout_server.core.spec import TokenizerName
     from rollout_server.edge.tokens.source import read_tokenizer
-    from rollout_server.settings import load
+    from rollout_server.settings import TOY, load
 
-    tokenizers = {**load().tokenizers, **directories}
+    tokenizers = {TOY: Path(TOY), **load().tokenizers, **directories}
     settings = tokenizer_settings(load(tokenizers=tokenizers, tokenizers_offline=True))
     tokenizer = read_tokenizer(TokenizerName(name, revision), settings)
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -73,7 +73,9 @@ async def _fetch(url: str) -> Tools:
             response.raise_for_status()
             tools = response.json()["tools"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-        raise ToolsUnavailableError(f"no tools from {url}: {type(error).__name__}: {error}") from error
+        raise ToolsUnavailableError(
+            f"no tools from {url}: {type(error).__name__}: {error}; `rollout trainer --tools-from URL` names where they are"
+        ) from error
     if not isinstance(tools, list):
         raise ToolsUnavailableError(f"no tools from {url}: 'tools' is not a list")
     return tools
