@@ -18,6 +18,7 @@ from rollout_server.core.record import (
     GivenUp,
     Masked,
     Note,
+    Observed,
     Record,
     SegmentOpened,
 )
@@ -254,3 +255,21 @@ def test_several_conversations_are_replayed() -> None:
     assert again.outcome is not None
     assert shown_outcome(again.outcome) == shown_outcome(machine.outcome)
     assert [segment.id for segment in machine.ledger.segments] == ["0", "2", "1", "3"]
+
+
+def test_what_names_no_conversation_belongs_to_the_main_one() -> None:
+    machine = begun()
+    forks(machine, COMPACTION)
+    assert machine.find(Ended(Stop("stop"))) is machine.main is not machine.of_turn(1)
+
+
+def test_a_conversation_that_asked_for_nothing() -> None:
+    machine = begun()
+    assert (machine.main.asked, forks(machine, SUBAGENT).asked, fresh().main.asked) == (2, 0, 0)
+
+
+def test_what_was_observed_takes_its_place() -> None:
+    machine = begun()
+    before = machine.size
+    machine.accept(Observed("once", '"abcdef"'))
+    assert machine.size == before + 8

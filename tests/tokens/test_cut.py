@@ -197,6 +197,8 @@ def test_the_longest_of_the_tokens_that_begin_behind_an_answer_is_its_stop() -> 
         ("<stop><begin>", "<stop><begin>", "", 8, "<stop>"),
         ("</call><stop>", "</call><stop>", "<begin>assistant:", None, "<stop>"),  # opens another answer unasked
         ("<stop>", "<stop>", "<stop><begin>assistant:", None, "<stop>"),
+        ("<stop>", "<stop>", "<begin>assistant:", None, "<stop>"),
+        ("", "", "<begin>assistant:", None, "<begin>"),  # nothing closes it but the next message
     ],
 )
 def test_the_token_that_closes_an_answer_is_the_last_of_those_behind_it(
