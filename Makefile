@@ -114,7 +114,7 @@ check: environments ## Everything that a landing needs
 	.venv-mutants/bin/python -m pip install --quiet --disable-pip-version-check cosmic-ray==8.7.0 pytest hypothesis
 	@touch $@
 
-mutants: .venv-mutants/.ready ## Mutate the ledger and the machine and list what no test noticed (an hour)
+mutants: .venv-mutants/.ready ## Mutate the core and list what no test noticed (half an hour)
 	rm -rf build/mutants && mkdir -p build/mutants/rollout_server build/mutants/tests
 	touch build/mutants/rollout_server/__init__.py build/mutants/tests/__init__.py
 	cp -r server/rollout_server/core build/mutants/rollout_server/

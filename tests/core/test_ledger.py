@@ -47,6 +47,12 @@ class TestOneSegment:
         segment.append_generated(ids(10), None, Span(Author.MODEL, None, 1, 0, 0))
         assert [s.reason for s in segment.spans] == [MaskReason.CLOSING, MaskReason.ENVIRONMENT, None]
 
+    def test_what_follows_a_prompt_waits_for_the_model_too(self) -> None:
+        segment = Segment("0", Origin(SegmentKind.MAIN))
+        segment.append_masked(ids(1, 2), MaskReason.PROMPT, 1)
+        segment.append_masked(ids(3), MaskReason.ENVIRONMENT, 2)
+        assert [s.reason for s in segment.spans] == [MaskReason.PROMPT]
+
     def test_the_first_turn_opens_the_main_segment(self) -> None:
         ledger = begun()
         assert (len(ledger.segments), ledger.main.id) == (1, "0")

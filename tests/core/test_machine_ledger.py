@@ -14,6 +14,7 @@ from rollout_server.core.record import (
     Ended,
     SegmentOpened,
 )
+from rollout_server.core.segment import Plane
 
 from .rollouts import (
     ANSWER,
@@ -43,6 +44,14 @@ class TestLedger:
         assert takes_turn(short, 7, reported=ids(9), shared=3) == logged
         assert shown(short) == shown(whole)
         assert whole.metrics.prompt_tokens == 1 + 4
+
+    def test_what_travels_beside_tokens_is_kept_counted_and_not_shown(self) -> None:
+        plane, machine, bare = Plane("experts", "uint8", b"\x01\x02"), fresh(), fresh()
+        takes_turn(machine, 5, 6, planes=(plane,))
+        takes_turn(bare, 5, 6)
+        assert [span.planes for span in machine.ledger.segments[0].spans] == [(), (plane,)]
+        assert machine.size == bare.size + 2
+        assert repr(plane) == "Plane(name='experts', dtype='uint8')"
 
     def test_a_turn_copies_nothing_of_what_the_segment_holds(self) -> None:
         machine, many = fresh(), 500_000

@@ -199,6 +199,7 @@ def test_the_longest_of_the_tokens_that_begin_behind_an_answer_is_its_stop() -> 
         ("<stop>", "<stop>", "<stop><begin>assistant:", None, "<stop>"),
         ("<stop>", "<stop>", "<begin>assistant:", None, "<stop>"),
         ("", "", "<begin>assistant:", None, "<begin>"),  # nothing closes it but the next message
+        ("", "", "", None, "<begin>"),
     ],
 )
 def test_the_token_that_closes_an_answer_is_the_last_of_those_behind_it(
