@@ -34,7 +34,6 @@ class Hooked(Agent):
                 sys.exit(3)  # wrong: start-exits
             case "start-is-slow":
                 await asyncio.sleep(100)  # wrong: start-is-slow
-
             case "start-is-interrupted":
                 raise KeyboardInterrupt  # wrong: start-is-interrupted
 
