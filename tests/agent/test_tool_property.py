@@ -63,7 +63,8 @@ bounds = st.integers(-3, 3)
 LENGTHS = st.integers(0, 2)
 leaves = st.one_of(
     st.sampled_from([int, float, bool, str, int | float, Colour, Level, Any]),
-    st.lists(st.sampled_from(["x", "y", 1, 2, True]), min_size=1, max_size=3).map(
+    # Without 1 and True: pydantic takes one for the other where a Literal has one of them (see the exceptions).
+    st.lists(st.sampled_from(["x", "y", 2, 3]), min_size=1, max_size=3).map(
         lambda values: Literal[tuple(values)]  # type: ignore[misc]
     ),
     st.builds(lambda low, more: Annotated[int, Field(ge=low, le=low + more)], bounds, st.integers(0, 4)),
@@ -242,9 +243,14 @@ def exceptions_keys(a: dict[int, int]) -> dict[int, int]:
     return a
 
 
+def exceptions_literal(a: Literal["x", 1]) -> object:
+    return a
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "fits", "accepted"),
     [
+        (exceptions_literal, {"a": True}, False, True),
         (exceptions_one, {"a": 1.0}, True, False),
         (exceptions_one, {"a": 1, "b": 2}, True, False),
         (exceptions_null, {"a": None}, False, True),
