@@ -236,17 +236,16 @@ class Renderer:
     def _unclosed(self, text: str, stop: Stop | None, last: Answered) -> Prediction | None:
         """What follows an answer that the template does not close with its usual stop here.
 
-        In a template that has a stop, only another special token shows that the answer has ended. If models end answers with that
-        one too (GLM ends them with the token that begins the next message), it closes this answer.
+        In a template that has a stop, only another special token shows that the answer has ended. It is part of the environment: of
+        GLM's messages the first token is also what ends the answer before. Where the answer has ended with it already, it is there.
         """
         ids = self.loaded.encode(text)
         if stop is None:
             return Prediction(pack_tokens(), ids)
         if not ids or not self.loaded.is_special(ids[0]):
             return None
-        if self.loaded.ends_answer(ids[0], cut=True):
-            return Prediction(self._closing(ids[0], last), ids[1:])
-        return Prediction(pack_tokens(), ids)
+        held = bool(last.token_ids) and last.token_ids is not None and last.token_ids[-1] == ids[0]
+        return Prediction(pack_tokens(), ids[1:] if held else ids)
 
     def _short_form(self, messages: Sequence[Fields], last: Answered, answered: int) -> Rendered | None:
         """What follows the answer, rendered behind a short history."""
