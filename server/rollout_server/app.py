@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +60,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 LAST_SECONDS = 5.0
 """How long trainers may take to acknowledge what their streams still owe them at the end."""
+SWITCH_SECONDS = 0.0005
+"""How long a thread may keep the interpreter when another one waits for it.
+
+With Python's 5 ms, an event loop that gives the interpreter up in each system call waits again and again for threads that render
+whole conversations: hundreds of sends and receives in one round of the loop add up to seconds.
+"""
 KEYS_SECONDS = 1.0
 """How often the file of API keys is looked at."""
 
@@ -221,6 +228,7 @@ def serve_with(
 
     chosen = load(**settings)
     logs.set_up(chosen.log_format, chosen.log_level)
+    sys.setswitchinterval(SWITCH_SECONDS)
     run_loop(_serve(agents, chosen, serving), loop_factory())
 
 

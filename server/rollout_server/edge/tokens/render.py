@@ -94,6 +94,14 @@ class Turn:
     answered: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Environment:
+    """The text between an answer and the next one. `stop` is the token in front of it; None where the template writes none."""
+
+    text: str
+    stop: Stop | None
+
+
 class Renderer:
     """Renders the conversation of one rollout, in the tokenizer's threads. What it remembers of texts only saves work."""
 
@@ -171,112 +179,107 @@ class Renderer:
         self._seen, self._parsed = _Prompt(), ((), ())
 
     def _predict(self, turn: Turn) -> Rendered:
-        rendered, prompt, before = self._rendered(turn)
-        last = turn.last
+        before, last = self._seen, turn.last
+        prompt = self._seen = self._prompt(turn.messages, self.form, before)
         if last is None:
-            return rendered
-        longer = None
-        if last.token_ids is not None:
-            longer = prompt.length - before.length - len(last.token_ids)
-        if not rendered.exact:
+            return Rendered(Prediction(pack_tokens(), prompt.encoded.ids))
+        if before.messages != turn.messages[: turn.answered]:
+            text = self._render(prompt.parsed[: turn.answered], True)
+            before = _Prompt(encoded=self.loaded.grow(prompt.encoded, text))
+        full = RenderedTurn(self._render, prompt.parsed, turn.answered, prompt.encoded.text, before.encoded.text)
+        found = self._environment(full, self._likely(prompt.parsed, turn.answered))
+        truth = None if found is None else self._prediction(found, last, prompt.encoded)
+        longer = None if last.token_ids is None else prompt.length - before.length - len(last.token_ids)
+        if found is None or truth is None:
             ids = prompt.encoded.ids
             added = Prediction(pack_tokens(), ids[len(ids) - max(longer or 0, 0) :])
-            return replace(rendered, predicted=added, mask_length=longer)
+            return Rendered(added, longer, exact=False)
         if longer is not None and self.form.measure is Measure.APPENDED:
-            longer = len(rendered.predicted.closing) + len(rendered.predicted.environment)
-        return replace(rendered, mask_length=longer)
+            longer = len(truth.closing) + len(truth.environment)
+        return Rendered(truth, longer, unseen=unseen_messages(full, found.text))
 
     def _append(self, turn: Turn) -> Rendered:
-        short, compared = None, True
-        if turn.last is not None and self.loaded.probed.short_form and self._proof.usable:
-            fields = self._fields(turn.messages)
-            compared = self._proof.due(fields, turn.answered)
-            short = self._short_form(fields, turn.last, turn.answered)
-        if short is not None and not compared:
-            return short
-        full, _, _ = self._rendered(turn)
-        if not full.exact:
-            reason = (
-                "the chat template shows no place at which the last answer ends, so nobody can say which tokens follow it; "
-                "use message mode, or a template that closes answers with a special token"
-            )
-            raise Failed(Failure(Category.TOKENIZER, reason))
-        if short is None:
-            return full
-        if short.predicted != full.predicted:
-            self._proof.differs()
-            return replace(full, short_form_dropped=True)
-        self._proof.equal()
-        return full
-
-    def _rendered(self, turn: Turn) -> tuple[Rendered, _Prompt, _Prompt]:
-        """The turn from the full rendering, without its count; its prompt, and that of the last answer."""
-        before = self._seen
-        prompt = self._seen = self._prompt(turn.messages, self.form, before)
-        if turn.last is None:
-            return Rendered(Prediction(pack_tokens(), prompt.encoded.ids)), prompt, before
-        if before.messages != turn.messages[: turn.answered]:
-            asked = self._render(prompt.parsed[: turn.answered], True)
-            before = _Prompt(encoded=self.loaded.grow(prompt.encoded, asked))
-        full = RenderedTurn(self._render, prompt.parsed, turn.answered, prompt.encoded.text, before.encoded.text)
-        stop = self.loaded.probed.stop(calls=has_calls(prompt.parsed[turn.answered]))
-        text = (
-            None if stop is None else environment_text(full, stop.text, self._short_text(prompt.parsed, turn.answered))
+        last, answered = turn.last, turn.answered
+        if last is None:
+            return self._predict(turn)
+        fields = self._fields(turn.messages)
+        short, due = None, True
+        if self.loaded.probed.short_form and self._proof.usable:
+            due = self._proof.due(fields, answered)
+            short = self._short_turn(fields, answered)
+        likely = None if short is None else self._environment(short)
+        if likely is not None and self._filler in likely.text:
+            likely = None
+        if short is not None and likely is not None and not due:
+            unseen = [index + answered - short.answered for index in unseen_messages(short, likely.text)]
+            return self._appended(likely, last, unseen)
+        full = RenderedTurn(
+            self._render, fields, answered, self._render(fields, True), self._render(fields[:answered], True)
         )
-        if stop is not None and text is not None:
-            ids = self._behind(stop, text, prompt)
-            found = None if ids is None else Prediction(self._closing(stop.id, turn.last), ids)
-        else:
-            text = text_after_answer(full)
-            found = None if text is None else self._unclosed(text, stop, turn.last)
-        if found is None or text is None:
-            return Rendered(Prediction(pack_tokens(), pack_tokens()), exact=False), prompt, before
-        return Rendered(found, unseen=unseen_messages(full, text)), prompt, before
+        found = self._environment(full, None if likely is None else likely.text)
+        if found is None:
+            raise Failed(_no_place())
+        rendered = self._appended(found, last, unseen_messages(full, found.text))
+        if likely is None:
+            return rendered
+        if likely == found:
+            self._proof.equal()
+            return rendered
+        self._proof.differs()
+        return replace(rendered, short_form_dropped=True)
 
-    def _unclosed(self, text: str, stop: Stop | None, last: Answered) -> Prediction | None:
-        """What follows an answer that the template does not close with its usual stop here.
+    def _appended(self, found: _Environment, last: Answered, unseen: Sequence[int]) -> Rendered:
+        truth = self._prediction(found, last)
+        if truth is None:
+            raise Failed(_no_place())
+        return Rendered(truth, unseen=unseen)
 
-        In a template that has a stop, only another special token shows that the answer has ended. It is part of the environment: of
-        GLM's messages the first token is also what ends the answer before. Where the answer has ended with it already, it is there.
+    def _environment(self, turn: RenderedTurn, hint: str | None = None) -> _Environment | None:
+        """What follows the last answer; None where its place cannot be told."""
+        stop = self.loaded.probed.stop(calls=has_calls(turn.messages[turn.answered]))
+        text = None if stop is None else environment_text(turn, stop.text, hint)
+        if text is not None:
+            return _Environment(text, stop)
+        text = text_after_answer(turn)
+        if text is None:
+            return None
+        # In a template that has a stop, only another special token shows that the answer has ended. It is part of the environment:
+        # the first token of GLM's messages is also what ends the answer before.
+        first = self.loaded.encode(text)[:1]
+        return _Environment(text, None) if stop is None or (first and self.loaded.is_special(first[0])) else None
+
+    def _prediction(self, found: _Environment, last: Answered, prompt: Encoded | None = None) -> Prediction | None:
+        """An environment in tokens, with the stop in front where the answer lacks it.
+
+        It is encoded behind the stop, because there are tokens that strip what follows them. Where the encoding of `prompt` falls
+        apart at the stop, the ids are at its end.
         """
-        ids = self.loaded.encode(text)
+        stop = found.stop
         if stop is None:
-            return Prediction(pack_tokens(), ids)
-        if not ids or not self.loaded.is_special(ids[0]):
-            return None
-        held = bool(last.token_ids) and last.token_ids is not None and last.token_ids[-1] == ids[0]
-        return Prediction(pack_tokens(), ids[1:] if held else ids)
+            ids = self.loaded.encode(found.text)
+            held = last.token_ids[-1:] if last.token_ids is not None else pack_tokens()
+            return Prediction(
+                pack_tokens(), ids[1:] if held and held == ids[:1] and self.loaded.is_special(ids[0]) else ids
+            )
+        start = 0 if prompt is None else len(prompt.text) - len(found.text) - len(stop.text)
+        known = None if prompt is None else prompt.behind(stop.id, start)
+        if known is not None:
+            return Prediction(self._closing(stop, last), known)
+        ids = self.loaded.encode(stop.text + found.text)
+        return Prediction(self._closing(stop, last), ids[1:]) if ids[:1] == pack_tokens([stop.id]) else None
 
-    def _short_form(self, messages: Sequence[Fields], last: Answered, answered: int) -> Rendered | None:
-        """What follows the answer, rendered behind a short history."""
-        stop = self.loaded.probed.stop(calls=has_calls(messages[answered]))
-        turn = self._short_turn(messages, answered)
-        text = None if stop is None or turn is None else environment_text(turn, stop.text)
-        if stop is None or turn is None or text is None or self._filler in text:
-            return None
-        ids = self.loaded.encode(stop.text + text)
-        if ids[:1] != pack_tokens([stop.id]):
-            return None
-        moved = answered - turn.answered
-        unseen = [index + moved for index in unseen_messages(turn, text)]
-        return Rendered(Prediction(self._closing(stop.id, last), ids[1:]), unseen=unseen)
-
-    def _short_text(self, messages: Sequence[Fields], answered: int) -> str | None:
+    def _likely(self, messages: Sequence[Fields], answered: int) -> str | None:
         """The environment behind a short history, as a hint at what it is behind the whole one."""
         stop = self.loaded.probed.stop(calls=has_calls(messages[answered]))
-        if stop is None or not self.loaded.probed.short_form:
-            return None
-        short, at = shortened(messages, answered, self._filler)
-        try:
-            turn = RenderedTurn(self._render, short, at, self._render(short, True), "")
-        except Failed:
-            return None
-        return likely_environment(turn, stop.text)
+        turn = self._short_turn(messages, answered, checked=False) if self.loaded.probed.short_form else None
+        return None if stop is None or turn is None else likely_environment(turn, stop.text)
 
-    def _short_turn(self, messages: Sequence[Fields], answered: int) -> RenderedTurn | None:
+    def _short_turn(self, messages: Sequence[Fields], answered: int, *, checked: bool = True) -> RenderedTurn | None:
+        """The turn behind a short history; None where the template refuses it. Unless `checked`, without the prompt's text."""
         short, at = shortened(messages, answered, self._filler)
         try:
-            return RenderedTurn(self._render, short, at, self._render(short, True), self._render(short[:at], True))
+            prompt = self._render(short[:at], True) if checked else ""
+            return RenderedTurn(self._render, short, at, self._render(short, True), prompt)
         except Failed:
             return None
 
@@ -302,27 +305,16 @@ class Renderer:
     def _framed(self, form: Form) -> Frame:
         return replace(self._frame, tools=form.given(self._tools))
 
-    def _behind(self, stop: Stop, text: str, prompt: _Prompt) -> Tokens | None:
-        """The ids of an environment's text: those at the end of the prompt, where its encoding falls apart at the stop.
-
-        Elsewhere it is encoded behind the stop, because there are tokens that strip what follows them.
-        """
-        known = prompt.encoded.behind(stop.id, len(prompt.encoded.text) - len(text) - len(stop.text))
-        if known is not None:
-            return known
-        ids = self.loaded.encode(stop.text + text)
-        return ids[1:] if ids[:1] == pack_tokens([stop.id]) else None
-
     def _render(self, messages: Sequence[Fields], generation_prompt: bool) -> str:
         return self.loaded.text(messages, self._framed(self.form), generation_prompt=generation_prompt)
 
-    def _closing(self, stop: int, last: Answered) -> Tokens:
+    def _closing(self, stop: Stop, last: Answered) -> Tokens:
         """The stop, if the answer lacks one: it was cut, or the engine keeps stops to itself."""
         if last.token_ids is None:
             return pack_tokens()
         cut = last.finish_reason == "length"
         ended = last.token_ids and self.loaded.ends_answer(last.token_ids[-1], cut=cut)
-        return pack_tokens() if ended else pack_tokens([stop])
+        return pack_tokens() if ended else pack_tokens([stop.id])
 
     def _learn(self, predicted: Prediction, reported: Tokens) -> Prediction:
         seen = self._seen
@@ -356,3 +348,11 @@ class Renderer:
         finally:
             self.form, self._seen, self._parsed = kept, seen, fields
         return found
+
+
+def _no_place() -> Failure:
+    reason = (
+        "the chat template shows no place at which the last answer ends, so nobody can say which tokens follow it; "
+        "use message mode, or a template that closes answers with a special token"
+    )
+    return Failure(Category.TOKENIZER, reason)
