@@ -83,7 +83,7 @@ def test_what_is_no_rule_is_named(text: str) -> None:
     ],
 )
 def test_a_rule_for_what_is_never_called_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is reserved .* and never called, so no rule can allow it"):
+    with pytest.raises(ValueError, match=r"is reserved .* and never called, so no rule can allow it"):
         TargetRules.parse(f"fine.example,{text}")
 
 

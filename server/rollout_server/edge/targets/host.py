@@ -78,8 +78,8 @@ def read_url(url: str) -> Place:
         raise Unclear("must not have a query or a fragment, not even an empty one: remove '?' and '#'")
     if not _PATH.fullmatch(parts[3]):
         raise Unclear(
-            "needs a path of plain segments: ASCII letters, digits and -._~!$&'()*+,=:@ between single slashes, without escapes (%), "
-            "and no segment '.' or '..'"
+            "needs a path of plain segments: ASCII letters, digits and -._~!$&'()*+,=:@ between single slashes, without escapes "
+            "(%), and no segment '.' or '..'"
         )
     return Place(scheme, host, read_port(split[2]) if split[2] else PORTS[scheme])
 
