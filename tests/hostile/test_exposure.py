@@ -25,11 +25,12 @@ from rollout_gateway.options import Options
 from rollout_gateway.serve import Listening
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
-from rollout_server.edge.keys import new_key
+from rollout_server.edge.keys import Keyring, new_key
 from rollout_server.edge.targets.host import Name, Unclear, read_url
 from rollout_server.edge.targets.lookup import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.trainer.client import HttpClient, HttpRequest, HttpSettings
+from rollout_server.exposure import knows_its_callers, log_exposure
 from rollout_server.settings import Settings
 from yarl import URL
 
@@ -513,3 +514,35 @@ async def test_a_start_says_in_one_line_each_what_is_open(
         assert len(lines) == len(expected), lines
         assert all(line.startswith(each.format(host)) for line, each in zip(lines, expected, strict=True)), lines
     assert all(record.getMessage().isprintable() for record in records)
+
+
+def test_who_needs_a_client_certificate_is_no_stranger(caplog: pytest.LogCaptureFixture) -> None:
+    chosen = settings(host="::", tls_client_ca=Path("clients.pem"))
+    with caplog.at_level(logging.INFO, "rollout_server.exposure"):
+        log_exposure(chosen, Keyring(()))
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+    assert caplog.records[0].getMessage().startswith("open without an API key on :: (with a client certificate): gRPC")
+    assert knows_its_callers(chosen)
+
+
+@pytest.mark.parametrize(
+    ("changes", "known"),
+    [
+        ({}, True),
+        ({"host": "::1"}, True),
+        ({"host": "127.8.8.8"}, True),
+        ({"host": "0.0.0.0"}, False),
+        ({"host": "::"}, False),
+        ({"host": "10.0.0.1"}, False),
+        ({"host": "a.example"}, False),
+        *(
+            ({"host": "::", name: value}, True)
+            for name, value in (("api_key", "k"), ("admin_key", "k"), ("api_keys", "a"))
+        ),
+        ({"host": "::", "api_keys_file": "keys"}, True),
+        ({"host": "::", "api_key": "k", "synchronous_needs_key": False}, False),
+        ({"host": "::", "api_key": "k", "synchronous_needs_key": False, "http": False}, True),
+    ],
+)
+def test_who_calls_is_known_on_loopback_and_by_keys(changes: dict[str, Any], known: bool) -> None:
+    assert knows_its_callers(settings(**changes)) is known
