@@ -88,6 +88,7 @@ ROOMS: dict[str, set[str]] = {
     # The composition root and the commands.
     "rollout_server.app": {ANYTHING},
     "rollout_server.assembly": {ANYTHING},
+    "rollout_server.exposure": {"rollout_server.edge.keys", "rollout_server.settings"},
     "rollout_server.http": {ANYTHING},
     "rollout_server.cli": {ANYTHING},
     # The public names, and `serve`, which goes to the composition root.

@@ -28,7 +28,6 @@ from rollout_server.assembly import (
     server_facts,
     server_tls,
     target_rules,
-    tell_of_doors,
     tokenizer_settings,
     trainers,
     workbench,
@@ -49,6 +48,7 @@ from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.targets.lookup import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.exposure import log_exposure
 from rollout_server.runtime.hooks import start_agents
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.surroundings import Surroundings
@@ -136,7 +136,7 @@ class Server:
             await self._start_http(socket, keys)
         self._repeat(self._roster.forget, settings.cleanup_seconds)
         self._repeat(keys.refresh, KEYS_SECONDS)
-        tell_of_doors(settings, keys)
+        log_exposure(settings, keys)
         self._watch_loop()  # last: nobody waits for what a start takes
 
     async def _make_roster(self, rules: TargetRules) -> Roster:
@@ -250,7 +250,7 @@ async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[
             _log.info("stopped before it served")
             return
         where = f"gRPC on port {server.grpc_port}" + (f", HTTP on port {server.http_port}" if settings.http else "")
-        _log.info("serving %s (%.2f s)", where, time.monotonic() - began)
+        _log.info("serving %s of %s (%.2f s)", where, settings.host, time.monotonic() - began)
         if serving is not None:
             serving(server)
         await signals.first.wait()

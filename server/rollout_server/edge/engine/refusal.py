@@ -29,7 +29,7 @@ _TOO_LONG: Final = (
 
 def refused_by_engine(answer: HttpAnswer, turn: int, secrets: Sequence[str], hint: str = "") -> Failure:
     """The failure of a turn that was answered with another status than 200, or an error. `hint` goes before that of the status."""
-    said = redacted(_words(answer.body), secrets)
+    said = redacted(_words(answer.quotable), secrets)
     hint = hint or _HINTS.get(answer.status, "")
     if exceeds_context(answer):
         category, hint = Category.VALIDATION, _TOO_LONG

@@ -36,7 +36,7 @@ class HttpCourier:
 def _receipt(answer: HttpAnswer, host: str, credential: str) -> Receipt:
     if 200 <= answer.status < 300:
         return Acknowledged()
-    said = redacted(answer.body, (credential,) if credential else ())
+    said = redacted(answer.quotable, (credential,) if credential else ())
     text = f"{host} answered {answer.status}" + (f": {said}" if said else "")
     if answer.status >= 500 or answer.status in _ASKED_AGAIN:
         return Unsettled(text, answer.retry_after)

@@ -122,7 +122,7 @@ class MaskedSampler:
     async def _post(self, ask: Ask, mask_length: int | None) -> Fetched:
         parameters = masked_parameters(ask.sampling)
         body = self._writer.masked(ask.messages[: ask.asked.messages], parameters, mask_length)
-        request = HttpRequest(self._url, body, turn_headers(ask))
+        request = HttpRequest(self._url, body, turn_headers(ask), is_known=ask.last is not None)
         return await fetch_once(self._trainers.client, Errand(request, ask.asked.turn, ask.deadline))
 
     async def _open(self) -> tuple[Renderer, Parting]:
@@ -162,7 +162,7 @@ async def _rendered(ask: Ask, renderer: Renderer) -> Rendered:
 
 
 def _refused(fetched: Fetched, ask: Ask) -> Failure:
-    return refused(fetched.answer.status, fetched.answer.body, ask.asked.turn, ask.credentials.secrets())
+    return refused(fetched.answer.status, fetched.answer.quotable, ask.asked.turn, ask.credentials.secrets())
 
 
 def _miscounted(failure: Failure, sent: int | None, counts: Mapping[Form, int]) -> Failure:

@@ -47,14 +47,15 @@ class PlainSampler:
         """Posts and checks. Raises `Failed`."""
         turn = ask.asked.turn
         body = self._body(ask)
-        errand = Errand(HttpRequest(self._url, body, turn_headers(ask)), turn, ask.deadline)
+        request = HttpRequest(self._url, body, turn_headers(ask), is_known=ask.last is not None)
+        errand = Errand(request, turn, ask.deadline)
         started = time.monotonic()
         # Where the trainer declares that it replays turns, asking again makes no sibling (D8).
         remark = _nothing if self._spec.completions.replays_turn_keys else ask.remark
         fetched = await fetch_again(self._trainers.client, errand, self._trainers.retries, remark)
         elapsed = 1000 * (time.monotonic() - started)
         if fetched.answer.status != 200:
-            raise Failed(refused(fetched.answer.status, fetched.answer.body, turn, ask.credentials.secrets()))
+            raise Failed(refused(fetched.answer.status, fetched.answer.quotable, turn, ask.credentials.secrets()))
         answer = await read_answer_aside(fetched.answer.body, turn, ids_needed=False)
         return Answered(
             turn=turn,
