@@ -1,10 +1,11 @@
 """`python -m bench.tokens DIRECTORY...`: what the tokens of a turn cost, beside rendering and encoding everything anew.
 
-A conversation grows to 1k, 8k and 32k tokens in turns of one answer with a call and one result. Counted is the CPU of this process
-with all its threads: for a turn whose mask is counted (HTTP), for a turn in token mode, where a short form of the history stands
-for the whole one, and for everything rendered and encoded anew. The figures are medians of the last turns; the others are the warm-up.
-In token mode every 16th turn compares the short form with the full rendering: "with checks" is the mean of 16 turns, one of which
-does so. Then 64 rollouts of the longest size take a turn at once, and a sleeper on their event loop tells how late it was woken.
+A conversation grows to 1k, 8k and 32k tokens in turns of one answer with a call and one result. Counted is the CPU of this
+process with all its threads: for a turn whose mask is counted (HTTP), for a turn in token mode, where a short form of the
+history stands for the whole one, and for everything rendered and encoded anew. The figures are medians of the last turns; the
+others are the warm-up. In token mode every 16th turn compares the short form with the full rendering: "with checks" is the mean
+of 16 turns, one of which does so. Then 64 rollouts of the longest size take a turn at once, and a sleeper on their event loop
+tells how late it was woken.
 """
 
 from __future__ import annotations
