@@ -106,10 +106,8 @@ JOURNAL = "rollout_server.edge.journal"
 PURE = "__future__ array bisect collections dataclasses enum functools hashlib itertools json math re types typing urllib.parse"
 IMPURE_CALLS = {"open", "print", "input", "eval", "exec", "__import__"}
 
-LINES = 250
-LARGER = {
-    "rollout_server.core.machine": (300, "one transition function and its states"),
-}
+LINES = 400
+LARGER: dict[str, tuple[int, str]] = {}
 FUNCTION_LINES = 70
 PARAMETERS = 6
 
