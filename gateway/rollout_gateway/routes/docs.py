@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import re
+from importlib import resources
 from typing import Final
 
 from fastapi import FastAPI
@@ -33,7 +34,7 @@ def add_docs(app: FastAPI) -> None:
         return HTMLResponse(html, headers=headers)
 
     app.add_route("/docs", docs, include_in_schema=False)
-    app.mount(_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
+    app.mount(_FILES, StaticFiles(directory=str(resources.files("fastapi_offline") / "static")))
 
 
 def _policy(html: str) -> str:

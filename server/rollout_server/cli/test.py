@@ -206,9 +206,9 @@ def _jobs(flags: TestFlags) -> list[Job]:
 def _unmet(summary: Summary, flags: TestFlags, *, complete: bool) -> list[str]:
     """Why the exit code is 1."""
     wrong = summary.rollouts - summary.finished
-    unmet = [f"{wrong} of {summary.rollouts} rollouts went wrong"] if wrong else []
+    unmet = [f"{wrong} of {counted(summary.rollouts, 'rollout')} went wrong"] if wrong else []
     if not complete:
-        unmet.append(f"given up after {flags.max_failures} rollouts that went wrong")
+        unmet.append(f"given up: --max-failures {flags.max_failures} is reached")
     if flags.min_pass_rate is not None and (summary.pass_rate is None or summary.pass_rate < flags.min_pass_rate):
         rate = "not known, as the agent gives no reward" if summary.pass_rate is None else f"{summary.pass_rate:.4g}"
         unmet.append(f"the pass rate is {rate}; --min-pass-rate asks for {flags.min_pass_rate:g}")
