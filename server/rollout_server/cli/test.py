@@ -80,7 +80,7 @@ class TestFlags:
 
 @takes(TestFlags, AskFlags)
 def test(**given: Any) -> None:
-    """Play an agent on each row of a dataset, and sum up: pass rate, rewards, tokens, times, tool errors, and an HTML report.
+    """Run an agent on each row of a dataset, and sum up: pass rate, rewards, tokens, times, tool errors, and an HTML report.
 
     The columns system_prompt, user_prompt and ground_truth are needed, --column maps other names; every further column is in
     run.metadata. Rollouts go through the real server. Each result is a line of a file as soon as it is there, so --resume can

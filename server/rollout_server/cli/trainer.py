@@ -51,7 +51,7 @@ class TrainerFlags:
 
 @takes(TrainerFlags)
 def trainer(**given: Any) -> None:
-    """Play a trainer that counts every token itself and refuses what is wrong, with a scripted model.
+    """Run a mock trainer that counts every token itself and refuses what is wrong, with a scripted model.
 
     It speaks both HTTP dialects. POST /rollout leads to callbacks with response
     masks, POST /v1/rollout/init to callbacks without them, which end with
