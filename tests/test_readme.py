@@ -99,6 +99,7 @@ def test_the_first_project(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\b4 passed", done.stdout)
     assert "100.0%" in done.stdout
+    assert "warning" not in (done.stdout + done.stderr).lower()
     assert (tmp_path / "letter-counter" / "dataset.report.html").is_file()
 
 

@@ -20,8 +20,9 @@ from rollout_gateway.limits import BodyLimit
 from rollout_gateway.refusals import Refusals
 from rollout_gateway.resource.body import BODIES
 from rollout_gateway.resource.described import PlainError
-from rollout_gateway.resource.errors import PlainPaths
+from rollout_gateway.resource.errors import answered_plainly
 from rollout_gateway.routes.asynchronous import asynchronous_router
+from rollout_gateway.routes.docs import add_docs
 from rollout_gateway.routes.events import events_router
 from rollout_gateway.routes.rollouts import rollouts_router
 from rollout_gateway.routes.service import service_router
@@ -30,9 +31,10 @@ from rollout_gateway.settings import GatewaySettings
 
 _DESCRIPTION: Final = """Runs agent rollouts for the training of language models.
 
-`/v1/rollouts` is the plain API: start, watch, read and cancel rollouts. Its errors have one shape, `PlainError`: a stable
-code, the fields at fault (422), what to do, and `Retry-After` where waiting helps. The two dialects are those of trainers
-that exist; their errors have FastAPI's shape. gRPC callers find more: `osmosis.rollout.v1`.
+`/v1/rollouts` is the plain API: start, watch, read and cancel rollouts. Its errors, and those of paths that do not exist,
+have one shape, `PlainError`: a stable code, the fields at fault (422), what to do, and `Retry-After` where waiting helps.
+The two dialects are those of trainers that exist; errors on their paths have FastAPI's shape. gRPC callers find more:
+`osmosis.rollout.v1`.
 """
 _SECURITY: Final = {
     "bearer": {
@@ -83,16 +85,20 @@ def create_app(
     dialects = [synchronous_router(rollouts), asynchronous_router(rollouts)]
     plain = [rollouts_router(rollouts), events_router(rollouts), service_router(rollouts, meters, metrics)]
     app = GatewayApp(
-        title="Rollout gateway", version="1", description=_DESCRIPTION, dependencies=[Depends(honour_deadline)]
+        title="Rollout gateway",
+        version="1",
+        description=_DESCRIPTION,
+        dependencies=[Depends(honour_deadline)],
+        # FastAPI's own pages load their scripts from a CDN.
+        docs_url=None,
+        redoc_url=None,
     )
     for router in (*plain, *dialects):
         app.include_router(router)
-    paths = PlainPaths(
-        plain=[route for router in plain for route in router.routes],
-        others=[route for router in dialects for route in router.routes],
-    )
-    Refusals(rollouts, paths.hold).install(app)
+    add_docs(app)
+    is_plain = answered_plainly(route for router in dialects for route in router.routes)
+    Refusals(rollouts, is_plain).install(app)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
-    app.add_middleware(Boundary, is_plain=paths.hold)
+    app.add_middleware(Boundary, is_plain=is_plain)
     app.add_middleware(Counting, meters=meters)
     return app

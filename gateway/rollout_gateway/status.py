@@ -104,10 +104,14 @@ def problem(error: grpc.aio.AioRpcError, fields: Fields | None = None) -> Proble
 
 
 def logged_problem(error: grpc.aio.AioRpcError, request_id: str, fields: Fields | None = None) -> Problem:
-    """Translates a failed call; where the fault is not the client's, the log gets the words it does not see."""
+    """Translates a failed call; where the fault is not the client's, the log gets the words it does not see.
+
+    A server that stops, is away or is slow is no error: the caller may try again.
+    """
     found = problem(error, fields)
     if found.status >= 500:
-        _LOG.error("request %s: the server answered %s: %s", request_id, error.code().name, error.details())
+        level = logging.WARNING if found.status in (503, 504) else logging.ERROR
+        _LOG.log(level, "request %s: the server answered %s: %s", request_id, error.code().name, error.details())
     return found
 
 

@@ -15,10 +15,14 @@ try:
     from rollout_server.runtime.run import Run
     from rollout_server.tool import Image, tool
 except ModuleNotFoundError as error:  # the base install is a client's
-    needed = (
-        f'{(error.name or "").partition(".")[0]} is missing: the server needs pip install ".[server]" in a clone of it'
-    )
-    raise ModuleNotFoundError(needed, name=error.name) from None
+    missing = error.name
+
+    def __getattr__(name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        text = f'{missing} is not installed: pip install "rollout-server[server]" (in a clone of it: pip install ".[server]")'
+        raise ModuleNotFoundError(text, name=missing)
+
 
 __all__ = [
     "Agent",

@@ -136,7 +136,7 @@ def test_an_endpoint_that_is_not_there_is_given_up(project: Path, invoke: Invoke
     told = invoke("test", "agent.py", "dataset.jsonl", *nobody, "--json", ROLLOUT_RETRIES="0")
     found = document(told)
     assert (told.exit_code, found["summary"]["failures"]) == (1, {"network": 2})
-    assert "given up after 2 rollouts that went wrong" in found["unmet"]
+    assert "given up: --max-failures 2 is reached" in found["unmet"]
 
 
 def test_columns_limits_and_metadata_reach_the_rollouts(project: Path, invoke: Invoke) -> None:

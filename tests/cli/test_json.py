@@ -46,6 +46,13 @@ def test_what_stands_behind_two_dashes_is_no_flag(invoke: Invoke) -> None:
     assert "--json" in complaint(invoke("new", "--", "--json"))
 
 
+def test_the_version_is_a_flag_too(invoke: Invoke) -> None:
+    flag, command = invoke("--version"), invoke("version")
+    assert (flag.exit_code, flag.stdout, flag.stderr) == (0, command.stdout, "")
+    assert "--version" in invoke("--help").stdout
+    assert "knows who wrote every token" in invoke("--help").stdout
+
+
 def test_small_commands_answer(invoke: Invoke) -> None:
     assert set(document(invoke("version", "--json"))) == {"version"}
     told = document(invoke("keys", "new", "ci", "--json"))

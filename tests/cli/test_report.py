@@ -111,6 +111,23 @@ def test_what_did_not_pass_does_not_look_as_if_it_had() -> None:
     assert [mark for mark in marks if mark != ["dim"]] == [["passed"], ["not-passed"], ["no-reward"], ["failed"]]
 
 
+def test_what_a_rollout_came_to_reads_as_a_sentence() -> None:
+    tokens = Tokens(1, 2, 1)
+    results = [
+        Result("a", end="stop", reason="stop", reward=1.0, turns=1, tokens=tokens, ms=Times(10.0), row=1),
+        Result("a", end="stop", reason="stop", reward=None, turns=2, tokens=Tokens(), ms=Times(10.0), row=2),
+    ]
+    text = " ".join(read(made(results)).text.split())
+    assert f"row 1, rollout 1: passed, reward 1, stop, 1 turn, {tokens.generated} token" in text
+    assert "row 2, rollout 1: no reward, stop, 2 turns, 0 tokens, 0.01 s" in text
+
+
+def test_a_message_without_text_is_shown_as_one() -> None:
+    messages = [{"role": "tool", "content": "", "tool_call_id": "c"}, {"role": "assistant", "content": None}]
+    text = read(made([hostile(1, messages=messages)])).text
+    assert text.count("⟨empty⟩") == 2
+
+
 def luminance(colour: str) -> float:
     """WCAG 2.2, relative luminance."""
     digits = colour if len(colour) == 6 else "".join(2 * digit for digit in colour)
@@ -139,7 +156,7 @@ def test_of_very_many_rollouts_those_that_went_wrong_are_shown() -> None:
     right = [hostile(row, end="stop", reason="stop", reward=1.0, messages=[]) for row in range(1, MOST_TRANSCRIPTS + 1)]
     wrong = hostile(MOST_TRANSCRIPTS + 1)
     page = made([*right, wrong])
-    assert "1 more rollouts are in the file of results" in page
+    assert "The file of results holds 1 more rollout; shown are" in page
     assert f"row {wrong.row}, rollout 1" in page
     assert page.count("<details>\n<summary>row ") == MOST_TRANSCRIPTS
 

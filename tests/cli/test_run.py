@@ -273,6 +273,44 @@ def test_what_is_wrong_with_the_command_line_is_told(
     assert said in found["message"]
 
 
+def shown(*messages: dict[str, Any]) -> list[str]:
+    out = io.StringIO()
+    Progress(Console(file=out, width=80), Limits()).messages(messages)
+    return [" ".join(line.split()) for line in out.getvalue().splitlines()]
+
+
+def test_no_message_is_left_out() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert shown(
+        {"role": "system", "content": ""},
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "", "tool_call_id": "c"},
+        {"role": "tool", "tool_call_id": "c"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm."},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": []},
+    ) == [
+        "system │ ⟨empty⟩",
+        "user │ ⟨empty⟩",
+        "assistant │ calls f {}",
+        "tool │ ⟨empty⟩",
+        "tool │ ⟨empty⟩",
+        "assistant │ Hm.",
+        "assistant │ ⟨empty⟩",
+        "user │ []",
+    ]
+
+
+def test_a_tool_that_returned_nothing_is_told() -> None:
+    out = io.StringIO()
+    event = RolloutEvent(turn=1)
+    event.tool_returned.name = "forget"
+    event.tool_returned.message.json = json.dumps({"role": "tool", "content": "", "tool_call_id": "c"})
+    Progress(Console(file=out, width=80), Limits()).see(event)
+    assert out.getvalue() == "tool      │ forget, 0 ms: ⟨empty⟩\n"
+
+
 def test_no_text_passes_for_somebody_elses_or_moves_the_cursor() -> None:
     out = io.StringIO()
     progress = Progress(Console(file=out, force_terminal=True, width=80, color_system=None), Limits(turns=3))

@@ -291,6 +291,7 @@ async def test_ctrl_c_leaves_the_stream(world: World, client: AsyncClient) -> No
         *(sys.executable, "-c", INTERRUPTED, world.address, world.trainer.url),
         stdin=pipe,
         stdout=pipe,
+        stderr=pipe,
         preexec_fn=heeds_ctrl_c,
     )
     assert process.stdout is not None
@@ -299,8 +300,8 @@ async def test_ctrl_c_leaves_the_stream(world: World, client: AsyncClient) -> No
     assert await process.stdout.readline() == b"interrupted\n"
     (rollout,) = [each async for each in client.list(rollout_id="r")]
     assert await detached(client, rollout.uid)
-    await process.communicate(b"\n")
-    assert process.returncode == 0
+    _, errors = await process.communicate(b"\n")
+    assert (process.returncode, b"Traceback" in errors) == (0, False), errors.decode()
 
 
 async def test_an_event_that_nobody_waited_for_any_more_is_not_lost(world: World, client: AsyncClient) -> None:

@@ -120,10 +120,14 @@ async def test_an_unknown_agent_is_404(gateway: Gateway) -> None:
     assert (response.status_code, response.json()) == (404, {"detail": "there is no agent 'x'"})
 
 
-async def test_an_unknown_path_is_404(gateway: Gateway) -> None:
-    response = await gateway.client.get("/nowhere")
-    assert (response.status_code, response.json()) == (404, {"detail": "Not Found"})
-    assert response.headers["x-request-id"]
+@pytest.mark.parametrize(
+    "path", ["/nowhere", "/", "/rollouts", "/rollout/x", "/docs/files/nowhere", "/v1", "/v1/rollout"]
+)
+async def test_an_unknown_path_is_404_in_one_shape(gateway: Gateway, path: str) -> None:
+    response = await gateway.client.get(path, headers={"x-request-id": "r"})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["request_id"]) == (404, "PATH_NOT_FOUND", "r")
+    assert response.headers["x-request-id"] == "r"
 
 
 async def test_the_description_shows_a_body_that_works(gateway: Gateway) -> None:

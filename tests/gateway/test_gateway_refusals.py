@@ -59,6 +59,31 @@ async def test_a_fault_of_the_server_shows_nothing(gateway: Gateway, caplog: pyt
     assert "inside" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("refusal", "level"),
+    [
+        (Refusal(Code.UNAVAILABLE, "the server is stopping", (RetryInfo(retry_delay=Duration(seconds=1)),)), "WARNING"),
+        (Refusal(Code.UNAVAILABLE, "no connection", rich=False), "WARNING"),
+        (Refusal(Code.DEADLINE_EXCEEDED, rich=False), "WARNING"),
+        (Refusal(Code.INTERNAL), "ERROR"),
+        (Refusal(Code.UNKNOWN, rich=False), "ERROR"),
+        (Refusal(Code.UNIMPLEMENTED, rich=False), "ERROR"),
+        (Refusal(Code.RESOURCE_EXHAUSTED), None),
+        (Refusal(Code.NOT_FOUND), None),
+    ],
+    ids=lambda value: value.code.name if isinstance(value, Refusal) else None,
+)
+async def test_only_faults_are_logged_as_errors(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture, refusal: Refusal, level: str | None
+) -> None:
+    gateway.server.refusals = dict.fromkeys(("RunRollout", "StartRollout", "ListAgents"), refusal)
+    await gateway.post()
+    await gateway.init()
+    await gateway.client.get("/v1/agents")
+    found = [record.levelname for record in caplog.records if record.name.startswith("rollout_gateway")]
+    assert found == ([] if level is None else [level] * 3)
+
+
 async def test_a_fault_of_the_gateway_shows_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         raise KeyError("inside")

@@ -197,6 +197,39 @@ async def test_fields_that_are_wrong_are_named_and_nobody_is_asked(plain: Plain)
     assert plain.server.asked.keys() == {"ListAgents"}
 
 
+TOP = "is not known here; the keys of a request belong at the top of the body"
+ASTRAY: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"spec": BODY}, {"spec": TOP}),
+    ({"start": {"request_id": "r", "spec": {}}}, {"start": TOP}),
+    ({"start": {"spec": BODY}}, {"start": TOP}),
+    ({**BODY, "temperature": 1.0}, {"temperature": "is not known here; it belongs in sampling"}),
+    ({**BODY, "bearer": "k"}, {"bearer": "is not known here; it belongs in completions or outcome or tools"}),
+    (
+        {**BODY, "completions": {"url": "http://t", "tokenizer": {"name": "n"}, "stop": []}},
+        {
+            "completions.tokenizer": "is not known here; it belongs at the top of the body",
+            "completions.stop": "is not known here; it belongs in sampling",
+        },
+    ),
+    ({**BODY, "max_turns": 3}, {"max_turns": "is not known here"}),
+    ({**BODY, "more": {"turns": 3}}, {"more": "is not known here"}),
+]
+
+
+@pytest.mark.parametrize(("body", "messages"), ASTRAY, ids=lambda value: " ".join(value)[:40])
+async def test_an_unknown_key_is_told_where_it_belongs(
+    plain: Plain, body: dict[str, Any], messages: dict[str, str]
+) -> None:
+    found = (await plain.start(body)).json()["error"]["fields"]
+    missing = {name: "Field required" for name in ("messages", "completions") if name not in body}
+    assert {each["field"]: each["message"] for each in found} == missing | messages
+
+
+async def test_keys_of_a_cancellation_that_are_wrapped(plain: Plain) -> None:
+    reply = await plain.http.post("/v1/rollouts/cancel", json={"selection": {"all": True}})
+    assert reply.json()["error"]["fields"] == [{"field": "selection", "message": TOP}]
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -330,4 +363,4 @@ async def test_behind_a_prefix_location_has_it_and_errors_keep_their_shape() -> 
         reply = await plain.start()
         assert (reply.status_code, reply.headers["location"]) == (201, f"/api/v1/rollouts/{UID}")
         assert (await plain.http.get("/v1/nowhere")).json()["error"]["code"] == "PATH_NOT_FOUND"
-        assert (await plain.http.get("/nowhere")).json() == {"detail": "Not Found"}
+        assert (await plain.http.get("/rollout")).json() == {"detail": "Method Not Allowed"}

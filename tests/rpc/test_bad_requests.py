@@ -57,7 +57,17 @@ async def test_a_wrong_message_is_named(caller: Caller, messages: Messages, fiel
 async def test_a_run_is_refused_like_a_start_before_its_first_item(caller: Caller) -> None:
     running = caller.stub.RunRollout(pb.RunRolloutRequest(start=start(rollout_id="")))
     wrong(await refusal(running.read()), "spec.rollout_id")
-    wrong(await refusal(caller.stub.RunRollout(pb.RunRolloutRequest()).read()), "spec.completions")
+
+
+async def test_a_missing_part_is_named_and_not_what_would_be_in_it(caller: Caller) -> None:
+    wrong(await refusal(caller.start(pb.StartRolloutRequest(request_id="r"))), "spec")
+    wrong(await refusal(caller.stub.RunRollout(pb.RunRolloutRequest()).read()), "start")
+    wrong(await refusal(caller.stub.RunRollout(pb.RunRolloutRequest(start=pb.StartRolloutRequest())).read()), "spec")
+    # `spec` where `start` should be: field 2 of one message is another thing in the other.
+    astray = pb.RunRolloutRequest.FromString(start().SerializeToString())
+    refused = await refusal(caller.stub.RunRollout(astray).read())
+    wrong(refused, "start")
+    assert "spec and credentials belong in it" in refused.text
 
 
 async def test_all_wrong_fields_are_named_at_once(caller: Caller) -> None:

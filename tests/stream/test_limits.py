@@ -111,6 +111,8 @@ async def test_a_last_item_that_cannot_be_is_invalid(place: Place, last_seen: in
             "spec.completions: must be unset",
         ),
         (start(" "), "INVALID_ARGUMENT", "spec.rollout_id"),
+        (pb.TrainStart(), "INVALID_ARGUMENT", "start.rollout: is missing"),
+        (pb.TrainStart(rollout=rpb.StartRolloutRequest(request_id="r")), "INVALID_ARGUMENT", "spec: is missing"),
         (start("r", count=1025), "INVALID_ARGUMENT", "start.count"),
         (start("r" * 255, count=3), "INVALID_ARGUMENT", "spec.rollout_id"),
         (start("r", agent="nobody"), "NOT_FOUND", "nobody"),

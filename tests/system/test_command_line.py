@@ -8,7 +8,8 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from typer.testing import CliRunner, Result
 from tests.system.processes import command, environment
 
 Invoke = Callable[..., Result]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -184,10 +186,52 @@ async def test_importing_the_package_imports_nothing_heavy(tmp_path: Path) -> No
     assert (process.returncode, said.decode().strip()) == (0, "[]")
 
 
-async def test_where_only_the_client_is_installed_the_server_says_what_it_needs() -> None:
-    code = "import sys; sys.modules['pydantic'] = None; import rollout_client; import rollout_server"
-    done = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE)
-    _, said = await done.communicate()
-    assert done.returncode == 1
-    last = said.decode().strip().splitlines()[-1]
-    assert last.endswith('pydantic is missing: the server needs pip install ".[server]" in a clone of it')
+BASE = ("grpcio", "protobuf", "googleapis-common-protos", "typing-extensions", "rollout-server")
+NEEDED = 'pip install "rollout-server[server]" (in a clone of it: pip install ".[server]")'
+
+
+def only(folder: Path, distributions: Iterable[str]) -> dict[str, str]:
+    """Installs these distributions, of those beside this test, in a folder; the environment of a Python that finds no others."""
+    for distribution in map(metadata.distribution, distributions):
+        for top in {file.parts[0] for file in distribution.files or () if not file.parts[0].startswith(("..", "__"))}:
+            link = folder / top
+            if not link.exists():  # two share `google`
+                link.symlink_to(str(distribution.locate_file(top)))
+    ours = [str(ROOT / name) for name in ("generated", "server", "gateway")]
+    return environment(PYTHONPATH=os.pathsep.join([str(folder), *ours]))
+
+
+async def python(env: dict[str, str], *arguments: str) -> tuple[int | None, str]:
+    """Runs Python without its own packages (-S); its exit code and what it says on standard error."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-S", *arguments, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await process.communicate()
+    return process.returncode, said.decode()
+
+
+@pytest.mark.parametrize("arguments", [(), ("serve",), ("--version",), ("config", "--json")], ids=str)
+async def test_where_only_the_client_is_installed_the_command_says_what_it_needs(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    code, said = await python(only(tmp_path, BASE), "-m", "rollout_server.cli", *arguments)
+    assert (code, said) == (1, f"rollout: typer is not installed; the command needs {NEEDED}\n")
+
+
+async def test_so_it_does_where_a_part_of_it_comes_with_something_else(tmp_path: Path) -> None:
+    """Typer and others stand beside many trainers."""
+    others = ("typer", "click", "rich", "shellingham", "pygments", "annotated-doc", "markdown-it-py", "mdurl")
+    code, said = await python(only(tmp_path, (*BASE, *others)), "-m", "rollout_server.cli", "config")
+    assert code == 1
+    assert said.startswith("rollout: ")
+    assert said.endswith(f" is not installed; the command needs {NEEDED}\n")
+    assert said.count("\n") == 1
+
+
+async def test_where_only_the_client_is_installed_the_package_says_what_it_needs(tmp_path: Path) -> None:
+    code = "import rollout_client, rollout_server.cli; from rollout_server import Agent"
+    exit_code, said = await python(only(tmp_path, BASE), "-c", code)
+    assert exit_code == 1
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: ")
+    assert last.endswith(f" is not installed: {NEEDED}")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 
@@ -17,11 +21,43 @@ async def world(open_here: Open) -> World:
     return opened
 
 
-async def test_the_page_is_served(world: World) -> None:
+LINK = re.compile(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url:\s*'([^']+)'""")
+EXTERNAL = re.compile(r"https?://|//[a-z]", re.IGNORECASE)
+
+
+async def test_the_page_loads_nothing_from_elsewhere(world: World) -> None:
     page = await world.http.get("/docs")
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/html")
-    assert "/openapi.json" in page.text
+    assert not EXTERNAL.search(page.text)
+    links = [one or other for one, other in LINK.findall(page.text)]
+    kinds = {}
+    for link in links:
+        # As a browser resolves it, also where a proxy serves the gateway under a prefix.
+        assert urljoin("http://proxy/prefix/docs", link).startswith("http://proxy/prefix/")
+        answer = await world.http.get(urljoin(str(page.url), link))
+        assert answer.status_code == 200
+        assert len(answer.content) > 1_000
+        kinds[link.rpartition("/")[2]] = answer.headers["content-type"].partition(";")[0]
+    assert kinds == {
+        "swagger-ui-bundle.js": "text/javascript",
+        "swagger-ui.css": "text/css",
+        "favicon.png": "image/png",
+        "openapi.json": "application/json",
+    }
+    assert (await world.http.get("/redoc")).status_code == 404
+
+
+async def test_the_page_may_run_no_other_script_and_reach_no_other_origin(world: World) -> None:
+    page = await world.http.get("/docs")
+    policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
+    (inline,) = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+    assert policy.pop("script-src") == f"'self' 'sha256-{digest}'"
+    assert policy["default-src"] == "'none'"
+    assert {word for value in policy.values() for word in value.split()} == {"'none'", "'self'", "data:"}
+    assert "style=" not in page.text
+    assert "<style" not in page.text
 
 
 async def test_the_example_runs(world: World) -> None:

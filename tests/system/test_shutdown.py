@@ -108,6 +108,7 @@ async def test_the_first_signal_lets_rollouts_finish(tmp_path: Path) -> None:
         assert all(verdict is not None and verdict.accepted for verdict in judged)
         assert world.trainer.verdict("late") is None
     assert "Traceback" not in world.server.text
+    assert "ERROR" not in world.server.text
     assert world.server.text.count("rollout finished") == 2
 
 

@@ -1,6 +1,7 @@
 """Conversations rendered directly: what a template is given, what it may see and what it refuses is as transformers has it."""
 
 import copy
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from rollout_server.runtime.port import Failed
 from tests.tokens.conftest import FAMILIES, SHARED, TOOLS, call, shared
 
 ASKED: dict[str, Any] = {"role": "user", "content": "What is 5 + 3?"}
+DATE = datetime(2026, 2, 3, 4, 5, 6, 7)
 SAID: dict[str, Any] = {"role": "assistant", "content": "Eight."}
 SHOWN = "{{ [messages, tools, documents, add_generation_prompt] | tojson }}{{ bos_token }}{{ eos_token }}{{ more }}"
 NAMES = ("name", "content", "tool_calls", "reasoning", "thinking", "reasoning_content", "items", "é")
@@ -48,7 +50,7 @@ def same(tokenizer: Any, templates: Templates, messages: list[Any], **options: A
     kept = copy.deepcopy(messages)
     expected = outcome(tokenizer.apply_chat_template, messages, tokenize=False, **options)
     for _ in range(2):  # what was remembered the first time is used the second time
-        assert outcome(templates.text, messages, options) == expected
+        assert outcome(templates.text, messages, options, datetime.now()) == expected
     assert str(messages) == str(kept)
 
 
@@ -112,7 +114,7 @@ def test_a_tokenizer_that_renders_in_a_way_of_its_own_is_left_to_it(plain) -> No
     for rendering, text in ((shouts, "HELLO"), (calm, "hello")):
         templates = Templates(rendering)
         assert not templates.direct
-        assert templates.text([ASKED], {"tools": None}) == text
+        assert templates.text([ASKED], {"tools": None}, DATE) == text
     assert Templates(own(tokenizer)).direct
 
 
@@ -127,19 +129,21 @@ def test_a_tokenizer_whose_tokens_have_names_that_no_template_could_say_is_left_
     tokenizer = own(plain("toy").tokenizer, special_tokens_map=property(lambda _: {"not a name": "<a>"}))
     templates = Templates(tokenizer)
     assert not templates.direct
-    assert templates.text([ASKED], {"tools": None, "chat_template": "{{ messages[0].content }}"}) == "What is 5 + 3?"
+    assert (
+        templates.text([ASKED], {"tools": None, "chat_template": "{{ messages[0].content }}"}, DATE) == "What is 5 + 3?"
+    )
 
 
 def test_the_direct_way_is_given_up_once_it_comes_to_something_else(plain) -> None:
     tokens = {"eos_token": "<a>"}
     tokenizer = own(plain("toy").tokenizer, special_tokens_map=property(lambda _: tokens))
     templates, options = Templates(tokenizer), {"tools": None, "chat_template": "{{ messages[0].content ~ eos_token }}"}
-    assert templates.compared([ASKED], options) == templates.text([ASKED], options) == "What is 5 + 3?<a>"
+    assert templates.compared([ASKED], options, DATE) == templates.text([ASKED], options, DATE) == "What is 5 + 3?<a>"
     assert templates.direct
     tokens["eos_token"] = "<b>"
-    assert templates.compared([ASKED], options) == "What is 5 + 3?<b>"
+    assert templates.compared([ASKED], options, DATE) == "What is 5 + 3?<b>"
     assert not templates.direct
-    assert templates.text([ASKED], options) == "What is 5 + 3?<b>"
+    assert templates.text([ASKED], options, DATE) == "What is 5 + 3?<b>"
 
 
 def test_a_template_is_looked_at_when_its_tokenizer_is_loaded_and_when_it_is_switched(ours) -> None:
@@ -330,3 +334,75 @@ def test_a_sandbox_of_another_kind_is_left_as_it_is(name: str) -> None:
     remember(stricter)
     assert "getattr" not in vars(stricter)
     assert stricter.from_string("{{ d.get }}").render(d={}) in ("", "False")
+
+
+WHOLE = (
+    "%a %A %w %d %b %B %m %y %Y %H %I %p %M %S %f %z %Z %j %U %W %c %x %X %% %G %u %V %C %D %e %F %g %h %k %l %n %P %r %R %s",
+    "%t %T %-d %_d %^a %#Z %0e %10Y %-10Y %_5m %Ey %EY %Ec %Od %OH %+ %E %O %! %q %\N{SNOWMAN} %%Y %%%d %",
+    "%-d%-d %5%Y '%d' \" \\n {{ x }}",
+    "",
+)
+FORMATS: Any = st.lists(
+    st.text("%-_0^#EO5", max_size=3).map("%".__add__) | st.sampled_from([chr(code) for code in range(32, 127)]),
+    max_size=12,
+).map("".join)
+
+
+#: With documents the library renders, as it does for tokenizers with a way of their own.
+LIBRARY: dict[str, Any] = {"documents": [{"title": "T", "text": "Text."}]}
+
+
+def dated(templates: Templates, formats: list[str], date: datetime) -> None:
+    """Compares what a template writes with what the library's own `strftime_now` comes to at this date."""
+    template = "{% for f in more %}{{- strftime_now(f) ~ '|' ~ strftime_now(format=f) ~ '|' -}}{% endfor %}"
+    options: dict[str, Any] = {"tools": None, "chat_template": template, "more": formats}
+    try:
+        expected = "".join(f"{date.strftime(each)}|" * 2 for each in formats), ""
+    except ValueError as error:
+        expected = "", f"ValueError: {error}"
+    assert outcome(templates.text, [ASKED], options, date) == expected
+    assert outcome(templates.text, [ASKED], options | LIBRARY, date) == expected
+    assert outcome(templates.compared, [ASKED], options, date) == expected
+    assert templates.direct
+
+
+@pytest.mark.parametrize("formats", WHOLE)
+def test_dates_are_formatted_as_the_library_does(plain, formats) -> None:
+    for date in (DATE, datetime(1, 1, 1), datetime(9999, 12, 31, 23, 59, 59, 999999), datetime(2024, 2, 29)):
+        dated(Templates(plain("toy").tokenizer), [formats, *formats.split()], date)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(formats=st.lists(FORMATS | st.text(max_size=5), max_size=3), date=st.datetimes())
+def test_dates_in_any_format(plain, formats, date) -> None:
+    dated(Templates(plain("toy").tokenizer), formats, date)
+
+
+@pytest.mark.parametrize("way", [{}, LIBRARY], ids=["direct", "library"])
+def test_a_format_that_only_the_conversation_decides(plain, way) -> None:
+    """Each rollout may use others: what one used is not held against the next."""
+    templates = Templates(plain("toy").tokenizer)
+    for start in range(0, 300, 50):
+        formats = [f"%Y {number}" for number in range(start, start + 50)]
+        template = "{% for f in more %}{{ strftime_now(f) ~ '\n' }}{% endfor %}"
+        text = templates.text([ASKED], {"tools": None, "chat_template": template, "more": formats} | way, DATE)
+        assert text.splitlines() == [f"2026 {each[3:]}" for each in formats]
+
+
+@pytest.mark.parametrize("way", [{}, LIBRARY], ids=["direct", "library"])
+def test_what_a_template_may_do_with_its_clock(plain, way) -> None:
+    tokenizer = plain("toy").tokenizer
+    templates = Templates(tokenizer)
+
+    def text(template: str, **more: Any) -> tuple[str, str]:
+        return outcome(templates.text, [ASKED], {"tools": None, "chat_template": template, **more, **way}, DATE)
+
+    assert text("\n{{ strftime_now is defined }} {{ strftime_now('%Y') | int + 1 }}") == ("\nTrue 2027", "")
+    assert text("{% macro strftime_now(f) %}mine{% endmacro %}{{ strftime_now('%Y') }}") == ("mine", "")
+    assert text("{{ strftime_now }}", strftime_now="a switch of that name") == ("a switch of that name", "")
+    assert text("{% if strftime_now is defined %}{{ raise_exception('Not ' ~ strftime_now('%Y')) }}{% endif %}") == (
+        "",
+        "TemplateError: Not 2026",
+    )
+    assert text("{{ strftime_now(5) }}")[1]
+    assert text("{{ strftime_now.__globals__ }}") == ("", "")

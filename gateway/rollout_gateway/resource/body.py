@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 
 from rollout_gateway.body import InvalidBody, violation
 from rollout_gateway.resource import words
+from rollout_gateway.resource.keys import message
 
 MAX_UINT32: Final = 2**32 - 1
 MAX_SECONDS: Final = 10**9
@@ -195,8 +196,8 @@ def read_body(content: bytes, model: type[_M]) -> _M:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False, include_context=False)
-        raise InvalidBody([violation(each["type"], each["loc"], each["msg"]) for each in found]) from None
+        found = error.errors(include_url=False, include_context=False)
+        raise InvalidBody([violation(each["type"], each["loc"], message(each, model)) for each in found]) from None
 
 
 def _values(loc: tuple[str, ...], raw: msgspec.Raw) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 absent where waiting does not help.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -20,7 +20,6 @@ INVALID: Final = "INVALID_REQUEST"
 _MAX_FIELDS: Final = 100
 _MAX_FIELD: Final = 300
 _IN_MESSAGE: Final = 5
-_PREFIX: Final = "/v1/"
 
 # What layers that know nothing of this API find wrong: the code, and words that say what to do; "" keeps theirs.
 _BY_STATUS: Final[Mapping[int, tuple[str, str]]] = MappingProxyType(
@@ -44,19 +43,15 @@ _ADVICE: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-class PlainPaths:
-    """Tells which requests are the plain API's: those for its routes, and for what is nowhere else under /v1/."""
+def answered_plainly(dialects: Iterable[BaseRoute]) -> Callable[[Scope], bool]:
+    """Says of a request whether its errors have the plain API's shape: all have it but those of the dialects' routes."""
+    others = [route.path_regex for route in dialects if isinstance(route, Route)]
 
-    def __init__(self, plain: Iterable[BaseRoute], others: Iterable[BaseRoute]) -> None:
-        self._plain = [route for route in plain if isinstance(route, Route)]
-        self._others = [route for route in others if isinstance(route, Route)]
-
-    def hold(self, scope: Scope) -> bool:
-        """Whether a request is among them."""
+    def is_plain(scope: Scope) -> bool:
         path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-        if any(route.path_regex.match(path) for route in self._plain):
-            return True
-        return path.startswith(_PREFIX) and not any(route.path_regex.match(path) for route in self._others)
+        return not any(other.match(path) for other in others)
+
+    return is_plain
 
 
 def plain_response(problem: Problem, request_id: str) -> Response:

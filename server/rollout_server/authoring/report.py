@@ -11,7 +11,7 @@ from typing import Any
 from rollout_server.authoring.plots import Plot, histogram, tally
 from rollout_server.authoring.result import Result
 from rollout_server.authoring.summary import Summary
-from rollout_server.inspection.visible import visible
+from rollout_server.inspection.visible import EMPTY, visible
 
 MOST_TRANSCRIPTS = 1000
 _LONGEST = 20_000
@@ -93,6 +93,8 @@ def _said(message: Mapping[str, Any]) -> Iterator[Said]:
         if message.get(key):
             yield Said(who, _value(message[key]))
     calls = message.get("tool_calls")
+    if not calls and not message.get("content"):
+        yield Said(role, EMPTY)
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function", {}) if isinstance(call, Mapping) else {}
         yield Said(f"{role}, call", f"{function.get('name')} {_value(function.get('arguments'))}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -68,6 +68,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Runs agent rollouts for RL training and knows who wrote every token. Each command answers in JSON with --json.",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def rollout(
+    _: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options in front of any command."""
+
+
 for command in (new, serve, validate, run, test, gateway, trainer, demo, inspect, config):
     app.command()(command)
 app.add_typer(keys, name="keys")

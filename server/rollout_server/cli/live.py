@@ -12,7 +12,7 @@ from rollout_server.cli.shown import counted, deed
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.record import FIRST
-from rollout_server.inspection.visible import visible
+from rollout_server.inspection.visible import EMPTY, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,17 +105,20 @@ class Progress:
         returned = event.tool_returned
         self._calls += 1
         style = "red" if returned.failed else _STYLES["tool"]
-        text = _text(_parsed(returned.message).get("content"))
+        text = _text(_parsed(returned.message).get("content")) or EMPTY
         self._line("tool", f"{returned.name}, {returned.elapsed_ms:.0f} ms: {text}", style)
 
     def _message(self, message: Mapping[str, Any]) -> None:
         role = str(message.get("role", ""))
         style = _STYLES.get(role, "")
-        for key in ("reasoning_content", "content"):
-            text = _text(message.get(key))
+        texts = {key: _text(message.get(key)) for key in ("reasoning_content", "content")}
+        calls = message.get("tool_calls") or ()
+        if not calls and not any(texts.values()):
+            texts["content"] = EMPTY
+        for key, text in texts.items():
             if text:
                 self._line(role, text, "dim italic" if key == "reasoning_content" else style)
-        for call in message.get("tool_calls") or ():
+        for call in calls:
             function = call.get("function", {}) if isinstance(call, Mapping) else {}
             arguments = function.get("arguments")
             written = arguments if isinstance(arguments, str) else json.dumps(arguments)
@@ -139,8 +142,8 @@ class Progress:
         seconds = time.monotonic() - self._began
         parts = [
             f"turn {self._turn}{_of(limits.turns)}",
-            f"{self._calls} tool calls",
-            f"{self._tokens}{_of(limits.generated_tokens)} tokens generated",
+            counted(self._calls, "tool call"),
+            f"tokens generated: {self._tokens}{_of(limits.generated_tokens)}",
             f"{seconds:.1f}{_of(limits.seconds)} s",
             self._doing,
         ]

@@ -54,10 +54,11 @@ class RunFlags:
 
 @takes(RunFlags, AskFlags)
 def run(**given: Any) -> None:
-    """Play one rollout of an agent, and show each turn, call and result as it happens.
+    """Run one rollout of an agent, and show each turn, call and result as it happens.
 
-    It runs through the real server. Without --model-url a stand-in answers: the lines of --script, or an echo of the prompt. The
-    exit code is 0 where the rollout came to its own end, else 1.
+    It runs through the real server. Without --model-url a mock model answers: with the lines of --script, or an echo of the prompt.
+
+    The exit code is 0 if the rollout completed, else 1.
 
     With --json each event is a line {"event": kind, "sequence", "turn", ...} as GET /v1/rollouts/UID/events tells it, and the
     last line is {"rollout": {"end", "reason", "reward", "tokens", "authors", "messages", ...}}.

@@ -26,7 +26,7 @@ class ServeFlags:
         list[str] | None,
         typer.Argument(
             metavar="[TARGET...]",
-            help="Agents: MODULE[:OBJECT] or FILE.py[:OBJECT]; the first is the default. None: the calculator.",
+            help="Agents: MODULE[:OBJECT] or FILE.py[:OBJECT]; the first is the default. Default: the calculator.",
         ),
     ] = None
     host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 unless set otherwise.")] = None
@@ -37,7 +37,7 @@ class ServeFlags:
     ] = None
     log_format: Annotated[str | None, typer.Option(help="text or json.")] = None
     reload: Annotated[
-        bool, typer.Option("--reload", help="For development: serve anew when a Python file near the agents changes.")
+        bool, typer.Option("--reload", help="For development: restart when a Python file near the agents changes.")
     ] = False
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object on a line once it serves; logs in JSON.")] = (
         False
@@ -48,11 +48,11 @@ class ServeFlags:
 def serve(**given: Any) -> None:
     """Serve agents over gRPC and HTTP until SIGTERM or Ctrl-C.
 
-    OBJECT is an Agent, or a class of one that is made without arguments; without it the only agent there is is meant.
+    OBJECT is an Agent, or a subclass whose constructor takes no arguments. It may be left out if there is exactly one agent.
 
     Everything else is set through the environment or .env: see `rollout config`.
 
-    With --json: {"serving": {"grpc_port", "http_port", "agents"}} on a line, with --reload one each time that it serves anew.
+    With --json: {"serving": {"grpc_port", "http_port", "agents"}} on a line, with --reload one at each restart.
     """
     flags = taken(ServeFlags, given)
     with complaining("serve"):

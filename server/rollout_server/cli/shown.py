@@ -23,9 +23,13 @@ def show_judgement(
         console.print(str(verdict), markup=False)
         return False
     theirs = verdict.sample
-    accepted = "turns and the outcome" if verdict.outcome else "masks"
+    accepted = (
+        f"{counted(len(verdict.turns), 'turn')} and the outcome"
+        if verdict.outcome
+        else counted(len(verdict.turns), "mask")
+    )
     trained = f"{sum(theirs.response_mask)} of {len(theirs.response_mask)} tokens train"
-    text = f"  trainer: [green]accepted {len(verdict.turns)} {accepted}[/], {trained}"
+    text = f"  trainer: [green]accepted {accepted}[/], {trained}"
     same = samples is None or (len(samples) == 1 and _same(samples[0], verdict))
     if samples is not None:
         text += "; its record equals the server's, token for token" if same else "; [red]its record is another one[/]"
@@ -96,7 +100,7 @@ def event_line(event: event_pb2.RolloutEvent) -> str:
             answered = event.answered
             mask = f", mask of {answered.mask_length}" if answered.HasField("mask_length") else ""
             message = json.loads(answered.message.json)
-            return f"turn {event.turn}: {_said(message)}  ({answered.generated_tokens} tokens{mask})"
+            return f"turn {event.turn}: {_said(message)}  ({counted(answered.generated_tokens, 'token')}{mask})"
         case "tool_returned":
             returned = event.tool_returned
             return f"turn {event.turn}: {returned.name} returned {json.loads(returned.message.json)['content']}"

@@ -80,7 +80,7 @@ class TestFlags:
 
 @takes(TestFlags, AskFlags)
 def test(**given: Any) -> None:
-    """Play an agent on each row of a dataset, and sum up: pass rate, rewards, tokens, times, tool errors, and an HTML report.
+    """Run an agent on each row of a dataset, and sum up: pass rate, rewards, tokens, times, tool errors, and an HTML report.
 
     The columns system_prompt, user_prompt and ground_truth are needed, --column maps other names; every further column is in
     run.metadata. Rollouts go through the real server. Each result is a line of a file as soon as it is there, so --resume can
@@ -206,9 +206,9 @@ def _jobs(flags: TestFlags) -> list[Job]:
 def _unmet(summary: Summary, flags: TestFlags, *, complete: bool) -> list[str]:
     """Why the exit code is 1."""
     wrong = summary.rollouts - summary.finished
-    unmet = [f"{wrong} of {summary.rollouts} rollouts went wrong"] if wrong else []
+    unmet = [f"{wrong} of {counted(summary.rollouts, 'rollout')} went wrong"] if wrong else []
     if not complete:
-        unmet.append(f"given up after {flags.max_failures} rollouts that went wrong")
+        unmet.append(f"given up: --max-failures {flags.max_failures} is reached")
     if flags.min_pass_rate is not None and (summary.pass_rate is None or summary.pass_rate < flags.min_pass_rate):
         rate = "not known, as the agent gives no reward" if summary.pass_rate is None else f"{summary.pass_rate:.4g}"
         unmet.append(f"the pass rate is {rate}; --min-pass-rate asks for {flags.min_pass_rate:g}")

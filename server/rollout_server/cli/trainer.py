@@ -51,7 +51,7 @@ class TrainerFlags:
 
 @takes(TrainerFlags)
 def trainer(**given: Any) -> None:
-    """Play a trainer that counts every token itself and refuses what is wrong, with a scripted model.
+    """Run a mock trainer that counts every token itself and refuses what is wrong, with a scripted model.
 
     It speaks both HTTP dialects. POST /rollout leads to callbacks with response
     masks, POST /v1/rollout/init to callbacks without them, which end with
@@ -116,7 +116,7 @@ def told(verdict: Verdict) -> str:
     if said.get("reward") is not None:
         parts.append(f"reward {_shown(said['reward'])}")
     if verdict.siblings:
-        parts.append(f"{verdict.siblings} turns generated again")
+        parts.append(f"{counted(verdict.siblings, 'turn')} generated again")
     parts += [f"refused: {_shown(refusal.text)}" for refusal in verdict.refusals]
     ended = f"{_shown(said.get('status'))}, {_shown(said.get('finish_reason'))}"
     return f"{_shown(verdict.rollout_id)}: {ended}; {', '.join(parts)}"

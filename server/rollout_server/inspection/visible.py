@@ -7,6 +7,9 @@ import unicodedata
 BREAK = "⏎"
 """Stands for a line feed."""
 
+EMPTY = "⟨empty⟩"
+"""Stands for a message without any text."""
+
 # Controls, formats (also those that turn the direction of writing), surrogates, private and unassigned characters, and
 # separators of lines and paragraphs. A terminal may do anything with them.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})

@@ -63,6 +63,8 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[pb.RunRolloutResponse]:
         """Accepts a rollout or finds it, and streams its events."""
         detail = wire.known(request.detail, event_pb2.EventDetail, "detail")
+        if not request.HasField("start"):
+            raise InvalidRequest(Violation("start", "is missing: request_id, spec and credentials belong in it"))
         rollout, attached = self._start(request.start)
         with rollout.attached():
             yield pb.RunRolloutResponse(started=started(rollout, attached=attached))

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import partial
 from threading import Lock
 from typing import Protocol, TypeVar
 
@@ -161,7 +161,7 @@ class LoadedTokenizer:
 
     def _rendered(
         self,
-        render: Callable[[Sequence[Fields], Options], str],
+        render: Callable[[Sequence[Fields], Options, datetime], str],
         messages: Sequence[Fields],
         frame: Frame,
         generation_prompt: bool,
@@ -169,10 +169,7 @@ class LoadedTokenizer:
         tools = None if frame.tools is None else list(frame.tools)
         options = {**frame.template_kwargs, "tools": tools, "add_generation_prompt": generation_prompt}
         try:
-            template = self._tokenizer.get_chat_template(tools=tools)
-            if "strftime_now" in template:
-                options |= {"chat_template": _DATED + template, _DATES: _dates(_directives(template), frame.date)}
-            return render(messages, options)
+            return render(messages, options, frame.date)
         except Exception as error:  # templates are foreign code: whatever one raises is a refusal
             reason = " ".join(str(error).split()) or type(error).__name__
             line = getattr(error, "lineno", None)  # that of an error in the template's own text
@@ -204,27 +201,3 @@ def _surrogates_refused() -> Iterator[None]:
     except (TypeError, UnicodeEncodeError) as error:
         reason = "the conversation holds half of a surrogate pair (\\ud800 to \\udfff), which has no tokens"
         raise Failed(Failure(Category.VALIDATION, reason)) from error
-
-
-# transformers gives templates a clock of its own and turns functions passed to templates into text. So a macro of that name
-# goes in front of the template. The empty expression at its end keeps a line break with which the template may begin.
-_DATES = "rollout_dates"
-_DATED = (
-    "{%- macro strftime_now(format) -%}{%- set made = namespace(text=format) -%}"
-    "{%- for directive, value in "
-    + _DATES
-    + " -%}{%- set made.text = made.text.replace(directive, value) -%}{%- endfor -%}"
-    "{{- made.text -}}{%- endmacro -%}{{- '' }}"
-)
-_DIRECTIVES = tuple(f"%{flag}{letter}" for flag in ("-", "") for letter in "aAwdbBmyYHIpMSfzZjUWcxXGuVeDFTR")
-
-
-@lru_cache(maxsize=64)
-def _directives(template: str) -> Sequence[str]:
-    """The directives of strftime that may be in a template."""
-    return tuple(directive for directive in _DIRECTIVES if directive in template)
-
-
-def _dates(directives: Sequence[str], date: datetime) -> list[tuple[str, str]]:
-    """Replacements that, one after the other, do what strftime does with these directives."""
-    return [("%%", "\0"), *((directive, date.strftime(directive)) for directive in directives), ("\0", "%")]

@@ -9,6 +9,7 @@ loaded, and where it differs, or the library's parts are not there, transformers
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Final, Protocol, TypeAlias
 
 from rollout_server.edge.tokens.form import Fields
@@ -17,7 +18,7 @@ from rollout_server.edge.tokens.sandbox import remember
 
 Options: TypeAlias = Mapping[str, Any]
 """What `apply_chat_template` is given besides the messages; `tools` is among it, `tokenize` is not."""
-_Render: TypeAlias = Callable[[Sequence[Fields], Options], str]
+_Render: TypeAlias = Callable[[Sequence[Fields], Options, datetime], str]
 _Compile: TypeAlias = Callable[[str], Any]
 """Makes a `jinja2.Template` of a text."""
 
@@ -36,11 +37,27 @@ class Templated(Protocol):
         """The conversation as text, if `tokenize` is False."""
 
 
+# transformers gives templates `strftime_now`, which tells its own time, and turns functions that are passed to templates into
+# text. So where transformers renders, a macro of that name goes in front of the template, which reads the dates from a table.
+# A format that the table lacks ends the rendering with an error that names it, and the next one has it. The empty expression
+# at the end keeps a line break with which the template may begin.
+_DATES: Final = "rollout_dates"
+_LACKS: Final = "no date yet in the format "
+_DATED: Final = (
+    "{%- macro strftime_now(format) -%}"
+    f"{{%- if format not in {_DATES} -%}}{{{{- raise_exception('{_LACKS}' ~ format) -}}}}{{%- endif -%}}"
+    f"{{{{- {_DATES}[format] -}}}}"
+    "{%- endmacro -%}{{- '' }}"
+)
+_MOST_FORMATS: Final = 64
+
+
 class Templates:
-    """Renders conversations. Both methods raise whatever the template does."""
+    """Renders conversations. Both methods raise whatever the template does; `date` is what it takes for now."""
 
     def __init__(self, tokenizer: Templated) -> None:
         self._tokenizer = tokenizer
+        self._formats: tuple[str, ...] = ()
         self._direct = _find(tokenizer, self._by_library)
 
     @property
@@ -52,21 +69,35 @@ class Templates:
         """What stands in the expressions of these templates; None where that cannot be told."""
         return None if self._direct is None else self._direct.literals(templates)
 
-    def text(self, messages: Sequence[Fields], options: Options) -> str:
+    def text(self, messages: Sequence[Fields], options: Options, date: datetime) -> str:
         """The conversation as its template writes it."""
         # The library has something of its own to say about documents, and about no messages at all.
         if self._direct is None or not messages or "documents" in options:
-            return self._by_library(messages, options)
-        return self._direct.text(messages, options)
+            return self._by_library(messages, options, date)
+        return self._direct.text(messages, options, date)
 
-    def compared(self, messages: Sequence[Fields], options: Options) -> str:
+    def compared(self, messages: Sequence[Fields], options: Options, date: datetime) -> str:
         """The same as transformers writes it. Where the direct way comes to something else, it is not taken again."""
-        if self.direct and _outcome(self.text, messages, options) != _outcome(self._by_library, messages, options):
+        given = messages, options, date
+        if self.direct and _outcome(self.text, *given) != _outcome(self._by_library, *given):
             self._direct = None
-        return self._by_library(messages, options)
+        return self._by_library(*given)
 
-    def _by_library(self, messages: Sequence[Fields], options: Options) -> str:
-        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    def _by_library(self, messages: Sequence[Fields], options: Options, date: datetime) -> str:
+        template = self._tokenizer.get_chat_template(options.get("chat_template"), tools=options.get("tools"))
+        if "strftime_now" not in template or "strftime_now" in options:
+            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        dates = {format: date.strftime(format) for format in self._formats}
+        dated = {**options, "chat_template": _DATED + template, "tokenize": False, _DATES: dates}
+        while True:
+            try:
+                return self._tokenizer.apply_chat_template(list(messages), **dated)
+            except Exception as error:
+                before, lacks, format = str(error).partition(_LACKS)
+                if before or not lacks or format in dates or len(dates) >= 2 * _MOST_FORMATS:
+                    raise
+            dates[format] = date.strftime(format)
+            self._formats = tuple(dates)[:_MOST_FORMATS]
 
 
 class _Direct:
@@ -79,8 +110,12 @@ class _Direct:
         self._always = {"documents": None, **tokenizer.special_tokens_map}
         self._compiled: dict[str, Any] = {}
 
-    def text(self, messages: Sequence[Fields], options: Options) -> str:
+    def text(self, messages: Sequence[Fields], options: Options, date: datetime) -> str:
+        def strftime_now(format: str) -> str:
+            return date.strftime(format)
+
         variables: dict[str, Any] = {
+            "strftime_now": strftime_now,
             **self._always,
             **options,
             "messages": [self._given(message) for message in messages],
@@ -155,11 +190,12 @@ def _find(tokenizer: Templated, by_library: _Render) -> _Direct | None:
         return None
     special = "".join(f"{{{{ {name} }}}}" for name in tokenizer.special_tokens_map)
     options: Options = {"chat_template": _SHOWN + special, "tools": [_TOOL], "add_generation_prompt": True}
-    expected = _outcome(by_library, _SAMPLE, options)
+    sample = _SAMPLE, options, datetime.min
+    expected = _outcome(by_library, *sample)
     if not expected[0]:
         return None
     ways = (_Direct(tokenizer, compiles, given) for given in _GIVEN)
-    return next((way for way in ways if _outcome(way.text, _SAMPLE, options) == expected), None)
+    return next((way for way in ways if _outcome(way.text, *sample) == expected), None)
 
 
 def _compiler(tokenizer: Templated) -> _Compile | None:
@@ -174,9 +210,9 @@ def _compiler(tokenizer: Templated) -> _Compile | None:
     return compiles
 
 
-def _outcome(render: _Render, messages: Sequence[Fields], options: Options) -> tuple[str, str]:
+def _outcome(render: _Render, messages: Sequence[Fields], options: Options, date: datetime) -> tuple[str, str]:
     """The text, or what was raised."""
     try:
-        return render(messages, options), ""
+        return render(messages, options, date), ""
     except Exception as error:  # templates are foreign code
         return "", f"{type(error).__name__}: {error}"

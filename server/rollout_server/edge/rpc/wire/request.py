@@ -39,6 +39,10 @@ MAX_SELECTED = 1000
 
 def wish(request: rollout_service_pb2.StartRolloutRequest, caller: Caller, completes: Target | None = None) -> Wish:
     """A request for a rollout. `completes` says who does where the request may not. Raises `InvalidRequest`."""
+    if not request.HasField("spec"):
+        raise InvalidRequest(
+            Violation("spec", "is missing: it says what to run (rollout_id, messages, completions, ...)")
+        )
     messages, typed, wrong = messages_from_proto(request.spec.messages, "spec.messages")
     if completes is None and not request.spec.HasField("completions"):
         wrong.append(Violation("spec.completions", "is needed: who completes?"))

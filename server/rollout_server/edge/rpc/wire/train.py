@@ -42,6 +42,8 @@ def wishes(start: Start, caller: Caller) -> Sequence[Wish]:
     count = start.count or 1
     if count > LARGEST_GROUP:
         raise InvalidRequest(Violation("start.count", f"is {count}, at most {LARGEST_GROUP} are allowed"))
+    if not start.HasField("rollout"):
+        raise InvalidRequest(Violation("start.rollout", "is missing: request_id, spec and credentials belong in it"))
     wish = wire.wish(start.rollout, caller, _HERE)
     if count == 1:
         return [wish]
