@@ -1,4 +1,4 @@
-"""A trainer of the asynchronous dialect that takes any list of messages, as the earlier SDK's trainers do, and keeps what it is sent."""
+"""A trainer of the asynchronous dialect that takes any list of messages, as the earlier SDK's trainers do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.sdk.conftest import Place
 
 
 class LenientTrainer:
-    """Answers `N answers TEXT`, of the last message's text, with no ids, as this protocol's trainers do.
+    """Answers `N answers TEXT`, of the last message's text, without ids, as this protocol's trainers do. Keeps what it is sent.
 
     Attributes:
         asked: the bodies of completions, in the order of their arrival.

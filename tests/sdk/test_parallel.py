@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ import pytest_asyncio
 from osmosis.rollout.v1 import token_pb2
 from osmosis.rollout.v1.outcome_pb2 import Outcome
 from rollout_server.sdk import OsmosisRolloutError, RolloutContext, RolloutResult, create_tool_result
+from rollout_server.testing.script import Reply
 
 from tests.sdk.calculator_agent import SCHEMAS
 from tests.sdk.conftest import OpenPlace
@@ -175,20 +177,26 @@ async def test_a_chat_that_begins_while_another_waits_is_a_conversation_of_its_o
 
 
 async def test_a_late_chat_trains_its_own_answer_only(open_place: OpenPlace) -> None:
+    """Nor does the loop have to wait for the other one."""
+
     async def play(ctx: RolloutContext) -> RolloutResult:
         messages, _ = await say(ctx)
-        one = asyncio.create_task(ctx.chat([*messages, user("One")]))
-        while ctx.llm.get_metrics().num_llm_calls < 1 or not place.trainer.completions[1:]:
-            await asyncio.sleep(0)
+        asked = len(place.trainer.completions)
+        waiting = asyncio.create_task(ctx.chat([*messages, user("One")]))
+        while len(place.trainer.completions) == asked:  # noqa: ASYNC110 - the trainer says it in no other way
+            await asyncio.sleep(0.01)
         late, _ = await say(ctx, *messages, user("Two"))
-        await asyncio.gather(one, return_exceptions=True)
-        return ctx.complete(late)
+        assert not waiting.done()
+        return ctx.complete(late, finish_reason="late")
 
     place = await open_place(Loop(play))
+    await place.script("own", Reply(content="First."), Reply(content="Never.", delay=600), Reply(content="Second."))
     outcome = await place.over_grpc("own", tokenizer="toy")
-    assert (outcome.stop.reason, outcome.metrics.turns) == ("stop", 3), outcome
+    assert (outcome.stop.reason, outcome.metrics.turns) == ("late", 2), outcome
+    assert [sample.origin.kind for sample in outcome.samples] == [MAIN, SUBAGENT]
     assert sum(sum(sample.response_mask) for sample in outcome.samples) == outcome.metrics.generated_tokens
-    assert place.accepted("own")
+    late = json.loads(outcome.extra_json)["final_messages"]
+    assert [message["content"] for message in late[1:]] == ["First.", "Two", "Second."]
 
 
 async def test_the_loop_may_stop_waiting_for_a_chat(open_place: OpenPlace, trainer: LenientTrainer) -> None:

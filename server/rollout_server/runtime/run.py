@@ -249,10 +249,7 @@ class Run:
         self._course.end(Stop(saying.reason(reason, "finish"), stop.truncated))
 
     def close(self, end: End, verdict: Verdict | None = None) -> None:
-        """From now on nothing can be asked for: what a reward samples would be trained as part of the rollout.
-
-        `verdict` goes along with a failure, which no reward judges.
-        """
+        """From now on nothing can be asked for, by a reward neither. `verdict` goes along with a failure, which no reward judges."""
         self._course.decide(end, verdict)
 
     @property
