@@ -249,7 +249,7 @@ class Run:
         self._course.end(Stop(saying.reason(reason, "finish"), stop.truncated))
 
     def close(self, end: End, verdict: Verdict | None = None) -> None:
-        """From now on nothing can be asked for, by a reward neither. `verdict` goes along with a failure, which no reward judges."""
+        """From now on nothing can be asked for, not even by a reward. `verdict` goes along with a failure, which none judges."""
         self._course.decide(end, verdict)
 
     @property
