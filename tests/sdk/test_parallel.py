@@ -13,7 +13,9 @@ import pytest_asyncio
 from osmosis.rollout.v1 import token_pb2
 from osmosis.rollout.v1.outcome_pb2 import Outcome
 from rollout_server.sdk import OsmosisRolloutError, RolloutContext, RolloutResult, create_tool_result
+from rollout_server.sdk.testing import create_mock_trainer_app
 from rollout_server.testing.script import Reply
+from rollout_server.testing.serving import Listener
 
 from tests.sdk.calculator_agent import SCHEMAS
 from tests.sdk.conftest import OpenPlace
@@ -89,6 +91,18 @@ async def test_the_asynchronous_dialect_is_asked_for_each_and_told_the_chosen_on
     assert told["metrics"]["num_llm_calls"] == 5
     assert told["metrics"]["prompt_tokens"] == 10 + 3 * 30 + 50
     assert "final_messages" not in told["extra_fields"]
+
+
+async def test_ids_that_a_trainer_reports_show_no_drift_in_branches(open_place: OpenPlace) -> None:
+    place = await open_place(Loop(best_of_three))
+    listener = await Listener.open(create_mock_trainer_app(), "127.0.0.1", 0)
+    try:
+        told = await place.plain_at(f"http://127.0.0.1:{listener.port}", "ids")
+    finally:
+        await listener.close()
+    assert (told["status"], told["metrics"]["num_llm_calls"]) == ("COMPLETED", 5), told
+    warnings = [(warning["code"], warning["turn"]) for warning in told["extra_fields"]["warnings"]]
+    assert warnings == [("conversation_unnamed", 3), ("conversation_unnamed", 4)]
 
 
 async def test_three_chats_in_the_first_turn(open_place: OpenPlace) -> None:
