@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout_server.core.outcome import Category, Failure, Stop
+from rollout_server.core.spec import Dialect
 from rollout_server.runtime.run import Reply, RolloutOver, Run
 from rollout_server.runtime.sampling import SamplingOptions
 from rollout_server.sdk.access import usage_of
@@ -34,6 +35,8 @@ class RunClient:
         self._params = request.completion_params
         self._conversations = Conversations(run, [copied(message) for message in request.messages])
         self._has_failed = False
+        # A trainer that counts masks has counted the turn, so a rollout that gives it up fails.
+        self._one_conversation = run.request.spec.completions.dialect is Dialect.HTTP_MASKED
 
     async def chat_completions(self, messages: list[MessageDict], *args: Any, **kwargs: Any) -> CompletionsResult:
         """The model's answer to the whole conversation.
@@ -49,7 +52,7 @@ class RunClient:
         try:
             conversation = await self._conversations.take(given)
             answering = self._answer(conversation, given, own)
-            if conversation is self._conversations.main:
+            if conversation is self._conversations.main and not self._one_conversation:
                 # The outcome needs its main conversation, so a chat in it goes on though the loop stops waiting.
                 return await asyncio.shield(answering)
             return await answering
