@@ -67,6 +67,7 @@ def http_url(value: str) -> str:
 Hint = Annotated[int, Field(strict=True, ge=1)]
 RolloutId = Annotated[str, Field(min_length=1, max_length=MAX_ROLLOUT_ID), AfterValidator(not_blank)]
 ServerUrl = Annotated[str, AfterValidator(http_url)]
+ShortText = Annotated[str, Field(min_length=1, max_length=256)]
 Secret = Annotated[str | None, Field(repr=False, json_schema_extra={"format": "password", "writeOnly": True})]
 
 
@@ -75,7 +76,7 @@ class Function(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str
+    name: ShortText
     arguments: str | dict[str, Any] = Field(description="JSON as the model wrote it, or already an object.")
 
 
@@ -84,8 +85,8 @@ class ToolCall(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    id: str
-    type: str = "function"
+    id: ShortText
+    type: Literal["function"] = "function"
     function: Function
 
 
@@ -97,7 +98,7 @@ class ChatMessage(BaseModel):
     role: Literal["system", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
 
 class SamplingParams(BaseModel):

@@ -37,6 +37,7 @@ _FIELDS: Final[Fields] = {
     ("limits", "time"): ("metadata", "timeout_seconds"),
     ("on_drift",): ("metadata", "on_drift"),
     ("metadata_json",): ("metadata",),
+    ("source_json",): ("completion_params",),
     ("credentials",): ("api_key",),
     ("credentials", "completions_bearer"): ("api_key",),
     ("credentials", "outcome_bearer"): ("api_key",),
@@ -95,6 +96,7 @@ def init_request(parsed: ParsedInit) -> StartRolloutRequest:
             limits=limits(turns, tokens, hints),
             on_drift=DRIFT[hints.on_drift],
             metadata_json=parsed.metadata_json,
+            source_json=_source(parsed),
         ),
         credentials=spec_pb2.Credentials(completions_bearer=key, outcome_bearer=key),
     )
@@ -108,6 +110,14 @@ def init_fields(body: InitBody) -> Fields:
 def _own_key(body: InitBody) -> str:
     key = body.idempotency_key or ""
     return key if key.strip() else ""
+
+
+def _source(parsed: ParsedInit) -> str:
+    """What agents of this dialect read as it was sent: the contract's fields hold the parameters with their defaults."""
+    params = {name: text for name, text in parsed.params.items() if name not in _IGNORED}
+    named = {"idempotency_key": parsed.body.idempotency_key, "tool_server_url": parsed.body.tool_server_url}
+    said = {name: value for name, value in named.items() if value is not None}
+    return msgspec.json.encode({"completion_params": params, **said}).decode()
 
 
 def _sampling(values: dict[str, Any], texts: dict[str, msgspec.Raw]) -> spec_pb2.Sampling:

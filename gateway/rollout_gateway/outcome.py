@@ -46,7 +46,10 @@ def completed_body(rollout: Rollout) -> bytes:
     Wants the outcome with its messages. As in the dialect, `error_message` and `reward` are absent where there is none.
     """
     outcome = rollout.outcome
-    body = _told(rollout.spec.rollout_id, outcome, _extra_fields(outcome))
+    extra = _extra_fields(outcome)
+    body = _told(rollout.spec.rollout_id, outcome, extra)
+    if not outcome.HasField("stop"):  # an agent may name the messages of a failed rollout, which else has none here
+        body["final_messages"] = extra.pop("final_messages", [])
     if outcome.HasField("reward"):
         body["reward"] = outcome.reward
     return msgspec.json.encode({key: value for key, value in body.items() if value is not None})

@@ -89,7 +89,7 @@ OTHERS: dict[str, list[object]] = {
     ],
     "labels": [{}, {"team": "x"}, {"team": "y", "run": "x"}, {"team": "x", "run": "y", "z": ""}],
 }
-WITHOUT_EFFECT = {"cancel_after_detach"}
+WITHOUT_EFFECT = {"cancel_after_detach", "source_json"}
 
 
 def changed(spec: Spec, path: str, value: object) -> Spec:
@@ -126,6 +126,10 @@ def test_all_these_are_different_from_each_other() -> None:
 @pytest.mark.parametrize("value", [None, 0.0, 5.0])
 def test_what_only_concerns_the_waiting_is_left_out(value: float | None) -> None:
     assert fingerprint(replace(FULL, cancel_after_detach=value)) == fingerprint(FULL)
+
+
+def test_what_repeats_the_rest_is_left_out() -> None:
+    assert fingerprint(replace(FULL, source_json='{"idempotency_key": "another"}')) == fingerprint(FULL)
 
 
 @pytest.mark.parametrize("rollout_id", OTHERS["rollout_id"])

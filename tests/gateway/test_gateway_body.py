@@ -8,6 +8,12 @@ from tests.gateway.bodies import body, locations, parse, spliced
 from tests.gateway.transcripts import client_exchange, needs_transcripts, scenarios
 
 
+def assistant(name: str = "add", **changes: Any) -> dict[str, Any]:
+    """An assistant's message with one tool call."""
+    call = {"id": "c", "type": "function", "function": {"name": name, "arguments": "{}"}} | changes
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 def test_the_example_is_valid_and_defaults_are_those_of_the_page() -> None:
     minimal = {key: EXAMPLE[key] for key in ("rollout_id", "server_url", "messages", "tokenizer_name")}
     parsed = parse({**minimal, "sampling_params": {}})
@@ -53,6 +59,15 @@ def test_every_other_recorded_body_is_valid() -> None:
         ({"messages": ["hi"]}, ("messages", 0)),
         ({"messages": [{"content": "hi"}]}, ("messages", 0, "role")),
         ({"messages": [{"role": "assistant", "tool_calls": {}}]}, ("messages", 0, "tool_calls")),
+        ({"messages": [assistant(id="")]}, ("messages", 0, "tool_calls", 0, "id")),
+        ({"messages": [assistant(id="x" * 257)]}, ("messages", 0, "tool_calls", 0, "id")),
+        ({"messages": [assistant(id=None)]}, ("messages", 0, "tool_calls", 0, "id")),
+        ({"messages": [assistant(type="tool")]}, ("messages", 0, "tool_calls", 0, "type")),
+        ({"messages": [assistant(type=None)]}, ("messages", 0, "tool_calls", 0, "type")),
+        ({"messages": [assistant(name="")]}, ("messages", 0, "tool_calls", 0, "function", "name")),
+        ({"messages": [assistant(name="x" * 257)]}, ("messages", 0, "tool_calls", 0, "function", "name")),
+        ({"messages": [{"role": "tool", "content": "8", "tool_call_id": "x" * 257}]}, ("messages", 0, "tool_call_id")),
+        ({"messages": [{"role": "tool", "content": "8", "tool_call_id": 7}]}, ("messages", 0, "tool_call_id")),
         ({"sampling_params": None}, ("sampling_params",)),
         ({"sampling_params": {"temperature": -0.1}}, ("sampling_params", "temperature")),
         ({"sampling_params": {"top_p": -0.1}}, ("sampling_params", "top_p")),
@@ -92,6 +107,13 @@ def test_a_bad_value_is_named(changes: dict[str, Any], place: tuple[Any, ...]) -
         {"metadata": {"agent": None, "max_assistant_turns": None, "budget_tokens": None, "on_drift": None}},
         {"messages": [{"role": "function", "content": [{"type": "text", "text": "a"}, {}], "vendor": {"a": None}}]},
         {"messages": [{"role": "assistant", "content": "", "tool_calls": None}, {"role": "tool", "tool_call_id": "c"}]},
+        {"messages": [assistant(id="x" * 256, name="y" * 256), {"role": "tool", "tool_call_id": "x" * 256}]},
+        {"messages": [{"role": "tool", "tool_call_id": ""}, {"role": "tool", "tool_call_id": None}]},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}
+            ]
+        },
     ],
 )
 def test_what_the_page_allows_is_allowed(changes: dict[str, Any]) -> None:

@@ -103,6 +103,28 @@ async def test_messages_and_parameters_reach_the_server_as_they_were_sent(gatewa
     assert (spec.sampling.extra_json, spec.metadata_json) == ('{"seed":18446744073709551617}', metadata)
 
 
+async def test_what_agents_read_as_it_was_sent_travels_on(gateway: Gateway) -> None:
+    """Without the defaults of the protocol, and without what it ignores; the contract's own fields hold both."""
+    params = {"temperature": 1, "stop": "END", "seed": 7, "messages": [], "stream": True}
+    response = await gateway.init(
+        {**INIT_EXAMPLE, "completion_params": params, "idempotency_key": "k", "tool_server_url": "http://tools"}
+    )
+    assert response.status_code == 202
+    [start] = gateway.server.starts
+    assert json.loads(start.spec.source_json) == {
+        "completion_params": {"temperature": 1, "stop": "END", "seed": 7},
+        "idempotency_key": "k",
+        "tool_server_url": "http://tools",
+    }
+    assert (start.spec.sampling.temperature, start.spec.sampling.top_p, [*start.spec.sampling.stop]) == (
+        1.0,
+        1.0,
+        ["END"],
+    )
+    await gateway.init({**INIT_EXAMPLE, "completion_params": {}})
+    assert json.loads(gateway.server.starts[1].spec.source_json) == {"completion_params": {}}
+
+
 async def test_who_asks_and_the_request_id_travel_on(gateway: Gateway) -> None:
     for key in ("Bearer key", "raw-key"):
         headers = {"authorization": key, "x-request-id": "mine-1"}

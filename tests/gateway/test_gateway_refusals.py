@@ -112,6 +112,25 @@ async def test_recorded_invalid_bodies_are_422_and_call_nobody(gateway: Gateway,
     assert gateway.server.requests == []
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "tool_calls": [{"id": "", "function": {"name": "add", "arguments": "{}"}}]},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "type": "tool", "function": {"name": "add", "arguments": ""}}],
+        },
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "x" * 257, "arguments": "{}"}}]},
+        {"role": "tool", "content": "8", "tool_call_id": "x" * 257},
+    ],
+)
+async def test_tool_calls_that_break_the_protocol_are_422_and_call_nobody(gateway: Gateway, message: object) -> None:
+    response = await gateway.post({**EXAMPLE, "messages": [message]})
+    assert response.status_code == 422
+    assert response.json()["detail"][0]["loc"][:3] == ["body", "messages", 0]
+    assert gateway.server.requests == []
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
 async def test_what_a_web_page_could_send_unasked_is_refused(gateway: Gateway, kind: str) -> None:
     content = json.dumps(EXAMPLE).encode()

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from rollout_server.runtime.run import AgentMistake, RolloutOver
+from rollout_server.runtime.run import RolloutOver
 from rollout_server.sdk import (
     OsmosisRolloutError,
     OsmosisServerError,
@@ -70,18 +70,6 @@ async def test_chatting_after_the_return_reaches_no_trainer(open_place: OpenPlac
 async def _set_soon(event: asyncio.Event) -> None:
     await asyncio.sleep(0.2)
     event.set()
-
-
-async def test_two_chats_at_once_are_a_mistake(open_place: OpenPlace) -> None:
-    async def play(ctx: RolloutContext) -> RolloutResult:
-        first, second = await asyncio.gather(say(ctx), say(ctx), return_exceptions=True)
-        assert isinstance(second, AgentMistake)
-        assert not isinstance(first, BaseException)
-        return ctx.complete(first[0])
-
-    place = await open_place(Loop(play))
-    assert (await place.plain("both"))["status"] == "COMPLETED"
-    assert place.accepted("both")
 
 
 @pytest.mark.parametrize("dialect", ["masked", "plain"])

@@ -156,14 +156,16 @@ async def test_a_request_is_what_was_asked_for(open_place: OpenPlace) -> None:
         max_tokens_total=99,
         metadata={"ground_truth": "16", "nested": {"a": [1]}},
         api_key="trainer-key",
+        idempotency_key="once",
+        tool_server_url="http://tools.example",
     )
     assert (told["status"], told["metrics"]["num_llm_calls"]) == ("COMPLETED", 0)
     [request] = seen
     assert request.rollout_id == place.id("asked")
     assert request.server_url == place.trainer.url
     assert request.messages == [{"role": "user", "content": "Hi", "vendor": {"n": 2**70}}]
-    params = {"temperature": 0.5, "top_p": 1.0, "max_tokens": 512, "logprobs": True, "stop": ["END"], "seed": 7}
-    assert request.completion_params == params
+    assert request.completion_params == {"temperature": 0.5, "stop": "END", "seed": 7}
+    assert (request.idempotency_key, request.tool_server_url) == ("once", "http://tools.example")
     assert (request.max_turns, request.max_tokens_total) == (3, 99)
     assert request.metadata == {"ground_truth": "16", "nested": {"a": [1]}}
     assert "trainer-key" not in repr(request)

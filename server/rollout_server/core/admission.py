@@ -164,6 +164,7 @@ def _metadata(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
         yield Violation("spec.metadata_json", f"has {size} bytes, at most {bounds.metadata_bytes} are allowed")
     else:
         yield from _json_object(spec.metadata_json, "spec.metadata_json")
+    yield from _json_object(spec.source_json, "spec.source_json")
     if spec.cancel_after_detach is not None and not 0 <= spec.cancel_after_detach <= MAX_SECONDS:
         yield Violation("spec.cancel_after_detach", f"must be from 0 to {MAX_SECONDS} s; unset is never")
 

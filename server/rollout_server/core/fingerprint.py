@@ -15,9 +15,9 @@ VERSION = "2"
 def fingerprint(spec: Spec) -> str:
     """A versioned SHA-256, in hexadecimal, over what the rollout is.
 
-    JSON is compared by what it says, not by how it is written. Left out: credentials and tracing, which are no part of a spec, and
-    what only concerns the waiting (`cancel_after_detach`). In the asynchronous dialect also the rollout id: there a known key finds
-    its rollout under whatever id it is asked for again (http-wire.md, B).
+    JSON is compared by what it says, not by how it is written. Left out: credentials and tracing, which are no part of a spec, what
+    only concerns the waiting (`cancel_after_detach`), and what repeats the rest (`source_json`). In the asynchronous dialect also
+    the rollout id: there a known key finds its rollout under whatever id it is asked for again (http-wire.md, B).
     """
     text = json.dumps(_normalised(spec), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return f"{VERSION}:{hashlib.sha256(text.encode('ascii')).hexdigest()}"

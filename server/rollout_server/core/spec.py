@@ -83,6 +83,7 @@ class Spec:
         priority: higher runs earlier when rollouts wait.
         metadata_json: one JSON object, or empty.
         labels: for selecting rollouts.
+        source_json: what the caller's own protocol said and no other field keeps as it was written; one JSON object, or empty.
     """
 
     rollout_id: str
@@ -103,3 +104,4 @@ class Spec:
     priority: int = 0
     metadata_json: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
+    source_json: str = ""

@@ -44,7 +44,7 @@ class Used:
 
     def add_answer(self, record: Answered, line: Line) -> None:
         """A turn was answered, and is in its line already."""
-        generated, prompt = _lengths(record, line)
+        generated, prompt = lengths(record, line)
         m = self.metrics
         self.metrics = replace(
             m,
@@ -70,7 +70,7 @@ class Used:
         )
 
 
-def _lengths(record: Answered, line: Line) -> tuple[int, int]:
+def lengths(record: Answered, line: Line) -> tuple[int, int]:
     """How many tokens were generated, and of the prompt."""
     usage = record.usage or (0, 0)
     generated = len(record.token_ids) if record.token_ids is not None else usage[1]

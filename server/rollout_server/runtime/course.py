@@ -10,7 +10,7 @@ from threading import get_ident
 from typing import Any, NoReturn, TypeVar, cast
 
 from rollout_server.core.conversation import Conversation, State
-from rollout_server.core.outcome import End, Stop
+from rollout_server.core.outcome import End, Stop, Verdict
 from rollout_server.core.record import Input, Record
 from rollout_server.runtime.places import NoPlace, Places
 from rollout_server.runtime.rollout import Rollout
@@ -40,6 +40,7 @@ class Course:
 
     Attributes:
         over: the end that it has met, once there is one.
+        verdict: what its agent said with that end; the judgement of a rollout that came to a stop is another one.
         state: what the agent keeps of it.
     """
 
@@ -47,6 +48,7 @@ class Course:
         self.rollout = rollout
         self.machine = rollout.machine
         self.over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self.verdict = Verdict()
         self.state: dict[str, Any] = {}
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()
@@ -137,10 +139,11 @@ class Course:
             raise
         return cast("_T", task.result())
 
-    def decide(self, end: End) -> None:
+    def decide(self, end: End, verdict: Verdict | None = None) -> None:
         """This is the end, unless there is one."""
         if not self.over.done():
             self.over.set_result(end)
+            self.verdict = verdict or self.verdict
 
     def end(self, end: End) -> NoReturn:
         """Ends the rollout."""

@@ -54,6 +54,8 @@ async def drive(rollout: Rollout, open_sampler: OpenSampler, workbench: Workbenc
             )
             if isinstance(end, Stop) and run is not None:
                 end, verdict = await _judge(rollout, run, end, tasks)
+            elif run is not None:
+                verdict = run.verdict
     finally:
         tasks += [task for task in run.under_way if task not in tasks] if run is not None else []
         for task in tasks:

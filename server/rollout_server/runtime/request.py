@@ -44,6 +44,11 @@ class Request:
         return parse_object(self.spec.metadata_json) if self.spec.metadata_json else {}
 
     @property
+    def source(self) -> Mapping[str, Any]:
+        """What the caller's own protocol said and nothing else here keeps as it was written, parsed anew at each look."""
+        return parse_object(self.spec.source_json) if self.spec.source_json else {}
+
+    @property
     def messages(self) -> Sequence[Mapping[str, Any]]:
         """The conversation that the rollout begins with, parsed anew at each look."""
         return [message.fields() for message in self.spec.messages]

@@ -15,7 +15,7 @@ from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.machine import Over
 from rollout_server.core.message import JSON, ToolCall
-from rollout_server.core.outcome import Category, End, Failure, Metrics, Stop
+from rollout_server.core.outcome import Category, End, Failure, Metrics, Stop, Verdict
 from rollout_server.core.record import Appended, GivenUp, Masked, Note
 from rollout_server.core.spec import DriftPolicy
 from rollout_server.runtime import saying
@@ -248,9 +248,14 @@ class Run:
         stop = self._machine.natural_stop()
         self._course.end(Stop(saying.reason(reason, "finish"), stop.truncated))
 
-    def close(self, end: End) -> None:
-        """From now on nothing can be asked for: what a reward samples would be trained as part of the rollout."""
-        self._course.decide(end)
+    def close(self, end: End, verdict: Verdict | None = None) -> None:
+        """From now on nothing can be asked for, not even by a reward. `verdict` goes along with a failure, which none judges."""
+        self._course.decide(end, verdict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What was said with the end that the rollout was closed with."""
+        return self._course.verdict
 
     @property
     def latest(self) -> Run:

@@ -1,7 +1,7 @@
 """The names of the earlier rollout SDK, over this project's API.
 
-An agent written for it runs with its imports changed and nothing else: the package is `rollout_server.sdk`, the submodules have the
-names that they had. New agents are better written against `rollout_server.Agent`.
+An agent written for it runs with its imports changed and nothing else: the packages `osmosis_ai` and `osmosis_ai.rollout` are both
+`rollout_server.sdk`, and the submodules have the names that they had. New agents are better written against `rollout_server.Agent`.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ from rollout_server.sdk.registry import (
     list_agent_loops,
     register_agent_loop,
     unregister_agent_loop,
+)
+from rollout_server.sdk.rewards import (
+    osmosis_reward,
+    osmosis_rubric,
 )
 from rollout_server.sdk.server import (
     DEFAULT_HOST,
@@ -160,6 +164,8 @@ __all__ = [
     "is_user_message",
     "list_agent_loops",
     "normalize_stop",
+    "osmosis_reward",
+    "osmosis_rubric",
     "parse_tool_arguments",
     "parse_tool_calls",
     "register_agent_loop",

@@ -1,14 +1,14 @@
-"""Results of tools that a loop ran itself: the one thing for which the adapter looks behind the face that agents see."""
+"""What the adapter looks up behind the face that agents see: results of tools that a loop ran itself, and the tokens of a turn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 
 from rollout_server.core.machine import Over
 from rollout_server.core.message import JSON, Message, ToolCall
 from rollout_server.core.record import ToolReturned
-from rollout_server.runtime.run import Run
+from rollout_server.core.used import lengths
+from rollout_server.runtime.run import Reply, Run
 
 
 async def append_results(
@@ -36,11 +36,21 @@ async def append_results(
     return messages[len(started) :]
 
 
+def usage_of(run: Run, reply: Reply) -> dict[str, int]:
+    """The tokens of a turn of this run, the last one: its prompt, its answer and both."""
+    if reply.sampled is None:
+        return {}
+    generated, prompt = lengths(reply.sampled, run._conversation.line)
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
 def _answering(calls: Sequence[ToolCall], messages: Sequence[Mapping[str, JSON]]) -> Iterator[ToolCall]:
-    """The calls that the first messages answer, each once, until a message answers none."""
-    open_calls = {call.id: call for call in calls}
-    with suppress(KeyError):
-        for message in messages:
-            if message.get("role") != "tool" or not isinstance(message.get("tool_call_id"), str):
-                return
-            yield open_calls.pop(str(message["tool_call_id"]))
+    """The calls that the first messages answer, each once and in order, until a message answers none."""
+    open_calls = list(calls)
+    for message in messages:
+        answers = message.get("tool_call_id") if message.get("role") == "tool" else None
+        call = next((each for each in open_calls if isinstance(answers, str) and each.id == answers), None)
+        if call is None:
+            return
+        open_calls.remove(call)
+        yield call

@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollout_server.agent import Agent
 from rollout_server.core.message import JSON
@@ -57,20 +58,20 @@ def place_of(agent_loop: RolloutAgentLoop, method: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToldTool:
-    """A tool that the model is told of and that the loop runs itself."""
+    """A tool that the model is told of and that the loop runs itself; `given` is what `get_tools` gave, a schema or its dict."""
 
     name: str
     description: str
     parameters_json_schema: str
     strict: bool = False
-    schema: OpenAIFunctionToolSchema | None = field(default=None, repr=False, compare=False)
+    given: Any = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, schema: OpenAIFunctionToolSchema) -> ToldTool:
+    def of(cls, schema: OpenAIFunctionToolSchema, given: object) -> ToldTool:
         """The tool of a schema."""
         function = schema.function
         parameters = json.dumps(function.parameters.model_dump(exclude_none=True), ensure_ascii=False)
-        return cls(function.name, function.description, parameters, function.strict, schema)
+        return cls(function.name, function.description, parameters, function.strict, given)
 
     async def run(self, arguments: Mapping[str, JSON]) -> str:
         """Never called by a loop: it answers the model itself."""
@@ -106,7 +107,7 @@ class LoopAgent(Agent):
                 run.note("tools_not_told", "get_tools gave this rollout other tools than the model was told of")
         context = RolloutContext(
             request=request,
-            tools=[tool.schema for tool in tools if isinstance(tool, ToldTool) and tool.schema is not None],
+            tools=[tool.given for tool in tools if isinstance(tool, ToldTool)],
             llm=client,
             _debug_dir=self._debug_dir,
             _note=run.note,
@@ -116,7 +117,7 @@ class LoopAgent(Agent):
             result = await self._loop.run(context)
             await self._conclude(run, client, result)
         except OsmosisRolloutError as error:
-            run.close(_failure(error, client.run.turn))
+            run.close(_failure(error, run.turn))
 
     async def reward(self, run: Run) -> Verdict:
         """What the loop's result says."""
@@ -130,24 +131,28 @@ class LoopAgent(Agent):
         except Exception as error:  # the boundary to an author's code
             _log.warning("%s gives no tools without a real request, so GET /tools has none", where, exc_info=error)
             return []
-        return [ToldTool.of(schema) for schema in told_tools(tools, where)]
+        return _told(tools, where)
 
     def _tools(self, request: RolloutRequest) -> list[Tool]:
-        where = place_of(self._loop, "get_tools")
-        return [ToldTool.of(schema) for schema in told_tools(self._loop.get_tools(request), where)]
+        return _told(self._loop.get_tools(request), place_of(self._loop, "get_tools"))
 
     async def _conclude(self, run: Run, client: RunClient, result: object) -> None:
         result = self._checked(result)
         reward = self._reward(result)
-        extra = ""
-        if result.final_messages and not await client.conclude(result.final_messages):
-            extra = _kept(client.run, result.final_messages)
+        messages = result.final_messages
+        known = not messages or await client.conclude(messages)
         if result.status == RolloutStatus.ERROR:
             text = result.error_message or "the agent loop ended with an error and said nothing about it"
-            run.close(Failure(Category.INTERNAL, text, client.run.turn))
+            # A receiver is sent no messages of a failed rollout, unless its loop names them.
+            extra = _kept(run, messages) if messages else ""
+            run.close(Failure(Category.INTERNAL, text, run.turn), Verdict(reward, extra_json=extra))
             return
-        self._verdicts[run.over] = Verdict(reward, extra_json=extra)
-        await client.run.finish(result.finish_reason)
+        if not known:
+            run.note(
+                "final_messages", "final_messages goes on from no conversation that there was; the outcome holds both"
+            )
+        self._verdicts[run.over] = Verdict(reward, extra_json="" if known else _kept(run, messages))
+        await client.finish(result.finish_reason)
 
     def _checked(self, result: object) -> RolloutResult:
         where = place_of(self._loop, "run")
@@ -176,18 +181,25 @@ class LoopAgent(Agent):
         return reward
 
 
+def _told(tools: Sequence[object], where: str) -> list[Tool]:
+    return [ToldTool.of(schema, given) for schema, given in zip(told_tools(tools, where), tools, strict=True)]
+
+
 def _tells_no_tools(request: Request) -> bool:
     """Trainers of the synchronous dialect know the tools of `GET /tools`, and hear of no others (http-wire.md, A)."""
     return request.spec.completions.dialect is Dialect.HTTP_MASKED
 
 
 def _kept(run: Run, messages: Sequence[MessageDict]) -> str:
-    """The outcome holds what was said; a last list that is another conversation goes along with it."""
-    run.note(
-        "final_messages", "final_messages is not the conversation so far with more appended; the outcome holds both"
-    )
+    """The loop's last list, as it goes along with the outcome."""
     text = json.dumps({"final_messages": messages}, default=str, ensure_ascii=False)
-    return text if len(text) <= _KEPT_LENGTH else ""
+    if len(text) <= _KEPT_LENGTH:
+        return text
+    run.note(
+        "final_messages",
+        f"final_messages has {len(text):,} characters and is left out: at most {_KEPT_LENGTH:,} go along",
+    )
+    return ""
 
 
 def _failure(error: OsmosisRolloutError, turn: int) -> Failure:

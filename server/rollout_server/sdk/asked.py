@@ -21,19 +21,24 @@ _SAMPLED = ("temperature", "top_p", "max_tokens", "stop", "logprobs")
 
 
 def request_of(request: Request) -> RolloutRequest:
-    """The request, with the limits in force; where there is none, the dialect's default stands in. Not validated again."""
-    spec = request.spec
+    """The request, with the limits in force; where there is none, the dialect's default stands in. Not validated again.
+
+    Sampling parameters are those that the caller sent, without the defaults of its protocol, where that is known.
+    """
+    spec, source = request.spec, request.source
+    tools = spec.tools.url if spec.tools is not None else None
+    parameters = source.get("completion_params")
     return RolloutRequest.model_construct(
         rollout_id=spec.rollout_id,
         server_url=spec.completions.url,
         messages=[copied(message) for message in request.messages],
-        completion_params=_parameters(spec.sampling),
-        tool_server_url=spec.tools.url if spec.tools is not None else None,
+        completion_params=_parameters(spec.sampling) if parameters is None else dict(parameters),
+        tool_server_url=source.get("tool_server_url", tools),
         max_turns=_TURNS if spec.limits.turns is None else spec.limits.turns,
         max_tokens_total=_TOKENS if spec.limits.generated_tokens is None else spec.limits.generated_tokens,
         metadata=dict(request.metadata),
         api_key=None,
-        idempotency_key=None,
+        idempotency_key=source.get("idempotency_key"),
     )
 
 
@@ -52,13 +57,17 @@ def own_sampling(request: Request, asked: SamplingParamsDict, wanted: Mapping[st
 
     None leaves a parameter as it is, and parameters that the earlier SDK ignores are ignored.
     """
-    named = {name: normalize_stop(value) if name == "stop" else value for name, value in wanted.items()}
-    own = {name: named[name] for name in _SAMPLED if name in named and named[name] != asked.get(name)}
+    named, known = _with_stops(wanted), _with_stops(asked)
+    own = {name: named[name] for name in _SAMPLED if name in named and named[name] != known.get(name)}
     try:
         overridden(request.sampling, own, request.spec.completions.dialect)
     except AgentMistake as mistake:
         raise OsmosisValidationError(str(mistake), 400) from None
     return cast("SamplingOptions", own)
+
+
+def _with_stops(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**parameters, "stop": normalize_stop(parameters["stop"])} if "stop" in parameters else parameters
 
 
 def _parameters(sampling: Sampling) -> SamplingParamsDict:

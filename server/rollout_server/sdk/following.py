@@ -19,31 +19,50 @@ from rollout_server.sdk.core.schemas import MessageDict
 _SAID = ("role", "content", "tool_calls")
 
 
-class Following:
-    """The conversation of one rollout, as its loop has shown it so far."""
+class Given(list[MessageDict]):
+    """A list of messages as a loop hands it over; `texts` are what it is compared by, made once."""
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        self._seen = [_text(message) for message in messages]
+    def __init__(self, messages: Sequence[MessageDict]) -> None:
+        super().__init__(messages)
+        self.texts = [_text(message) for message in messages]
+
+
+class Following:
+    """One conversation, as its loop has shown it so far."""
+
+    def __init__(self, messages: Sequence[MessageDict]) -> None:
+        self._seen = _texts(messages)
         self._answer: Mapping[str, Any] | None = None
-        self._given: Sequence[MessageDict] | None = None
-        self._shown: list[str] = []
+        self.has_answer = False
+
+    @property
+    def known(self) -> int:
+        """How many messages it holds."""
+        return len(self._seen) + (self._answer is not None)
+
+    def follows(self, given: Sequence[MessageDict]) -> bool:
+        """Whether the list is the conversation so far, with or without something appended."""
+        seen = len(self._seen)
+        if len(given) < self.known or _texts(given)[:seen] != self._seen:
+            return False
+        return self._answer is None or _is_same(self._answer, given[seen])
 
     def new_messages(self, given: Sequence[MessageDict]) -> Sequence[MessageDict] | None:
         """What came after the last answer; None where the list is not the conversation so far with something appended."""
-        self._given, self._shown = given, [_text(message) for message in given]
-        known = len(self._seen)
-        if self._shown[:known] != self._seen:
-            return None
-        if self._answer is None:
-            return given[known:]
-        if len(given) == known or not _is_same(self._answer, given[known]):
-            return None
-        return given[known + 1 :]
+        return given[self.known :] if self.follows(given) else None
+
+    def held(self, given: Sequence[MessageDict], stop: int) -> None:
+        """The conversation holds the first messages of a list that follows it, those before `stop`."""
+        if stop > self.known:
+            self._seen, self._answer = _texts(given)[:stop], None
 
     def answered(self, given: Sequence[MessageDict], answer: Mapping[str, Any]) -> None:
         """The model has answered this list."""
-        self._seen = self._shown if given is self._given else [_text(message) for message in given]
-        self._answer = answer
+        self._seen, self._answer, self.has_answer = _texts(given), answer, True
+
+
+def _texts(messages: Sequence[MessageDict]) -> list[str]:
+    return messages.texts if isinstance(messages, Given) else [_text(message) for message in messages]
 
 
 def _is_same(answer: Mapping[str, Any], given: Mapping[str, Any]) -> bool:

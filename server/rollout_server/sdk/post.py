@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rollout_server.sdk.core.exceptions import (
     OsmosisRolloutError,
@@ -16,7 +16,7 @@ from rollout_server.sdk.core.exceptions import (
     OsmosisTransportError,
     OsmosisValidationError,
 )
-from rollout_server.sdk.core.schemas import CompletionsResponse
+from rollout_server.sdk.core.schemas import MessageDict
 
 if TYPE_CHECKING:
     import httpx
@@ -66,10 +66,27 @@ class Post:
         return isinstance(error, OsmosisServerError | OsmosisTimeoutError | OsmosisTransportError)
 
 
-def read_completion(body: bytes) -> CompletionsResponse:
+class Choice(BaseModel):
+    """An answer among those of a completion."""
+
+    message: MessageDict
+    finish_reason: str | None = "stop"
+
+
+class Completion(BaseModel):
+    """What a client reads of a completion; trainers need not send the rest."""
+
+    choices: list[Choice]
+    usage: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+def read_completion(body: bytes) -> Completion:
     """The completion that a body holds. Raises `OsmosisValidationError`."""
     try:
-        completion = CompletionsResponse.model_validate_json(body)
+        completion = Completion.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "body"

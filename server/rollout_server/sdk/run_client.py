@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout_server.core.message import ToolCall
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, Stop
+from rollout_server.core.spec import Dialect
 from rollout_server.runtime.run import Reply, RolloutOver, Run
-from rollout_server.sdk.access import append_results
+from rollout_server.runtime.sampling import SamplingOptions
+from rollout_server.sdk.access import usage_of
 from rollout_server.sdk.asked import own_sampling
 from rollout_server.sdk.client import CompletionsResult
+from rollout_server.sdk.conversations import Conversation, Conversations
 from rollout_server.sdk.core.exceptions import (
     OsmosisRolloutError,
     OsmosisServerError,
@@ -19,48 +22,50 @@ from rollout_server.sdk.core.exceptions import (
     OsmosisValidationError,
 )
 from rollout_server.sdk.core.schemas import MessageDict, RolloutMetrics, RolloutRequest, copied
-from rollout_server.sdk.following import Following
+from rollout_server.sdk.following import Given
+
+_SAMPLING = ("temperature", "top_p", "max_tokens", "stop", "logprobs")
 
 
 class RunClient:
-    """Completes for one rollout of an agent loop. One call at a time, as the trainer's history grows one turn at a time."""
+    """Completes for one rollout of an agent loop. Several calls may be under way."""
 
     def __init__(self, run: Run, request: RolloutRequest) -> None:
-        self.run = run
+        self._run = run
         self._params = request.completion_params
-        self._following = Following([copied(message) for message in request.messages])
-        self._calls: Sequence[ToolCall] = ()
-        self._tool_ms = 0.0
+        self._conversations = Conversations(run, [copied(message) for message in request.messages])
         self._has_failed = False
+        # A trainer that counts masks has counted the turn, so a rollout that gives it up fails.
+        self._one_conversation = run.request.spec.completions.dialect is Dialect.HTTP_MASKED
 
-    async def chat_completions(self, messages: list[MessageDict], **kwargs: Any) -> CompletionsResult:
+    async def chat_completions(self, messages: list[MessageDict], *args: Any, **kwargs: Any) -> CompletionsResult:
         """The model's answer to the whole conversation.
 
-        A list that is the last one with the answer and more appended is followed; any other opens a segment. Sampling parameters
-        hold for this call; those that are not given are the request's. Raises `OsmosisValidationError` for a list or a parameter
-        that cannot be sent, and an `OsmosisRolloutError` when the trainer fails; then the rollout is over.
+        A list that goes on from an earlier one and its answer is followed; any other opens a segment, and so does one that comes
+        while an answer is awaited. Sampling parameters hold for this call, by name or in the order temperature, top_p, max_tokens,
+        stop, logprobs; those that are not given are the request's. Raises `OsmosisValidationError` for a list or a parameter that
+        cannot be sent, and an `OsmosisRolloutError` when the trainer fails; then the rollout is over.
         """
-        own = own_sampling(self.run.request, self._params, kwargs)
+        named = {**dict(zip(_SAMPLING, args, strict=False)), **kwargs}
+        own = own_sampling(self._run.request, self._params, named)
         given = _checked(messages)
         try:
-            await self._follow(given)
-            before = self.run.used
-            reply = await self.run.sample(**own)
+            conversation = await self._conversations.take(given)
+            answering = self._answer(conversation, given, own)
+            if conversation is self._conversations.main and not self._one_conversation:
+                # The outcome needs its main conversation, so a chat in it goes on though the loop stops waiting.
+                return await asyncio.shield(answering)
+            return await answering
         except RolloutOver as over:
             # Once: a loop that swallows it and asks again has to end.
             if not isinstance(over.end, Failure) or self._has_failed:
                 raise
             self._has_failed = True
             raise failed(over.end) from over
-        after = self.run.used
-        self._following.answered(given, reply.message)
-        self._calls = reply.tool_calls
-        prompt, generated = after.prompt_tokens - before.prompt_tokens, after.generated_tokens - before.generated_tokens
-        return _result(reply, {"prompt_tokens": prompt, "completion_tokens": generated})
 
     def get_metrics(self) -> RolloutMetrics:
         """What the rollout has used so far."""
-        used = self.run.used
+        used = self._run.used
         return RolloutMetrics(
             llm_latency_ms=used.completion_ms,
             num_llm_calls=used.turns,
@@ -71,30 +76,30 @@ class RunClient:
 
     def tool_call_took(self, milliseconds: float) -> None:
         """The loop ran a tool; its result is still to come."""
-        self._tool_ms += max(0.0, milliseconds)
+        self._conversations.tool_call_took(milliseconds)
 
     async def conclude(self, messages: Sequence[MessageDict]) -> bool:
-        """Takes over what the last list says beyond the conversation so far; False where it is another conversation."""
-        given = _checked(messages)
-        following = self._following.new_messages(given)
-        if following is None:
-            return False
-        await self._append(following)
-        return True
+        """Takes over what the last list says; False where it goes on from no conversation that there was."""
+        return await self._conversations.conclude(_checked(messages))
 
-    async def _follow(self, given: Sequence[MessageDict]) -> None:
-        following = self._following.new_messages(given)
-        if following is None:
-            self._calls, self._tool_ms = (), 0.0
-            self.run = await self.run.fork(given, kind="compaction")
+    async def finish(self, reason: str) -> None:
+        """Ends the rollout with the loop's own word."""
+        main = self._conversations.main
+        if main.is_taken:
+            main.run.close(Stop(reason))
         else:
-            await self._append(following)
+            await main.run.finish(reason)
 
-    async def _append(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        # The calls of a turn count as returned together, when their messages come: so their time is the sum of what was recorded.
-        left = await append_results(self.run, self._calls, messages, self._tool_ms)
-        self._calls, self._tool_ms = (), 0.0
-        await self.run.append(*left)
+    async def _answer(self, conversation: Conversation, given: Given, own: SamplingOptions) -> CompletionsResult:
+        try:
+            reply = await conversation.run.sample(**own)
+            conversation.answered(given, reply)
+            return _result(reply, usage_of(conversation.run, reply))
+        except asyncio.CancelledError:
+            conversation.is_closed = conversation is not self._conversations.main
+            raise
+        finally:
+            conversation.is_taken = False
 
 
 def _result(reply: Reply, usage: dict[str, int]) -> CompletionsResult:
@@ -102,8 +107,8 @@ def _result(reply: Reply, usage: dict[str, int]) -> CompletionsResult:
         message=copied(reply.message),
         token_ids=list(reply.token_ids or ()),
         logprobs=list(reply.logprobs or ()),
-        usage={**usage, "total_tokens": sum(usage.values())},
-        finish_reason=reply.finish_reason,
+        usage=usage,
+        finish_reason=reply.finish_reason or "stop",
     )
 
 
@@ -123,7 +128,7 @@ def failed(failure: Failure) -> OsmosisRolloutError:
             return OsmosisRolloutError(text)
 
 
-def _checked(messages: object) -> list[MessageDict]:
+def _checked(messages: object) -> Given:
     """Copies, so that nothing of the author's changes under our hands. Raises `OsmosisValidationError` naming the message."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise OsmosisValidationError(f"messages must be a list of dicts, not {type(messages).__name__}", 400)
@@ -139,6 +144,4 @@ def _checked(messages: object) -> list[MessageDict]:
             found.append(copied(message))
         except (TypeError, ValueError, RecursionError) as error:
             raise OsmosisValidationError(f"{where} is not JSON: {error}", 400) from None
-    if not found:
-        raise OsmosisValidationError("messages is empty: there is nothing to answer", 400)
-    return found
+    return Given(found)

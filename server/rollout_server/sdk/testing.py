@@ -37,6 +37,7 @@ __all__ = [
 ToolCallGenerator: TypeAlias = Callable[[MessageDict], list[dict[str, Any]] | None]
 
 _COMPLETIONS, _COMPLETED = "/v1/chat/completions", "/v1/rollout/completed"
+_ARITHMETIC = ("calculate", "add", "sum", "plus", "subtract", "multiply", "divide")
 
 
 def fake_token_ids(text: str) -> list[int]:
@@ -79,10 +80,10 @@ def create_mock_trainer_app(
 ) -> FastAPI:
     """A trainer of the asynchronous dialect that answers at once, the same each time.
 
-    Where a user asks for arithmetic it calls the tools add, subtract, multiply and divide; `tool_call_generator` decides instead,
-    given the last message: the tool calls of the answer, or None for a text. Its token ids are one for each character of the
-    conversation, so that prompts extend each other. `tracker` is told of every outcome; `GET /v1/rollout/completed/ID` tells of the
-    last one of a rollout, `{}` of none.
+    Where a user asks for arithmetic it calls the tool add, with 5 and 3; `tool_call_generator` decides instead, given the last
+    message: the tool calls of the answer, or None for a text. It answers a tool's result with "The calculation is complete." and
+    everything else with "OK.". Its token ids are one for each character, so that prompts extend each other. `tracker` is told of
+    every outcome; `GET /v1/rollout/completed/ID` tells of the last one of a rollout, `{}` of none.
     """
     from fastapi import FastAPI, HTTPException
 
@@ -99,7 +100,7 @@ def create_mock_trainer_app(
             request = CompletionsRequest.model_validate(body)
         except ValueError as error:
             raise HTTPException(422, f"no request for a completion: {error}") from None
-        return _completion(request, _answer(request.messages, tool_call_generator))
+        return _completion(request, _answer(request.messages, tool_call_generator or _sum))
 
     @app.post(_COMPLETED)
     def completed(body: dict[str, Any]) -> dict[str, str]:
@@ -153,28 +154,34 @@ def _mocked(path: str) -> str:
     return _COMPLETIONS if path.endswith(_COMPLETIONS) else _COMPLETED
 
 
-def _answer(messages: list[MessageDict], generate: ToolCallGenerator | None) -> MessageDict:
-    from rollout_server.testing.calculator_model import CalculatorModel
+def _sum(last: MessageDict) -> list[dict[str, Any]] | None:
+    """The tool call where a user's text has a word of arithmetic."""
+    content = last.get("content")
+    if last.get("role") != "user" or not isinstance(content, str):
+        return None
+    if not any(word in content.lower() for word in _ARITHMETIC):
+        return None
+    return [{"id": "call_mock_add", "type": "function", "function": {"name": "add", "arguments": '{"a": 5, "b": 3}'}}]
 
-    if generate is None:
-        return dict(CalculatorModel().reply(messages).message)
-    calls = generate(messages[-1]) if messages else None
+
+def _answer(messages: list[MessageDict], generate: ToolCallGenerator) -> MessageDict:
+    last = messages[-1] if messages else {"role": "user", "content": ""}
+    calls = generate(last)
     if calls:
-        return {"role": "assistant", "content": "I'll use a tool.", "tool_calls": calls}
-    return {"role": "assistant", "content": f"Done after {len(messages)} messages."}
+        return {"role": "assistant", "content": "I'll help you with that calculation.", "tool_calls": calls}
+    text = "The calculation is complete." if last.get("role") == "tool" else "OK."
+    return {"role": "assistant", "content": text}
 
 
 def _completion(request: CompletionsRequest, answer: MessageDict) -> dict[str, Any]:
     prompt = _characters([*map(_rendered, request.messages), "<assistant>"])
-    generated = _characters([_rendered(answer).removeprefix("<assistant>")])
+    generated = _characters([get_message_content(answer)])
     return {
         "id": request.rollout_id,
         "object": "chat.completion",
         "created": int(time.time()),
         "model": request.model,
-        "choices": [
-            {"index": 0, "message": answer, "finish_reason": "tool_calls" if parse_tool_calls(answer) else "stop"}
-        ],
+        "choices": [{"index": 0, "message": answer, "finish_reason": "stop"}],
         "usage": {
             "prompt_tokens": len(prompt),
             "completion_tokens": len(generated),
@@ -182,7 +189,7 @@ def _completion(request: CompletionsRequest, answer: MessageDict) -> dict[str, A
         },
         "prompt_token_ids": prompt,
         "token_ids": generated,
-        "logprobs": [-0.5] * len(generated),
+        "logprobs": [0.0] * len(generated),
     }
 
 

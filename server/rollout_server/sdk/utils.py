@@ -1,4 +1,4 @@
-"""Small questions about messages and parameters."""
+"""Small questions about messages and parameters; and the decorators for rewards, which the earlier SDK has under this name, too."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout_server.runtime.run import text_of
+from rollout_server.sdk.rewards import osmosis_reward, osmosis_rubric
 
 __all__ = [
     "count_messages_by_role",
@@ -16,6 +17,8 @@ __all__ = [
     "is_tool_message",
     "is_user_message",
     "normalize_stop",
+    "osmosis_reward",
+    "osmosis_rubric",
     "parse_tool_calls",
 ]
 

@@ -375,6 +375,7 @@ class RolloutSpec(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    SOURCE_JSON_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     """The caller's name for the rollout, sent to trainers. 1 to 256 characters, not blank."""
     group_id: _builtins.str
@@ -391,6 +392,10 @@ class RolloutSpec(_message.Message):
     """Higher runs earlier when rollouts wait for a place."""
     metadata_json: _builtins.str
     """For agents and tools: one JSON object, at most 1 MiB (a setting)."""
+    source_json: _builtins.str
+    """What the caller's own protocol said and the other fields do not keep as it was written: one JSON object, for agents. POST
+    /v1/rollout/init sets `completion_params`, `idempotency_key` and `tool_server_url`. It is not part of the fingerprint.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Message]:
         """The conversation so far, all in the same form. At least one message; for HTTP_PLAIN trainers also none."""
@@ -447,10 +452,11 @@ class RolloutSpec(_message.Message):
         priority: _builtins.int = ...,
         metadata_json: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        source_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "limits", b"limits", "outcome", b"outcome", "sampling", b"sampling", "tokenizer", b"tokenizer", "tools", b"tools"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_id", b"group_id", "labels", b"labels", "limits", b"limits", "messages", b"messages", "metadata_json", b"metadata_json", "on_drift", b"on_drift", "on_interrupt", b"on_interrupt", "outcome", b"outcome", "priority", b"priority", "rollout_id", b"rollout_id", "sampling", b"sampling", "token_mode", b"token_mode", "tokenizer", b"tokenizer", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_id", b"group_id", "labels", b"labels", "limits", b"limits", "messages", b"messages", "metadata_json", b"metadata_json", "on_drift", b"on_drift", "on_interrupt", b"on_interrupt", "outcome", b"outcome", "priority", b"priority", "rollout_id", b"rollout_id", "sampling", b"sampling", "source_json", b"source_json", "token_mode", b"token_mode", "tokenizer", b"tokenizer", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

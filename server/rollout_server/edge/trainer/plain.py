@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
@@ -42,10 +43,11 @@ class PlainSampler:
         self._url = f"{spec.completions.url}/v1/chat/completions"
         self._writer = RequestWriter(spec.rollout_id)
         self._unnamed = False
+        self._asked = False
 
     async def sample(self, ask: Ask) -> Answered:
         """Posts and checks. Raises `Failed`."""
-        turn = ask.asked.turn
+        self._asked, turn = True, ask.asked.turn
         body = self._body(ask)
         request = HttpRequest(self._url, body, turn_headers(ask), is_known=ask.last is not None)
         errand = Errand(request, turn, ask.deadline)
@@ -80,7 +82,8 @@ class PlainSampler:
             )
             raise Failed(Failure(Category.VALIDATION, text))
         other = PlainSampler(self._trainers, self._spec)
-        other._unnamed = True
+        # What takes the place of a conversation that the trainer has not seen is the first one to it.
+        other._unnamed = self._asked or self._unnamed or fork.origin.kind is not SegmentKind.COMPACTION
         return other
 
     def _body(self, ask: Ask) -> bytes:

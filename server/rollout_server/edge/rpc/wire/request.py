@@ -170,6 +170,7 @@ def _spec(proto: spec_pb2.RolloutSpec, messages: tuple[Message, ...], typed: boo
         priority=proto.priority,
         metadata_json=proto.metadata_json,
         labels=dict(proto.labels),
+        source_json=proto.source_json,
     )
 
 

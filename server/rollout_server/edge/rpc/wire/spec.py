@@ -24,6 +24,7 @@ def spec_to_proto(spec: Spec, *, with_messages: bool) -> spec_pb2.RolloutSpec:
         priority=spec.priority,
         metadata_json=spec.metadata_json,
         labels=spec.labels,
+        source_json=spec.source_json,
     )
     proto.token_mode = spec.token_mode  # type: ignore[assignment]
     proto.on_interrupt = spec.on_interrupt  # type: ignore[assignment]

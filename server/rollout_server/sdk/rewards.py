@@ -1,0 +1,82 @@
+"""The earlier SDK's decorators for reward functions: they check a function's signature when it is defined, and what it returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import Parameter
+from types import NoneType
+from typing import Any, ParamSpec, get_args, get_type_hints
+
+__all__ = ["osmosis_reward", "osmosis_rubric"]
+
+P = ParamSpec("P")
+
+_NAMES = ("solution_str", "ground_truth", "extra_info")
+
+
+def osmosis_reward(function: Callable[P, float]) -> Callable[P, float]:
+    """A reward of an answer: `def f(solution_str: str, ground_truth: str, extra_info: dict = None) -> float`.
+
+    More parameters may follow; an argument `data_source` is dropped. Raises TypeError for another signature, and when the function
+    returns anything but a float.
+    """
+    parameters, hints = _signature(function)
+    for parameter, kind in zip(parameters, (str, str, dict), strict=False):
+        if hints.get(parameter.name) is not kind:
+            raise TypeError(f"{function.__name__}: {parameter.name} must be annotated as {kind.__name__}")
+    if parameters[2].default is Parameter.empty:
+        raise TypeError(f"{function.__name__}: extra_info needs a default: extra_info: dict = None")
+    return _returning_float(function)
+
+
+def osmosis_rubric(function: Callable[P, float]) -> Callable[P, float]:
+    """The same for a judgement: `def f(solution_str: str, ground_truth: str | None, extra_info: dict) -> float`.
+
+    `extra_info` is always given to it. Raises TypeError for another signature, for arguments that are missing or of another type,
+    and when the function returns anything but a float.
+    """
+    parameters, hints = _signature(function)
+    for parameter in parameters[:2]:
+        kinds = {*(get_args(hints.get(parameter.name)) or (hints.get(parameter.name),))}
+        if kinds - ({NoneType} if parameter.name == "ground_truth" else set()) != {str}:
+            raise TypeError(f"{function.__name__}: {parameter.name} must be annotated as str")
+        if parameter.default is not Parameter.empty:
+            raise TypeError(f"{function.__name__}: {parameter.name} must have no default")
+    signature, checked = inspect.signature(function), _returning_float(function)
+
+    @wraps(function)
+    def judge(*args: P.args, **kwargs: P.kwargs) -> float:
+        kwargs.pop("data_source", None)
+        bound = signature.bind_partial(*args, **kwargs)
+        bound.apply_defaults()
+        for name, kinds in zip(_NAMES, ((str,), (str, NoneType), (object,)), strict=True):
+            if name not in bound.arguments or not isinstance(bound.arguments[name], kinds):
+                raise TypeError(f"{function.__name__}: {name} is missing or has a wrong type")
+        return checked(*args, **kwargs)
+
+    return judge
+
+
+def _signature(function: Callable[..., Any]) -> tuple[Sequence[Parameter], dict[str, Any]]:
+    """The parameters, of which the first three have their names, and the types of those that name some."""
+    parameters = list(inspect.signature(function).parameters.values())
+    if [parameter.name for parameter in parameters[:3]] != list(_NAMES):
+        raise TypeError(f"{function.__name__}: the first parameters must be {', '.join(_NAMES)}")
+    try:
+        return parameters, get_type_hints(function)
+    except NameError as error:
+        raise TypeError(f"{function.__name__}: an annotation cannot be read: {error}") from None
+
+
+def _returning_float(function: Callable[P, float]) -> Callable[P, float]:
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> float:
+        kwargs.pop("data_source", None)
+        reward: object = function(*args, **kwargs)
+        if not isinstance(reward, float):
+            raise TypeError(f"{function.__name__} returned {type(reward).__name__}, a float is needed")
+        return reward
+
+    return checked

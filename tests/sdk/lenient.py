@@ -1,0 +1,92 @@
+"""A trainer of the asynchronous dialect that takes any list of messages, as the earlier SDK's trainers do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from rollout_server.testing.serving import Listener
+
+from tests.sdk.conftest import Place
+
+
+class LenientTrainer:
+    """Answers `N answers TEXT`, of the last message's text, without ids, as this protocol's trainers do. Keeps what it is sent.
+
+    Attributes:
+        asked: the bodies of completions, in the order of their arrival.
+        told: the bodies of outcomes.
+        holds: answers to these texts wait for the events.
+        calls: tool calls of the answers to these texts.
+    """
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.asked: list[dict[str, Any]] = []
+        self.told: list[dict[str, Any]] = []
+        self.holds: dict[str, asyncio.Event] = {}
+        self.calls: dict[str, Sequence[Mapping[str, Any]]] = {}
+        self._arrived = asyncio.Condition()
+        self.app = FastAPI()
+        self.app.post("/v1/chat/completions")(self._complete)
+        self.app.post("/v1/rollout/completed")(self._completed)
+
+    async def arrived(self, requests: int) -> None:
+        """Waits until so many completions were asked for."""
+        async with self._arrived:
+            await self._arrived.wait_for(lambda: len(self.asked) >= requests)
+
+    async def play(self, place: Place, rollout_id: str, **changes: Any) -> dict[str, Any]:
+        """One rollout with this trainer: the outcome that it is told."""
+        body = {"server_url": self.url, "completion_params": {}, "messages": [{"role": "user", "content": "Hello"}]}
+        answer = await place.start(rollout_id, **(body | changes))
+        assert answer.status_code == 202, answer.text
+        async with asyncio.timeout(60), self._arrived:
+            await self._arrived.wait_for(lambda: any(each["rollout_id"] == place.id(rollout_id) for each in self.told))
+        return next(each for each in self.told if each["rollout_id"] == place.id(rollout_id))
+
+    def lists(self) -> list[list[str]]:
+        """The texts of the lists that were asked about."""
+        return [[str(message.get("content")) for message in body["messages"]] for body in self.asked]
+
+    async def _complete(self, request: Request) -> Response:
+        body = await request.json()
+        async with self._arrived:
+            self.asked.append(body)
+            number = len(self.asked)
+            self._arrived.notify_all()
+        text = str(body["messages"][-1]["content"]) if body["messages"] else ""
+        if text in self.holds:
+            await self.holds[text].wait()
+        if text == "refuse":
+            return Response('{"detail": "refused"}', 400)
+        message: dict[str, Any] = {"role": "assistant", "content": f"{number} answers {text}"}
+        if text in self.calls:
+            message["tool_calls"] = self.calls[text]
+        usage = {"prompt_tokens": 10 * len(body["messages"]), "completion_tokens": 7}
+        return Response(json.dumps({"choices": [{"message": message}], "usage": usage}), media_type="application/json")
+
+    async def _completed(self, request: Request) -> Response:
+        body = await request.json()
+        async with self._arrived:
+            self.told.append(body)
+            self._arrived.notify_all()
+        return Response(status_code=204)
+
+
+@asynccontextmanager
+async def lenient_trainer() -> AsyncIterator[LenientTrainer]:
+    """One that listens."""
+    trainer = LenientTrainer()
+    listener = await Listener.open(trainer.app, "127.0.0.1", 0)
+    trainer.url = f"http://127.0.0.1:{listener.port}"
+    try:
+        yield trainer
+    finally:
+        for held in trainer.holds.values():
+            held.set()
+        await listener.close()
