@@ -12,6 +12,9 @@ from rollout_server.core.record import ToolReturned, ToolStarted
 from rollout_server.runtime.course import AgentMistake, Course
 from rollout_server.runtime.toolbox import Toolbox, ToolResult
 
+_AT_ONCE = 16
+"""Calls that begin in one round of the event loop, so that other rollouts get their turns in between."""
+
 
 def made(calls: Iterable[ToolCall], conversation: Conversation) -> Sequence[ToolCall]:
     """The calls, each of which the model has made in its last message. Raises `AgentMistake` for others: no answer fits them."""
@@ -60,6 +63,8 @@ async def _call(course: Course, toolbox: Toolbox, intent: ToolStarted) -> ToolRe
     began = course.rollout.clock.monotonic()
     try:
         with course.waiting():
+            for _ in range(intent.index // _AT_ONCE):
+                await asyncio.sleep(0)
             result = await _run(course, toolbox, intent)
     except asyncio.CancelledError:
         _return(course, intent, ToolResult(intent.call, "Error: The call was given up before it returned", True), began)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.trainer.client import Forbidden, HttpAnswer, HttpClient, HttpRequest, Lost, NotTaken, TooLarge
@@ -68,7 +68,8 @@ async def fetch_once(client: HttpClient, errand: Errand) -> Fetched:
             continue
         except Lost as error:
             once = ". The turn may have been generated, so it is not asked for again"
-            raise Failed(_lost(error, errand, once)) from error
+            # In this dialect a call that timed out is a network error; "timeout" is the rollout's own time (http-wire.md, A).
+            raise Failed(replace(_lost(error, errand, once), category=Category.NETWORK)) from error
         except (TooLarge, Forbidden) as error:
             raise Failed(_unusable(error, errand)) from error
         if not _worth_waiting(answer, errand):
