@@ -1,9 +1,10 @@
 # One image for the server, the gateway alone and the strict trainer:
 #   docker build -t rollout-server .
-#   docker run -p 9000:9000 -p 50051:50051 rollout-server                                    # the calculator
+#   docker run -p 127.0.0.1:9000:9000 -p 127.0.0.1:50051:50051 rollout-server                # the calculator, for this host alone
 #   docker run -p 9000:9000 -p 50051:50051 -v "$PWD:/srv:ro" rollout-server serve weather.py:Weather
 #   docker run -p 9000:9000 -e ROLLOUT_SERVERS=server:50051 rollout-server gateway
-FROM python:3.11.14-slim-bookworm AS base
+# By the digest of the tag's multi-architecture index; change tag and digest together (`docker buildx imagetools inspect TAG`).
+FROM python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d AS base
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -32,7 +33,9 @@ COPY --from=build /opt/rollout /opt/rollout
 ENV PATH=/opt/rollout/bin:$PATH \
     HF_HOME=/var/cache/rollout \
     HF_HUB_DISABLE_TELEMETRY=1 \
-    ROLLOUT_LOG_FORMAT=json
+    ROLLOUT_LOG_FORMAT=json \
+    ROLLOUT_SERVER_HOST=0.0.0.0 \
+    ROLLOUT_GATEWAY_HOST=0.0.0.0
 USER 10001:10001
 # Agents are found from here, and `.env` is read here.
 WORKDIR /srv

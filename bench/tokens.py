@@ -1,9 +1,11 @@
 """`python -m bench.tokens DIRECTORY...`: what the tokens of a turn cost, beside rendering and encoding everything anew.
 
-A conversation grows to 1k, 8k and 32k tokens in turns of one answer with a call and one result. Counted is the CPU of this process
-with all its threads, once for a turn as the server does it, which renders and encodes what follows the answer, once for everything
-rendered and encoded anew. The figures are medians of the last turns; the others are the warm-up. Then 64 rollouts of the longest
-size take a turn at once, and a sleeper on their event loop tells how late it was woken.
+A conversation grows to 1k, 8k and 32k tokens in turns of one answer with a call and one result. Counted is the CPU of this
+process with all its threads: for a turn whose mask is counted (HTTP), for a turn in token mode, where a short form of the
+history stands for the whole one, and for everything rendered and encoded anew. The figures are medians of the last turns; the
+others are the warm-up. In token mode every 16th turn compares the short form with the full rendering: "with checks" is the mean
+of 16 turns, one of which does so. Then 64 rollouts of the longest size take a turn at once, and a sleeper on their event loop
+tells how late it was woken.
 """
 
 from __future__ import annotations
@@ -11,15 +13,18 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rollout_server.app import SWITCH_SECONDS
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
@@ -36,6 +41,7 @@ SIZES = (1_000, 8_000, 32_000)
 _TURNS = 48
 _TIMED = 7
 """Of these turns the last, which are those of the full length."""
+_CHECKED = 16
 _ROLLOUTS = 64
 _CALL_ID = "a1b2c3d4e"
 _WORDS = "The result of this step is written here, with some words, numbers like 8.0 and 12,345, and é. "
@@ -47,12 +53,16 @@ class Cost:
 
     Args:
         tokens: of the conversation in the last turn.
-        turn: as the server does it.
+        turn: with the count of the mask.
+        short: in token mode.
+        checked: the mean in token mode, with the turns that compare the short form.
         anew: with everything rendered and encoded again.
     """
 
     tokens: int
     turn: float
+    short: float
+    checked: float
     anew: float
 
 
@@ -92,6 +102,7 @@ def main(
 ) -> None:
     """Print two tables: CPU beside the length of the history, and how late the event loop is."""
     console = Console(width=100)
+    sys.setswitchinterval(SWITCH_SECONDS)
     asyncio.run(_measure(directories or [TOY_TOKENIZER], console))
 
 
@@ -103,8 +114,9 @@ async def _measure(directories: Sequence[Path], console: Console) -> None:
         loaded = await tokenizers.load(TokenizerName(name))
         for size in SIZES:
             cost = await _cost(loaded, size)
+            figures = (cost.turn, cost.short, cost.checked, cost.anew)
             costs.add_row(
-                name, str(cost.tokens), f"{cost.turn:.1f}", f"{cost.anew:.1f}", f"{cost.turn / cost.anew:.2f}"
+                name, str(cost.tokens), *(f"{figure:.1f}" for figure in figures), f"{cost.turn / cost.anew:.2f}"
             )
         lags.add_row(name, *(f"{1000 * late:.1f}" for late in await _lags(loaded)))
     await tokenizers.close()
@@ -116,17 +128,23 @@ async def _cost(loaded: LoadedTokenizer, size: int) -> Cost:
     """Grows a conversation to a size and times its last turns."""
     talk, renderer = Talk(loaded, size), Renderer(loaded, [], {})
     await _turn(renderer, talk)
-    turns: list[float] = []
-    anew: list[float] = []
+    token_mode = Renderer(loaded, [], {})
+    await token_mode.append(talk.messages, None, 0)
+    turns, short, anew = list[float](), list[float](), list[float]()
     for _ in range(_TURNS):
         talk.grow()
-        began = time.process_time()
+        times = [time.process_time()]
         await _turn(renderer, talk)
-        turned = time.process_time()
+        times.append(time.process_time())
+        await token_mode.append(talk.messages, talk.last, talk.answered)
+        times.append(time.process_time())
         ids = await loaded.run(_anew, loaded, talk)
-        turns.append(1000 * (turned - began))
-        anew.append(1000 * (time.process_time() - turned))
-    return Cost(ids, statistics.median(turns[-_TIMED:]), statistics.median(anew[-_TIMED:]))
+        times.append(time.process_time())
+        for figures, (began, ended) in zip((turns, short, anew), pairwise(times), strict=True):
+            figures.append(1000 * (ended - began))
+    usual = (statistics.median(figures[-_TIMED:]) for figures in (turns, short, anew))
+    turn, alone, whole = usual
+    return Cost(ids, turn, alone, statistics.mean(short[-_CHECKED:]), whole)
 
 
 async def _lags(loaded: LoadedTokenizer) -> tuple[float, float, float]:
@@ -172,7 +190,7 @@ def _called(arguments: str, result: str) -> tuple[dict[str, Any], dict[str, Any]
 
 def _cost_table() -> Table:
     table = Table(title="CPU for the tokens of one turn (ms, medians)")
-    for heading in ("tokenizer", "context", "a turn", "all anew", "ratio"):
+    for heading in ("tokenizer", "context", "with mask", "token mode", "with checks", "all anew", "mask / anew"):
         table.add_column(heading, justify="left" if heading == "tokenizer" else "right")
     return table
 

@@ -33,7 +33,11 @@ class Options(BaseSettings):
         validation_alias=_named("ROLLOUT_SERVERS"),
         description="A rollout server: HOST:PORT, grpc://HOST:PORT, grpcs://HOST:PORT or unix:PATH, each of them one process.",
     )
-    host: str = Field("0.0.0.0", validation_alias=_named("ROLLOUT_GATEWAY_HOST"), description="Address to listen on.")
+    host: str = Field(
+        "127.0.0.1",
+        validation_alias=_named("ROLLOUT_GATEWAY_HOST"),
+        description="Address to listen on; 0.0.0.0: all of IPv4, for callers on other machines.",
+    )
     port: int = Field(
         9000, ge=0, le=65535, validation_alias=_named("ROLLOUT_GATEWAY_PORT"), description="HTTP port; 0: any."
     )

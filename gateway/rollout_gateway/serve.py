@@ -25,7 +25,7 @@ _LOOK_SECONDS: Final = 0.01
 class Listening:
     """Where and how to listen. Port 0: any. Times in seconds."""
 
-    host: str = "0.0.0.0"
+    host: str = "127.0.0.1"
     port: int = 9000
     tls: TlsFiles | None = None
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -26,7 +27,6 @@ from rollout_server.assembly import (
     server_facts,
     server_tls,
     target_rules,
-    tell_of_doors,
     tokenizer_settings,
     trainers,
     workbench,
@@ -48,6 +48,7 @@ from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.targets.lookup import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.exposure import log_exposure
 from rollout_server.runtime.hooks import start_agents
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.surroundings import Surroundings
@@ -59,6 +60,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 LAST_SECONDS = 5.0
 """How long trainers may take to acknowledge what their streams still owe them at the end."""
+SWITCH_SECONDS = 0.0005
+"""How long a thread may keep the interpreter when another one waits for it.
+
+With Python's 5 ms, an event loop that gives the interpreter up in each system call waits again and again for threads that render
+whole conversations: hundreds of sends and receives in one round of the loop add up to seconds.
+"""
 KEYS_SECONDS = 1.0
 """How often the file of API keys is looked at."""
 
@@ -129,7 +136,7 @@ class Server:
             await self._start_http(socket, keys)
         self._repeat(self._roster.forget, settings.cleanup_seconds)
         self._repeat(keys.refresh, KEYS_SECONDS)
-        tell_of_doors(settings, keys)
+        log_exposure(settings, keys)
         self._watch_loop()  # last: nobody waits for what a start takes
 
     async def _make_roster(self, rules: TargetRules) -> Roster:
@@ -221,6 +228,7 @@ def serve_with(
 
     chosen = load(**settings)
     logs.set_up(chosen.log_format, chosen.log_level)
+    sys.setswitchinterval(SWITCH_SECONDS)
     run_loop(_serve(agents, chosen, serving), loop_factory())
 
 
@@ -242,7 +250,7 @@ async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[
             _log.info("stopped before it served")
             return
         where = f"gRPC on port {server.grpc_port}" + (f", HTTP on port {server.http_port}" if settings.http else "")
-        _log.info("serving %s (%.2f s)", where, time.monotonic() - began)
+        _log.info("serving %s of %s (%.2f s)", where, settings.host, time.monotonic() - began)
         if serving is not None:
             serving(server)
         await signals.first.wait()

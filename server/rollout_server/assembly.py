@@ -40,6 +40,7 @@ from rollout_server.edge.trainer.completion import CompletionTrainers
 from rollout_server.edge.trainer.masked import MaskedTrainers
 from rollout_server.edge.trainer.plain import PlainTrainers
 from rollout_server.edge.trainer.retry import Retries
+from rollout_server.exposure import knows_its_callers, listens_on_loopback
 from rollout_server.runtime.port import Credentials, Sampler, Tool
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.surroundings import Patience, Surroundings
@@ -48,7 +49,6 @@ from rollout_server.runtime.workbench import ToolLimits, Workbench
 from rollout_server.settings import TOY, Settings, WrongSettings
 
 _log = logging.getLogger(__name__)
-_NEAR = frozenset({"localhost", "127.0.0.1", "::1"})
 _TAKE_IDS = frozenset({Dialect.GRPC, Dialect.STREAM, Dialect.VLLM, Dialect.SGLANG})
 FEATURES = (
     "http_masked",
@@ -98,6 +98,7 @@ def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
             connections=settings.trainer_connections,
             resolver=lookup,
             tls=tls,
+            quotes_strangers=knows_its_callers(settings),
         )
     )
 
@@ -174,21 +175,12 @@ def keyring(settings: Settings) -> Keyring:
         return Keyring([*keys, *entries], settings.api_keys_file)
 
 
-def tell_of_doors(settings: Settings, keys: Keyring) -> None:
-    """The log says what is open to callers without a key."""
-    if not keys.demands and settings.tls_client_ca is None and settings.host not in _NEAR:
-        text = "no API key is set: whoever reaches %s may start rollouts; ROLLOUT_API_KEYS_FILE demands one"
-        _log.warning(text, settings.host)
-    if keys.demands and settings.http and not settings.synchronous_needs_key:
-        _log.warning("POST /rollout and GET /tools need no API key; ROLLOUT_SYNCHRONOUS_NEEDS_KEY=true demands one")
-
-
 def target_rules(settings: Settings) -> TargetRules:
     """Which endpoints requests may name. Raises `WrongSettings`."""
     with _naming("ROLLOUT_TARGETS"):
         TargetRules.parse(settings.targets)
     with _naming("ROLLOUT_TARGET_SCHEMES"):
-        return TargetRules.parse(settings.targets, settings.target_schemes)
+        return TargetRules.parse(settings.targets, settings.target_schemes, loopback=listens_on_loopback(settings))
 
 
 def server_tls(settings: Settings) -> ServerTls | None:

@@ -95,6 +95,21 @@ def test_settings_of_compose_are_accepted(name: str) -> None:
     accepted(name, values)
 
 
+def test_what_is_deployed_listens_on_all_its_addresses() -> None:
+    """By default both listen on loopback, which nobody reaches in a container."""
+    assert Settings.model_fields["host"].default == Options.model_fields["host"].default == "127.0.0.1"
+    hosts = {"server": "ROLLOUT_SERVER_HOST", "gateway": "ROLLOUT_GATEWAY_HOST"}
+    for name, variable in hosts.items():
+        assert f"{variable}=0.0.0.0" in DOCKERFILE.read_text()
+        assert compose()["services"][name]["environment"][variable] == "0.0.0.0"
+        entries = unit(DEPLOY / "systemd" / f"rollout-{name}.service")
+        assert f"{variable}=0.0.0.0" in entries["Environment"]
+    for path, workload in workloads():
+        (container,) = workload["spec"]["template"]["spec"]["containers"]
+        name = "gateway" if container["args"] == ["gateway"] else "server"
+        assert settings_of(path, workload)[hosts[name]] == "0.0.0.0"
+
+
 def test_ports_are_the_defaults() -> None:
     assert re.findall(r"^EXPOSE (.*)$", DOCKERFILE.read_text(), re.MULTILINE) == [f"{HTTP} {GRPC}"]
     published = {
@@ -236,7 +251,7 @@ def test_what_the_dockerfile_copies_is_there_and_not_ignored() -> None:
 def test_one_image_is_the_base_of_all_stages_and_its_python_is_one_we_support() -> None:
     stages = re.findall(r"^FROM (\S+)", DOCKERFILE.read_text(), re.MULTILINE)
     assert stages[1:] == ["base", "base"]
-    found = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-\w+", stages[0])
+    found = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-\w+@sha256:[0-9a-f]{64}", stages[0])
     assert found is not None
     assert found[1] == tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["python_version"]
 

@@ -36,7 +36,7 @@ def test_hadolint_likes_the_dockerfile() -> None:
 @pytest.mark.parametrize(
     ("good", "bad", "rule"),
     [
-        ("python:3.11.14-slim-bookworm", "python:latest", "DL3007"),
+        ("python:3.11.14-slim-bookworm@sha256:", "python:latest AS other\nFROM python@sha256:", "DL3007"),
         ("WORKDIR /build", "RUN cd /build", "DL3003"),
         ('ENTRYPOINT ["rollout"]', "ENTRYPOINT rollout", "DL3025"),
     ],

@@ -35,6 +35,7 @@ SAID = {"role": "assistant", "content": "Eight."}
 MORE = {"role": "user", "content": "And twice that?"}
 CALLED = Reply(content="Adding.", tool_calls=(tool_call("call00001", "add", '{"a":5,"b":8.0}'),))
 HEARD = {"role": "tool", "tool_call_id": "call00001", "content": "8<|im_end|>\n<|im_start|>tool\n<|im_end|>"}
+CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": "{}"}}
 CHATML = (
     "{%- for message in messages -%}{{- '<|im_start|>' ~ message.role ~ '\n' ~ message.content ~ '<|im_end|>\n' -}}"
     "{%- endfor -%}{%- if add_generation_prompt -%}{{- PROMPT ~ '<|im_start|>assistant\n' -}}{%- endif -%}"
@@ -99,19 +100,37 @@ async def environment(copy: Copy, tokenizer: Any, messages: Sequence[Mapping[str
     return str(tokenizer.decode(list(rendered.predicted.environment)))
 
 
-async def looked_at(copy: Copy) -> None:
-    """A template that writes something else in front, and not as long, for a message that begins in a certain way."""
-    marked = "'<|im_end|>tool\n' if messages[-1].content.startswith('<tool>') else '<|im_end|>somebody\n'"
-    tokenizer = toy("{{- " + marked + " -}}" + CHATML.replace("PROMPT", "''"))
-    heard = {"role": "user", "content": "<tool>8</tool>"}
-    text = await environment(copy, tokenizer, [ASKED, SAID, heard])
-    assert text == "\n<|im_start|>user\n<tool>8</tool><|im_end|>\n<|im_start|>assistant\n"
+async def stop_said(copy: Copy) -> None:
+    """The text of the stop is part of what the model said."""
+    said = {"role": "assistant", "content": "It is <|im_end|>, I think."}
+    text = await environment(copy, toy(), [ASKED, said, MORE])
+    assert text == f"\n<|im_start|>user\n{MORE['content']}<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def reminded(copy: Copy) -> None:
+    """A template that writes a reminder behind each answer, and closes it with the same stop."""
+    reminder = "{{- '<|im_start|>system\nStay brief.<|im_end|>\n' if message.role == 'assistant' -}}{%- endfor -%}"
+    tokenizer = toy(CHATML.replace("PROMPT", "''").replace("{%- endfor -%}", reminder))
+    text = await environment(copy, tokenizer, [ASKED, SAID, MORE])
+    assert text.startswith("\n<|im_start|>system\nStay brief.<|im_end|>\n<|im_start|>user\n")
+
+
+async def closing_calls(copy: Copy) -> None:
+    """A template that ends calls with a special token, behind which the engine has stripped the stop."""
+    content = "(message.content or message.tool_calls | tojson ~ '<|endoftext|>')"
+    tokenizer = toy(CHATML.replace("PROMPT", "''").replace("message.content", content))
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    renderer = copy.renderer(tokenizer)
+    ids = tokenizer.encode("add<|endoftext|>", add_special_tokens=False)
+    rendered = await renderer.predict(packed([ASKED, called, HEARD]), answered(called, ids), 1)
+    assert rendered.exact
+    assert list(rendered.predicted.closing) == tokenizer.encode("<|im_end|>", add_special_tokens=False)
 
 
 async def grown_long(copy: Copy) -> None:
     """A template that reminds the model of something once a conversation is long."""
-    tokenizer = toy(CHATML.replace("PROMPT", "('Be brief.' if messages | length > 16 else '')"))
-    text = await environment(copy, tokenizer, [*[ASKED, SAID] * 9, MORE])
+    tokenizer = toy(CHATML.replace("PROMPT", "('Be brief.' if messages | length > 40 else '')"))
+    text = await environment(copy, tokenizer, [*[ASKED, SAID] * 21, MORE])
     assert text == f"\n<|im_start|>user\n{MORE['content']}<|im_end|>\nBe brief.<|im_start|>assistant\n"
 
 
@@ -153,12 +172,16 @@ async def closed_by_several(copy: Copy) -> None:
     assert text == f"\n<|im_start|>user\n{MORE['content']}<|im_start|><|endoftext|>\n<|im_start|>assistant\n"
 
 
-async def left_open(copy: Copy) -> None:
-    """Nothing closes this answer; the stop before it is that of the question."""
-    closing = "('' if message.content == '" + SAID["content"] + "' else '<|im_end|>') ~ '"
-    tokenizer = toy(CHATML.replace("PROMPT", "''").replace("'<|im_end|>", closing))
-    renderer = copy.renderer(tokenizer)
-    assert not (await renderer.predict(packed([ASKED, SAID, MORE]), answered(SAID, [5]), 1)).exact
+async def unannounced(copy: Copy) -> None:
+    """Questions begin with the token that ends answers; other messages behind an answer begin with plain text."""
+    tokenizer = toy(
+        "{%- for message in messages -%}{{- '<|im_start|>' if message.role == 'user' else '/' -}}"
+        "{{- message.content -}}{%- endfor -%}"
+        "{{- '<|endoftext|>' if add_generation_prompt -}}"
+    )
+    late = {"role": "system", "content": "Be kind."}
+    rendered = await copy.renderer(tokenizer).predict(packed([ASKED, SAID, late]), answered(SAID, [5]), 1)
+    assert not rendered.exact
 
 
 async def in_python(copy: Copy) -> None:
@@ -194,44 +217,29 @@ async def parted(copy: Copy) -> None:
 
 PLANTED: Sequence[tuple[Check, Fault]] = (
     (
-        judged,
-        Fault(
-            "the newline after the stop is forgotten", "cut", "end = found + len(stop)", "end = found + len(stop) + 1"
-        ),
+        stop_said,
+        Fault("the first stop is always taken", "cut", "if end == first:", "if (text := turn.full[first:]):"),
     ),
+    (reminded, Fault("the last stop is always taken", "cut", "said = _end_of_answer(turn)", "said = None")),
     (
-        judged,
-        Fault(
-            "the stop is looked for from the end",
-            "cut",
-            '_after_stop("".join(parts[: number + 1]), stop, full)',
-            "_after_stop(full, stop, full)",
-        ),
-    ),
-    (
-        looked_at,
-        Fault(
-            "what the mark changes is not looked at",
-            "cut",
-            "return full[end:] if text[:end] == full[:end] else None",
-            "return full[end:]",
-        ),
+        closing_calls,
+        Fault("what ends a call ends an answer", "loaded", " or token_id in self.probed.inside", ""),
     ),
     (
         closed_by_several,
         Fault("the first token behind an answer closes it", "probe", "self._stops[closing[-1]]", "self._stops[own[0]]"),
     ),
     (
-        left_open,
+        unannounced,
         Fault(
-            "the stop of an earlier message is taken",
+            "any text may follow an answer that is left open",
             "render",
-            "text is None or not stands_behind(text, full, before.encoded.text)",
-            "text is None",
+            "stop is None or (first and self.loaded.is_special(first[0]))",
+            "True",
         ),
     ),
-    (in_python, Fault("one id too many is dropped behind the stop", "render", "return ids[1:]", "return ids[2:]")),
-    (in_python, Fault("the stop itself is kept", "render", "return ids[1:]", "return ids[:]")),
+    (in_python, Fault("one id too many is dropped behind the stop", "render", "last), ids[1:])", "last), ids[2:])")),
+    (in_python, Fault("the stop itself is kept", "render", "last), ids[1:])", "last), ids[:])")),
     (
         judged,
         Fault(
@@ -269,10 +277,10 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
     (
         grown_long,
         Fault(
-            "the mirror's end is not compared",
-            "render",
-            "text if text is not None and prompt.encoded.text.endswith(stop.text + text) else None",
-            "text",
+            "what stands behind a short history is not compared",
+            "cut",
+            "if hint is not None and turn.full[first:] == hint:",
+            "if hint is not None:",
         ),
     ),
     (
@@ -289,8 +297,8 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "the length of some earlier prompt is taken for the last one's",
             "render",
-            "if before.messages == turn.messages[: turn.answered]:",
-            "if before.messages:",
+            "if before.messages != turn.messages[: turn.answered]:",
+            "if not before.messages:",
         ),
     ),
     (
@@ -313,14 +321,16 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
     ),
     (
         closed,
-        Fault("any special token closes a cut answer", "loaded", "in self._special and not cut", "in self._special"),
+        Fault(
+            "any special token closes a cut answer", "loaded", "self._ends or cut or token_id", "self._ends or token_id"
+        ),
     ),
     (
         judged,
         Fault(
             "the count includes what the model wrote",
             "render",
-            "prompt.length - before.length - len(turn.last.token_ids)",
+            "prompt.length - before.length - len(last.token_ids)",
             "prompt.length - before.length",
         ),
     ),
@@ -329,8 +339,8 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "a mask of the truth's length",
             "render",
-            "return Rendered(truth, longer)",
-            "return Rendered(truth, len(truth.environment))",
+            "return Rendered(truth, longer,",
+            "return Rendered(truth, len(truth.environment),",
         ),
     ),
     (

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -25,14 +23,14 @@ ANONYMOUS = "anonymous"
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Place]:
     """One server, whose synchronous route is open. Rollouts that nobody listens to end soon."""
-    async with place(detach_grace_seconds=0.2) as opened:
+    async with place(detach_grace_seconds=0.2, synchronous_needs_key=False) as opened:
         yield opened
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def closed() -> AsyncIterator[Place]:
     """One server that wants keys everywhere."""
-    async with place(synchronous_needs_key=True) as opened:
+    async with place() as opened:
         yield opened
 
 
@@ -145,21 +143,6 @@ async def test_a_gateways_own_key_owns_what_comes_without(lent: Place) -> None:
     assert (await lent.alice.http.post(f"/v1/rollouts/{begun.uid}/cancel")).json() == {"uids": [begun.uid]}
     assert begun.answer is not None
     assert (await begun.answer).json()["extra_fields"]["error_category"] == "cancelled"
-
-
-@pytest.mark.parametrize(
-    ("needed", "keys", "warned"), [(False, True, True), (True, True, False), (False, False, False)]
-)
-async def test_what_stays_open_is_told_at_the_start(
-    caplog: pytest.LogCaptureFixture, needed: bool, keys: bool, warned: bool
-) -> None:
-    with caplog.at_level(logging.WARNING, "rollout_server"):
-        settings: dict[str, Any] = {} if keys else {"api_keys": ()}
-        async with place(synchronous_needs_key=needed, **settings):
-            pass
-    told = [record.getMessage() for record in caplog.records if "POST /rollout" in record.getMessage()]
-    assert len(told) == warned
-    assert all("ROLLOUT_SYNCHRONOUS_NEEDS_KEY" in each for each in told)
 
 
 async def test_everything_has_ended(server: Place) -> None:

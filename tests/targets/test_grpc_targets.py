@@ -103,16 +103,16 @@ async def test_what_the_rules_do_not_allow_gets_no_channel(url: str) -> None:
 
 
 async def test_addresses_are_looked_up_and_checked() -> None:
-    looking = lookup("10.0.0.0/8:50051,fe80::/10", good_example="10.0.0.1", near_example="fe80::1%lo")
+    looking = lookup("10.0.0.0/8:50051", good_example="10.0.0.1", near_example="fe80::1%lo")
     assert [str(each) for each in await looking.addresses("good.example", 50051)] == ["10.0.0.1"]
     assert [str(each) for each in await looking.addresses("10.0.0.2", 50051)] == ["10.0.0.2"]
-    assert [str(each) for each in await looking.addresses("near.example", 50051)] == ["fe80::1%lo"]
     for host, port in (
         ("good.example", 50052),
         ("10.0.0.2", 50052),
         ("11.0.0.1", 50051),
         ("10.1", 50051),
         ("::1", 50051),
+        ("near.example", 50051),
     ):
         with pytest.raises(TargetRefused):
             await looking.addresses(host, port)

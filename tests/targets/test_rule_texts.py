@@ -75,6 +75,18 @@ def test_what_is_no_rule_is_named(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("169.254.169.254", "169.254.0.0/16", "169.254.1.0/24:80", "fe80::/10", "[fe80::1]:80", "fd00:ec2::254"),
+        *("100.100.100.200", "224.0.0.0/8", "255.255.255.255", "ff02::/16"),
+    ],
+)
+def test_a_rule_for_what_is_never_called_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is reserved .* and never called, so no rule can allow it"):
+        TargetRules.parse(f"fine.example,{text}")
+
+
 def test_lists_are_read_as_texts_are() -> None:
     assert TargetRules.parse(("a.example", " 10.0.0.0/8:80 "), ("HTTPS",)) == TargetRules.parse(
         "a.example,10.0.0.0/8:80", "https"

@@ -46,7 +46,8 @@ def check(template: Template, row: dict[str, Any], tools: list[dict[str, Any]]) 
         said, ids = teller.answer(answered)
         added = teller.environment(answered, ids)
     environment = pack_tokens(row["env_ids"])
-    assert added == len(environment) + row["missing_stop"], where
+    assert added is not None
+    assert added.tokens == len(environment) + row["missing_stop"], where
     assert teller.truth.ids[-len(environment) :] == environment, where
     if row["case"] not in UNTOLD:
         text = said.text.removesuffix(said.stop) if row["missing_stop"] else said.text

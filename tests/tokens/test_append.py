@@ -1,6 +1,5 @@
 """The truth without the count: the same as with it, at a cost that does not grow with the history where the template allows."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ async def test_what_is_appended_is_the_truth(ours, plain, family, start) -> None
         pytest.skip(f"the template refuses the conversation: {error}")
     rounds = [(SAID, MORE), (SAID, MORE)] if family == "phi-3.5" else [(CALLED, HEARD), (CALLED, HEARD), (SAID, MORE)]
     whole, short = Renderer(loaded, TOOLS, {}), Renderer(loaded, TOOLS, {})
-    assert await short.append(packed(*messages), None, 0) == (await whole.predict(packed(*messages), None, 0)).predicted
+    assert await short.append(packed(*messages), None, 0) == await whole.predict(packed(*messages), None, 0)
     for said, heard in rounds:
         asked = len(messages)
         messages += [said, heard]
@@ -44,71 +43,119 @@ async def test_what_is_appended_is_the_truth(ours, plain, family, start) -> None
             turn = (packed(*messages), answered(said, ids, reason), asked)
             expected = await Renderer(loaded, TOOLS, {}).predict(*turn)
             assert expected.exact
-            assert await short.append(*turn) == expected.predicted
+            assert (await short.append(*turn)).predicted == expected.predicted
 
 
-class Counting:
+class Counting(LoadedTokenizer):
     """Notes how many messages are rendered at a time."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = copy.copy(tokenizer)
-        self.rendered: list[int] = []
-        rendered, render = self.rendered, tokenizer.apply_chat_template
+    rendered: list[int]
 
-        def counted(conversation: Any, **options: Any) -> Any:
-            rendered.append(len(conversation))
-            return render(conversation, **options)
+    def text(self, messages: Any, *arguments: Any, **options: Any) -> str:
+        self.rendered.append(len(messages))
+        return super().text(messages, *arguments, **options)
 
-        self.tokenizer.apply_chat_template = counted
+
+@pytest.mark.parametrize("start", [[ASKED], [SYSTEM, ASKED], [DEVELOPER, ASKED], [ASKED, SYSTEM]])
+async def test_a_long_history_costs_no_more_than_a_short_one(plain, executor, start) -> None:
+    """Only the first two turns behind an answer and every sixteenth render the whole conversation."""
+    counting = Counting("toy", plain("toy").tokenizer, executor)
+    counting.rendered = []
+    renderer = Renderer(counting, TOOLS, {})
+    stop = plain("toy").ids("<|im_end|>")
+    messages, whole = packed(*start), []
+    await renderer.append(messages, None, 0)
+    for turn in range(1, 40):
+        counting.rendered.clear()
+        asked = len(messages)
+        messages += packed(CALLED, HEARD)
+        rendered = await renderer.append(messages, answered(CALLED, stop), asked)
+        assert not rendered.short_form_dropped
+        if len(messages) in counting.rendered:
+            whole.append(turn)
+        else:
+            assert max(counting.rendered) <= len(start) + 3
+    assert [turn for turn in whole if turn > 2] == [18, 34]
 
 
 @pytest.mark.parametrize(
-    ("start", "rendered"), [([ASKED], 3), ([SYSTEM, ASKED], 4), ([DEVELOPER, ASKED], 4), ([ASKED, SYSTEM], 3)]
+    "again",
+    [
+        pytest.param(
+            "{%- if messages | length > 40 -%}{{- ' again' -}}{%- endif -%}", id="a count it cannot see at load"
+        ),
+        pytest.param(
+            "{%- if '/brief' in (messages | map(attribute='content') | join) -%}{{- ' now' -}}{%- endif -%}",
+            id="a switch",
+        ),
+    ],
 )
-async def test_a_long_history_costs_no_more_than_a_short_one(plain, executor, start, rendered) -> None:
-    counting = Counting(plain("toy").tokenizer)
-    renderer = Renderer(LoadedTokenizer("toy", counting.tokenizer, executor), TOOLS, {})
-    stop = plain("toy").ids("<|im_end|>")
-    for rounds in (0, 1, 20):
-        counting.rendered.clear()
-        history = [*start, *[SAID, MORE] * rounds]
-        await renderer.append(packed(*history, CALLED, HEARD), answered(CALLED, stop), len(history))
-        assert counting.rendered == [rendered] * 2
+async def test_a_short_form_that_differs_is_dropped_before_it_is_used(ours, plain, again) -> None:
+    loaded, naive = (
+        ours("toy", CHATML.replace("{{- '<|im_start|>assistant\n' -}}", "{{- '<|im_start|>assistant' -}}" + again)),
+        plain("toy"),
+    )
+    assert loaded.probed.short_form
+    renderer, dropped = Renderer(loaded, [], {}), []
+    messages = packed(ASKED)
+    await renderer.append(messages, None, 0)
+    for turn in range(1, 30):
+        asked = len(messages)
+        more = {**MORE, "content": "Twice, /brief"} if turn == 10 else MORE
+        messages += packed(SAID, more)
+        last = answered(SAID, naive.ids("<|im_end|>"))
+        rendered = await renderer.append(messages, last, asked)
+        assert rendered.predicted == (await Renderer(loaded, [], {}).predict(messages, last, asked)).predicted
+        dropped += [turn] if rendered.short_form_dropped else []
+    assert len(dropped) == 1
 
 
-async def test_a_template_that_refuses_the_short_form_is_rendered_in_full(ours, plain) -> None:
-    refusing = "{%- if messages[-1].content == 'And twice that?' and messages[0].content == '?' -%}"
-    template = refusing + "{{- raise_exception('A question mark.') -}}{%- endif -%}" + CHATML
-    loaded, stop = ours("toy", template), plain("toy").ids("<|im_end|>")
-    assert loaded.probed.mirrors
-    appended = await Renderer(loaded, [], {}).append(packed(ASKED, SAID, MORE), answered(SAID, stop), 1)
-    assert appended == Prediction(pack_tokens(), pack_tokens(plain("toy").ids(APPENDED)))
-
-
-async def test_without_a_place_to_cut_nothing_is_appended(ours) -> None:
-    loaded = ours("toy", "{{- messages | map(attribute='content') | join | length -}}" + CHATML)
+async def test_what_the_template_leaves_out_is_named(ours, plain) -> None:
+    silent = CHATML.replace("for message in messages", "for message in messages if message.role != 'system'")
+    loaded, naive = ours("toy", silent), plain("toy")
     renderer = Renderer(loaded, [], {})
-    assert await renderer.append(packed(ASKED, SAID, MORE), answered(SAID, [5]), 1) is None
-    assert await renderer.append(packed(ASKED), None, 0) is not None
+    await renderer.append(packed(ASKED), None, 0)
+    turn = packed(ASKED, SAID, SYSTEM, MORE), answered(SAID, naive.ids("<|im_end|>")), 1
+    for rendered in (await renderer.append(*turn), await Renderer(loaded, [], {}).predict(*turn)):
+        assert list(rendered.unseen) == [2]
+        assert rendered.predicted.environment == pack_tokens(naive.ids(APPENDED))
 
 
-async def test_an_answer_with_calls_may_be_closed_by_another_token(ours, plain) -> None:
-    said = "(message.content ~ (message.tool_calls[0].function.arguments ~ '<|endoftext|>' if message.tool_calls else END))"
-    template = CHATML.replace("message.content ~ '<|im_end|>\n'", said.replace("END", "'<|im_end|>'") + " ~ '\n'")
-    loaded, toy = ours("toy", template), plain("toy")
-    assert loaded.probed.mirrors
-    assert (loaded.probed.final.text, loaded.probed.calls.text) == ("<|im_end|>", "<|endoftext|>")
-    heard = "\n<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n"
-    for said, new, stop, text in ((CALLED, HEARD, "<|endoftext|>", heard), (SAID, MORE, "<|im_end|>", APPENDED)):
-        renderer, turn = Renderer(loaded, [], {}), (packed(ASKED, said, new), answered(said, []), 1)
-        expected = Prediction(pack_tokens(toy.ids(stop)), pack_tokens(toy.ids(text)))
-        assert await renderer.append(*turn) == (await renderer.predict(*turn)).predicted == expected
+async def test_a_template_that_refuses_the_conversation_is_obeyed(ours, plain) -> None:
+    """Two questions in a row, long ago, are refused, although the short form does not hold them."""
+    strict = (
+        "{%- for message in messages -%}"
+        "{%- if message.role == 'user' and not loop.first and messages[loop.index0 - 1].role == 'user' -%}"
+        "{{- raise_exception('Roles must alternate.') -}}{%- endif -%}{%- endfor -%}"
+    )
+    loaded, naive = ours("toy", strict + CHATML), plain("toy")
+    turn = packed(ASKED, MORE, SAID, MORE), answered(SAID, naive.ids("<|im_end|>")), 2
+    with pytest.raises(Failed, match="Roles must alternate"):
+        await Renderer(loaded, [], {}).append(*turn)
 
 
-async def test_what_is_not_text_is_named_by_its_place(ours) -> None:
-    image = [{"type": "image_url"}]
-    for place in (0, 3, 4):
-        messages = [SYSTEM, ASKED, SAID, MORE, MORE]
-        messages[place] = {**messages[place], "content": image}
-        with pytest.raises(Failed, match=rf"messages\[{place}\]\.content\[0\] is not text"):
-            await Renderer(ours("toy"), [], {}).append(packed(*messages), answered(SAID, [5]), 2)
+async def test_a_reminder_behind_the_answer_is_part_of_the_environment(ours, plain) -> None:
+    """It ends with the stop that also closes the answer."""
+    reminder = "{{- '<|im_start|>system\nStay brief.<|im_end|>\n' if message.role == 'assistant' -}}{%- endfor -%}"
+    loaded, naive = ours("toy", CHATML.replace("{%- endfor -%}", reminder)), plain("toy")
+    turn = packed(ASKED, SAID, MORE), answered(SAID, naive.ids("<|im_end|>")), 1
+    expected = pack_tokens(naive.ids("\n<|im_start|>system\nStay brief.<|im_end|>" + APPENDED))
+    for rendered in (await Renderer(loaded, [], {}).append(*turn), await Renderer(loaded, [], {}).predict(*turn)):
+        assert rendered.predicted == Prediction(pack_tokens(), expected)
+        assert rendered.exact
+
+
+async def test_a_message_that_the_usual_stop_does_not_announce(ours, plain) -> None:
+    """GLM ends an answer with the token that begins the next message; behind it another message than a question may come."""
+    template = (
+        "{%- for message in messages -%}{{- '<|im_start|>' if message.role == 'user' "
+        "else '<|endoftext|>' if message.role == 'system' "
+        "else '<|im_end|>' -}}{{- message.content -}}{%- endfor -%}{{- '<|im_end|>' if add_generation_prompt -}}"
+    )
+    loaded, naive = ours("toy", template), plain("toy")
+    assert loaded.probed.final is not None
+    assert loaded.probed.final.text == "<|im_start|>"
+    late, behind = {**SYSTEM, "content": "Be kind."}, "<|endoftext|>Be kind.<|im_end|>"
+    for ids in ([5], naive.ids("<|im_start|>")):
+        rendered = await Renderer(loaded, [], {}).append(packed(ASKED, SAID, late), answered(SAID, ids), 1)
+        assert rendered.predicted == Prediction(pack_tokens(), pack_tokens(naive.ids(behind)))

@@ -211,7 +211,7 @@ def run(code: str, **environment: str) -> Any:
 
 
 def test_importing_loads_no_tokenizer_library() -> None:
-    modules = "cache, cut, encoding, form, loaded, mirror, parting, probe, render, source"
+    modules = "cache, cut, encoding, form, literals, loaded, parting, probe, render, short_form, source"
     code = f"import json, sys; from rollout_server.edge.tokens import {modules}; print(json.dumps(sorted(sys.modules)))"
     assert {"transformers", "tokenizers", "huggingface_hub", "torch", "jinja2"}.isdisjoint(run(code))
 

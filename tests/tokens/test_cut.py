@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.tokens.cut import environment_text, stands_behind, text_after_answer
+from rollout_server.edge.tokens.cut import RenderedTurn, environment_text, text_after_answer
 from rollout_server.edge.tokens.form import Arguments, Form, parsed
 from rollout_server.edge.tokens.parting import Parting
 from rollout_server.edge.tokens.probe import Stop, probe
@@ -36,7 +36,15 @@ def template(
 
 
 def environment(render: Callable[..., str], *messages: Fields, first: int = 2) -> str | None:
-    return environment_text(render, messages, first, STOP, render(messages, True))
+    return environment_text(rendered(render, messages, first - 1), STOP)
+
+
+def rendered(render: Callable[..., str], messages: Sequence[Fields], answered: int) -> RenderedTurn:
+    return RenderedTurn(render, messages, answered, render(messages, True), render(messages[:answered], True))
+
+
+def behind_text(render: Callable[..., str], messages: Sequence[Fields], answered: int) -> str | None:
+    return text_after_answer(RenderedTurn(render, messages, answered, render(messages, True), ""))
 
 
 def test_nothing_new_behind_a_generation_prompt_that_holds_the_stop() -> None:
@@ -123,18 +131,16 @@ def test_an_answer_without_a_stop_ends_with_its_text() -> None:
     render = template(lambda message: f"{message['role']}:{message['content']}\n")
     messages = [ASKED, SAID, MORE, SAID, MORE]
     full = render(messages, True)
-    assert text_after_answer(render, messages, 3, full) == f"\nuser:{MORE['content']}\nassistant:"
-    assert text_after_answer(render, messages, 1, full) == full.partition("Eight.")[2]
-    assert text_after_answer(render, [SAID], 0, render([SAID], True)) == "\nassistant:"
+    assert behind_text(render, messages, 3) == f"\nuser:{MORE['content']}\nassistant:"
+    assert behind_text(render, messages, 1) == full.partition("Eight.")[2]
+    assert behind_text(render, [SAID], 0) == "\nassistant:"
 
 
 def test_an_answer_that_begins_the_text() -> None:
     render = template(lambda message: str(message["content"]) + "\n")
-    assert text_after_answer(render, [SAID, MORE], 0, render([SAID, MORE], True)) == "\nAnd twice that?\nassistant:"
+    assert behind_text(render, [SAID, MORE], 0) == "\nAnd twice that?\nassistant:"
     nothing = {"role": "assistant", "content": ""}
-    assert (
-        text_after_answer(render, [nothing, MORE], 0, render([nothing, MORE], True)) == "\nAnd twice that?\nassistant:"
-    )
+    assert behind_text(render, [nothing, MORE], 0) == "\nAnd twice that?\nassistant:"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +156,7 @@ def test_an_answer_that_begins_the_text() -> None:
 )
 def test_an_answer_whose_text_is_elsewhere_too(render: Callable[..., str]) -> None:
     messages = [ASKED, SAID, MORE]
-    assert text_after_answer(render, messages, 1, render(messages, True)) is None
+    assert behind_text(render, messages, 1) is None
 
 
 @pytest.mark.parametrize("length", range(15, 30))
@@ -158,7 +164,7 @@ def test_a_text_of_any_length_that_leaves_the_answer_out(length: int) -> None:
     def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
         return "x" * length
 
-    assert text_after_answer(render, [ASKED, SAID, MORE], 1, render([], True)) is None
+    assert behind_text(render, [ASKED, SAID, MORE], 1) is None
     assert environment(render, ASKED, SAID, MORE) is None
     assert environment(render, ASKED, SAID) is None
 
@@ -167,7 +173,7 @@ def test_answers_that_end_with_something_else_than_text() -> None:
     render = template()
     for said in ({**SAID, "tool_calls": [call("{}")]}, {**SAID, "content": None}, {**SAID, "content": [SAID]}):
         messages = [ASKED, said, MORE]
-        assert text_after_answer(render, messages, 1, render(messages, True)) is None
+        assert behind_text(render, messages, 1) is None
 
 
 def test_a_template_that_refuses_the_mark() -> None:
@@ -177,7 +183,7 @@ def test_a_template_that_refuses_the_mark() -> None:
         return f"{message['content']}{STOP}\n"
 
     render = template(each)
-    assert text_after_answer(render, [ASKED, SAID], 1, render([ASKED, SAID], True)) is None
+    assert behind_text(render, [ASKED, SAID], 1) is None
     assert environment(render, ASKED, SAID, MORE) is None
 
 
@@ -235,14 +241,12 @@ def test_no_stop_is_borrowed_from_behind_the_next_message() -> None:
 
 def test_the_stop_of_an_earlier_message_is_not_that_of_the_answer() -> None:
     called = {"role": "assistant", "content": "", "tool_calls": [call("{}")]}
-    prompt, full = (left_open(messages, True) for messages in ([ASKED], [ASKED, called, MORE]))
-    found = environment(left_open, ASKED, called, MORE)
-    assert found is not None
-    assert not stands_behind(found, full, prompt)
-    closed = [ASKED, SAID, MORE]
-    assert stands_behind(environment(left_open, *closed) or "", left_open(closed, True), prompt)
-    nothing = template()([ASKED, {**SAID, "content": ""}], False)
-    assert stands_behind("\n", nothing, template(prompt="assistant:<st>")([ASKED], True))
+    assert environment(left_open, ASKED, called, MORE) is None
+    assert environment(left_open, ASKED, SAID, MORE) == f"{MORE['content']}{STOP}<begin>assistant:"
+    nothing = template(prompt="assistant:<st>")
+    assert (
+        environment(nothing, ASKED, {**SAID, "content": ""}, MORE) == f"\nuser:{MORE['content']}{STOP}\nassistant:<st>"
+    )
 
 
 def test_a_template_for_conversations_with_tools_only() -> None:
@@ -251,7 +255,7 @@ def test_a_template_for_conversations_with_tools_only() -> None:
 
     assert "no tools" in probe(none, {8: STOP}).refusal
     probed = probe(none, {8: STOP}, None, template(lambda m: f"{m['content'] or m['tool_calls']}{STOP}"))
-    assert (probed.refusal, probed.final, probed.calls, probed.mirrors) == ("", Stop(STOP, 8), Stop(STOP, 8), True)
+    assert (probed.refusal, probed.final, probed.calls, probed.short_form) == ("", Stop(STOP, 8), Stop(STOP, 8), True)
 
 
 def test_what_was_said_may_begin_the_text_and_its_stop_follow_at_once() -> None:
@@ -264,7 +268,7 @@ def test_what_was_said_may_begin_the_text_and_its_stop_follow_at_once() -> None:
 def test_a_stop_of_one_character_with_which_the_next_message_begins() -> None:
     messages = [ASKED, SAID, {"role": "user", "content": "|or more?"}]
     render = template(lambda message: f"{message['content']}|\n")
-    assert environment_text(render, messages, 2, "|", render(messages, True)) == "\n|or more?|\nassistant:"
+    assert environment_text(rendered(render, messages, 1), "|") == "\n|or more?|\nassistant:"
 
 
 def test_content_keeps_its_parts() -> None:
@@ -334,21 +338,25 @@ def repeating(messages: Sequence[Fields], generation_prompt: bool) -> str:
     return text + "assistant:" * generation_prompt
 
 
-@pytest.mark.parametrize("render", [once, questioning, prompting, repeating])
-def test_an_environment_that_is_another_behind_a_short_history_is_not_mirrored(render: Callable[..., str]) -> None:
+@pytest.mark.parametrize(
+    ("render", "holds"), [(once, False), (prompting, False), (questioning, True), (repeating, True)]
+)
+def test_a_short_form_holds_where_what_it_keeps_decides_the_environment(
+    render: Callable[..., str], holds: bool
+) -> None:
     probed = probe(render, {8: STOP})
-    assert (probed.final, probed.refusal, probed.mirrors) == (Stop(STOP, 8), "", False)
+    assert (probed.final, probed.refusal, probed.short_form) == (Stop(STOP, 8), "", holds)
 
 
 def test_a_template_that_shows_no_answers_closes_none() -> None:
     assert probe(template(lambda message: f"{message['role']}|", prompt="|"), {8: "|"}).final is None
 
 
-def test_where_nothing_was_seen_nothing_is_mirrored() -> None:
-    assert not probe(template(lambda message: f"{message['content']}{STOP}\n"), {}).mirrors
+def test_where_nothing_was_seen_there_is_no_short_form() -> None:
+    assert not probe(template(lambda message: f"{message['content']}{STOP}\n"), {}).short_form
 
 
-def test_what_stands_before_an_answer_does_not_keep_its_environment_from_being_mirrored() -> None:
+def test_what_stands_before_an_answer_does_not_matter_to_the_short_form() -> None:
     """The history may say how it goes on after a tool; what follows an answer is the same behind the short one."""
 
     def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
@@ -357,7 +365,7 @@ def test_what_stands_before_an_answer_does_not_keep_its_environment_from_being_m
         each = (f"{'so ' if b == 'tool' else ''}{m['content'] or m['tool_calls']}{STOP}" for b, m in pairs)
         return "".join(each) + ("assistant:" if generation_prompt else "")
 
-    assert probe(render, {8: STOP}).mirrors
+    assert probe(render, {8: STOP}).short_form
 
 
 def test_a_refusal_shows_the_end_of_what_was_rendered() -> None:

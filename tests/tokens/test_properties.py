@@ -126,7 +126,7 @@ async def test_every_way_to_render_gives_the_same(ours, plain, family, turns, cu
     """The short form and the full one, with a memory of the turns before and without; and the count is a trainer's own."""
     loaded, naive = ours(family), plain(family)
     full = copy(loaded)
-    full.probed = replace(loaded.probed, mirrors=False)
+    full.probed = replace(loaded.probed, short_form=False)
     short, whole = (Renderer(each, TOOLS, template_kwargs, date=DATE) for each in (loaded, full))
     stop = loaded.probed.final.id
     messages = list(turns[0])

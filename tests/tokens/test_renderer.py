@@ -390,6 +390,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
     @property
     def backend_tokenizer(self) -> "Watched":
         watched = Watched(self._tokenizer.backend_tokenizer)
@@ -410,15 +413,15 @@ class Watched:
 
 
 async def test_the_event_loop_neither_renders_nor_encodes(plain) -> None:
-    """A turn renders the whole once, encodes what is new of it, and renders a short stand-in twice."""
+    """A turn renders the whole twice, and encodes what is new of it."""
     watched = Watched(plain("toy").tokenizer)
     with ThreadPoolExecutor(1, thread_name_prefix="renders") as executor:
         loaded = LoadedTokenizer("toy", watched, executor)
         renderer = Renderer(loaded, TOOLS, {})
         for messages, last, asked, works in (
             ([ASKED], None, 0, 2),
-            ([ASKED, CALLED, HEARD], answered(CALLED, [5]), 1, 4),
-            ([ASKED, CALLED, HEARD, SAID, MORE], answered(SAID, [5]), 3, 4),
+            ([ASKED, CALLED, HEARD], answered(CALLED, [5]), 1, 3),
+            ([ASKED, CALLED, HEARD, SAID, MORE], answered(SAID, [5]), 3, 3),
         ):
             watched.threads.clear()
             await renderer.predict(packed(*messages), last, asked)

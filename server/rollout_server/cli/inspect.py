@@ -149,5 +149,5 @@ def _loaded(name: str, revision: str, directories: Mapping[str, Path]) -> Decode
 
     tokenizers = {TOY: Path(TOY), **load().tokenizers, **directories}
     settings = tokenizer_settings(load(tokenizers=tokenizers, tokenizers_offline=True))
-    tokenizer = read_tokenizer(TokenizerName(name, revision), settings)
+    tokenizer = read_tokenizer(TokenizerName(name, revision), settings).tokenizer
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

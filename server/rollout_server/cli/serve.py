@@ -29,7 +29,7 @@ class ServeFlags:
             help="Agents: MODULE[:OBJECT] or FILE.py[:OBJECT]; the first is the default. None: the calculator.",
         ),
     ] = None
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 unless set otherwise.")] = None
     http_port: Annotated[int | None, typer.Option(help="HTTP port; 0: any.")] = None
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: any.")] = None
     tokenizer: Annotated[

@@ -13,7 +13,7 @@ from rollout_server.cli.complain import complaining, hush_transformers
 
 if TYPE_CHECKING:
     from rollout_server.core.message import JSON
-    from rollout_server.edge.tokens.loaded import ChatTokenizer
+    from rollout_server.edge.tokens.source import TokenizerFiles
     from rollout_server.tokencheck.verdict import Verdict
 
 tokens = typer.Typer(no_args_is_help=True, help="What a tokenizer and its chat template do to token masks.")
@@ -57,8 +57,8 @@ def check(
 
         arguments = dict(_argument(text) for text in template_arg or ())
         more = [] if conversations is None else read(conversations)
-        read_from = _read(tokenizer, revision, template)
-        verdict = checked(Subject(read_from, tokenizer, str(template or "its own"), arguments), more)
+        files = _read(tokenizer, revision, template)
+        verdict = checked(Subject(files.tokenizer, tokenizer, str(template or "its own"), arguments, files.ends), more)
     _show(verdict, as_json=as_json)
     raise typer.Exit(_OF_NO_USE if not verdict.usable else _STABLE if verdict.stable else _UNSTABLE)
 
@@ -76,7 +76,7 @@ def _show(verdict: Verdict, *, as_json: bool) -> None:
     show(Console(), verdict)
 
 
-def _read(name: str, revision: str, template: Path | None) -> ChatTokenizer:
+def _read(name: str, revision: str, template: Path | None) -> TokenizerFiles:
     """Resolves the name as the server does, but a directory may be named too. Raises `Failed`, OSError and ValueError."""
     from rollout_server.assembly import tokenizer_settings
     from rollout_server.core.spec import TokenizerName

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from urllib.parse import urlsplit
 
 from rollout_server.core.error import Violation
 from rollout_server.core.limits import CALLS_PER_TURN, MOST_CALLS_PER_TURN, Limits
@@ -79,27 +78,12 @@ def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
 
 
 def target_violations(target: Target, where: str) -> Iterator[Violation]:
-    """What is wrong with an endpoint's URL. The URL itself is never repeated: it may hold a password."""
-    where = f"{where}.url"
+    """Whether an endpoint's URL has a scheme of its dialect. The rest of a URL is checked by `edge.targets`, which calls it."""
     if target.dialect is Dialect.STREAM:  # the trainer came here by itself
         return
-    try:
-        url = urlsplit(target.url)
-        port = url.port
-    except ValueError:
-        yield Violation(where, "is not a URL")
-        return
     schemes = _SCHEMES[target.dialect]
-    if url.scheme.lower() not in schemes:
-        yield Violation(where, f"needs the scheme {' or '.join(schemes)}")
-    if not url.hostname or port == 0:
-        yield Violation(where, "needs a host")
-    if "@" in url.netloc:
-        yield Violation(where, "must not hold a user name or password; use credentials")
-    if any(c.isspace() or ord(c) < 32 for c in target.url):
-        yield Violation(where, "must not hold white space")
-    if url.query or url.fragment:
-        yield Violation(where, "must not have a query or fragment")
+    if target.url.partition("://")[0].lower() not in schemes:
+        yield Violation(f"{where}.url", f"needs the scheme {' or '.join(schemes)}")
 
 
 def _engines(spec: Spec) -> Iterator[Violation]:

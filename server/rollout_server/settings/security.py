@@ -30,9 +30,9 @@ class SecuritySettings(BaseSettings):
         description="A file with such entries, one a line. It is read again when it changes.",
     )
     synchronous_needs_key: bool = Field(
-        False,
+        True,
         validation_alias=named("ROLLOUT_SYNCHRONOUS_NEEDS_KEY"),
-        description="Where there are keys: demand one for POST /rollout and GET /tools too, whose trainers send none.",
+        description="Where there are keys; false: POST /rollout and GET /tools, whose trainers send none, go without.",
     )
     targets: Entries = Field(
         (),

@@ -13,7 +13,11 @@ from rollout_server.settings.kinds import named
 class ServingSettings(BaseSettings):
     """Where the server listens, how it stops and what it writes."""
 
-    host: str = Field("0.0.0.0", validation_alias=named("ROLLOUT_SERVER_HOST"), description="Address to listen on.")
+    host: str = Field(
+        "127.0.0.1",
+        validation_alias=named("ROLLOUT_SERVER_HOST"),
+        description="Address to listen on, gRPC, HTTP and metrics; 0.0.0.0: all of IPv4, for callers on other machines.",
+    )
     http_port: int = Field(
         9000, ge=0, le=65535, validation_alias=named("ROLLOUT_SERVER_PORT"), description="HTTP port; 0: any."
     )

@@ -52,6 +52,7 @@ class Boundary:
         added: how many tokens stand there in truth, a stop that the answer lacked included.
         counted: how many a trainer counts that renders everything anew.
         parting: None where the rendering begins with, and is, what was there.
+        short_form: rendering what follows the answer behind a short history gives the same; None where it gives nothing.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Boundary:
     added: int
     counted: int
     parting: Parting | None
+    short_form: bool | None = None
 
     @property
     def mask(self) -> Mask:

@@ -18,7 +18,7 @@ from rollout_server.tokencheck.conversation import Conversation
 from rollout_server.tokencheck.findings import cautions, conditions, faults
 from rollout_server.tokencheck.hard import hard
 from rollout_server.tokencheck.play import Player
-from rollout_server.tokencheck.tallies import among, partings, rows, tallies
+from rollout_server.tokencheck.tallies import among, partings, rows, short_form, tallies
 from rollout_server.tokencheck.template import Template
 from rollout_server.tokencheck.traits import Shown, Traits, traits
 from rollout_server.tokencheck.verdict import Example, Stops, Verdict
@@ -38,6 +38,7 @@ class Subject:
         tokenizer: with the template that is looked at.
         name: of the tokenizer, for people.
         template: what the template is called, for people.
+        ends: ids at which the model's generation config stops.
         template_kwargs: what the template is given besides, in every rendering.
     """
 
@@ -45,6 +46,7 @@ class Subject:
     name: str
     template: str
     template_kwargs: Mapping[str, JSON]
+    ends: Sequence[int] = ()
 
 
 def check(subject: Subject, more: Sequence[Conversation] = ()) -> Verdict:
@@ -53,7 +55,7 @@ def check(subject: Subject, more: Sequence[Conversation] = ()) -> Verdict:
     Raises `Failed` (VALIDATION) for template arguments that are not the template's.
     """
     with ThreadPoolExecutor(1) as executor:
-        loaded = LoadedTokenizer(subject.name, subject.tokenizer, executor)
+        loaded = LoadedTokenizer(subject.name, subject.tokenizer, executor, subject.ends)
         Renderer(loaded, (), subject.template_kwargs)  # refuses arguments with which a rollout would be refused
         frame = Frame(None, subject.template_kwargs)
         template = Template(loaded, subject.tokenizer.added_tokens_decoder, frame)
@@ -76,6 +78,7 @@ def _verdict(subject: Subject, template: Template, conversations: Sequence[Conve
     tried = _tried(template, found, conversations, best) if partings(best) else {}
     stops, counts = Stops(probed.final, probed.calls, _eos(subject.tokenizer)), tallies(played)
     usable = not probed.refusal and any(each.boundaries for each in best)
+    short = short_form(best)
     unprompted = (Example(each.kind, *each.unprompted) for each in best if each.unprompted is not None)
     return Verdict(
         tokenizer=subject.name,
@@ -87,10 +90,10 @@ def _verdict(subject: Subject, template: Template, conversations: Sequence[Conve
         stops=stops,
         traits=found,
         generation_prompt=next(unprompted, None),
-        mirrors=probed.mirrors,
+        short_form=short,
         faults=wrong,
         conditions=tuple(conditions(found, form)),
-        cautions=tuple(cautions(best, stops, found, probed.mirrors)),
+        cautions=tuple(cautions(best, stops, found, short)),
         advice=tuple(advice(wrong, form, found, counts, tried)),
         tallies=counts,
         rows=rows(played, form),

@@ -9,7 +9,7 @@ from rollout_server.edge.tokens.form import Arguments
 from rollout_server.edge.tokens.probe import Probed
 from rollout_server.tokencheck.boundary import Boundary, Cause, Played
 from rollout_server.tokencheck.traits import Dated, Shown, Traits
-from rollout_server.tokencheck.verdict import Example, Fault, Finding, Stops
+from rollout_server.tokencheck.verdict import Example, Fault, Finding, ShortForm, Stops
 
 _CAUSES = {
     Cause.THINKING: "the template drops the thinking of earlier answers",
@@ -72,7 +72,7 @@ def conditions(traits: Traits, form: Arguments) -> Iterator[str]:
         yield "no tools are called: the template refuses conversations with calls"
 
 
-def cautions(played: Sequence[Played], stops: Stops, traits: Traits, mirrors: bool) -> Iterator[str]:
+def cautions(played: Sequence[Played], stops: Stops, traits: Traits, short_form: ShortForm) -> Iterator[str]:
     """What is no fault, but good to know."""
     thoughtless = [each for each in played if "reasoning_content" in each.left_out]
     if thoughtless:
@@ -94,7 +94,7 @@ def cautions(played: Sequence[Played], stops: Stops, traits: Traits, mirrors: bo
         yield f"answers end with {shown}, but {eos}: an engine that stops at that alone goes on behind an answer"
     if not traits.closed and stops.final is not None:
         yield f"no token of its own closes an answer: the next message does ({stops.final.text}), and an engine has to stop there"
-    if not mirrors:
+    if not short_form.holds:
         yield "what follows an answer depends on more of the history than is cheap to render: turns cost more as a rollout grows"
 
 

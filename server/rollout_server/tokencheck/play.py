@@ -114,7 +114,9 @@ class _Game:
                 return
             counted = len(page.encoded(end).ids) - len(page.encoded(answered).ids) - len(ids)
             found = parting(self._template, conversation, page, teller.truth, end)
-            self.boundaries.append(Boundary(conversation.kind, answered, added, counted, found))
+            self.boundaries.append(
+                Boundary(conversation.kind, answered, added.tokens, counted, found, added.short_form)
+            )
 
     def _uncut(self, page: Page, answered: int, end: int) -> None:
         """No place was found, perhaps because what would stand there is not rendered at all."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rollout_server.edge.tokens.form import Arguments
 from rollout_server.inspection.visible import visible
 from rollout_server.tokencheck.boundary import Mask
-from rollout_server.tokencheck.verdict import Example, Finding, Row, Tally, Verdict
+from rollout_server.tokencheck.verdict import Example, Finding, Row, ShortForm, Tally, Verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,7 +90,7 @@ def _facts(verdict: Verdict) -> Table:
         "tools": tools + ("; [] is not rendered as none" if traits.empty_tools_differ else ""),
         "generation prompt": kept,
         "of the time it prints": traits.dated.value,
-        "cheap (mirror) form": "holds" if verdict.mirrors else "does not hold",
+        "short form against full": _short_form(verdict.short_form),
         "reads the variables": ", ".join(traits.switches) or "none of its own",
     }
     if verdict.switches_tried:
@@ -99,6 +99,15 @@ def _facts(verdict: Verdict) -> Table:
     for name, text in rows.items():
         table.add_row(_text(name, "dim"), _text(_one_line(text, 400)))
     return table
+
+
+def _short_form(short: ShortForm) -> str:
+    if not short.compared:
+        return "not comparable: every turn renders the whole conversation"
+    if short.holds:
+        return f"the same at all {short.compared} boundaries"
+    different = short.compared - short.equal
+    return f"different at {different} of {short.compared} boundaries: such rollouts render the whole conversation in every turn"
 
 
 def _trainers(tallies: Iterable[Tally]) -> Table:

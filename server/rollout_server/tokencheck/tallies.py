@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rollout_server.edge.tokens.form import Arguments
 from rollout_server.tokencheck.boundary import Boundary, Cause, Mask, Played
-from rollout_server.tokencheck.verdict import Row, Tally, Worst
+from rollout_server.tokencheck.verdict import Row, ShortForm, Tally, Worst
 from rollout_server.tokencheck.written import Writing
 
 
@@ -23,6 +23,12 @@ def partings(played: Iterable[Played]) -> int:
 def among(played: Iterable[Played], form: Arguments, *writings: Writing) -> list[Played]:
     """Those in a form and some way of writing."""
     return [each for each in played if each.form is form and each.writing in writings]
+
+
+def short_form(played: Iterable[Played]) -> ShortForm:
+    """How often the short form was compared with the full rendering, and how often it was the same."""
+    seen = [b.short_form for each in played for b in each.boundaries if b.short_form is not None]
+    return ShortForm(len(seen), sum(seen))
 
 
 def tallies(played: Sequence[Played]) -> tuple[Tally, ...]:

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from rollout_server.core.ledger import Tokens, pack_tokens
-from rollout_server.edge.tokens.cut import environment_text, stands_behind, text_after_answer
+from rollout_server.edge.tokens.cut import RenderedTurn, environment_text, new_mark, text_after_answer
 from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.form import has_calls
+from rollout_server.edge.tokens.short_form import shortened
+from rollout_server.runtime.port import Failed
 from rollout_server.tokencheck.conversation import Conversation
 from rollout_server.tokencheck.template import Page, Template, in_other_tokens
 from rollout_server.tokencheck.written import Writing, Written, written
@@ -55,6 +57,19 @@ class Truth:
         return next((piece for piece in self.pieces if place < piece.end), self.pieces[-1])
 
 
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What came after an answer.
+
+    Args:
+        tokens: how many, a stop that the answer lacked included.
+        short_form: whether rendering it behind a short history gives the same text; None where that gives no text.
+    """
+
+    tokens: int
+    short_form: bool | None
+
+
 class Teller:
     """Tells the truth about a conversation, turn by turn."""
 
@@ -82,33 +97,33 @@ class Teller:
         truth.ids = truth.ids + ids
         return said, ids
 
-    def environment(self, answered: int, ids: Tokens) -> int | None:
-        """Appends what comes after an answer of these ids; how many tokens that is. None where its place cannot be told."""
+    def environment(self, answered: int, ids: Tokens) -> Environment | None:
+        """Appends what comes after an answer of these ids. None where its place cannot be told."""
         end = self._conversation.end(answered)
         page, probed, loaded = self._page, self._template.loaded.probed, self._template.loaded
-        messages, full = page.messages[:end], page.asked(end)
-        stop = probed.stop(calls=has_calls(messages[answered]))
-        closing = pack_tokens()
+        turn = RenderedTurn(page.render, page.messages[:end], answered, page.asked(end), page.asked(answered))
+        stop = probed.stop(calls=has_calls(page.messages[answered]))
+        closing, short = pack_tokens(), None
         if stop is None:
-            text = text_after_answer(page.render, messages, answered, full)
+            text = text_after_answer(turn)
             if text is None:
                 return None
             added = loaded.encode(text)
         else:
-            text = environment_text(page.render, messages, answered + 1, stop.text, full)
+            text = environment_text(turn, stop.text)
             added = loaded.encode(stop.text + (text or ""))
             if text is None or added[:1] != pack_tokens([stop.id]):
-                return None
-            if not stands_behind(text, full, page.asked(answered)):
                 return None
             added = added[1:]  # encoded behind the stop, because there are tokens that strip what follows them
             cut = answered in self._conversation.cut
             if not (ids and loaded.ends_answer(ids[-1], cut=cut)):
                 closing = pack_tokens([stop.id])
                 self.truth.append(Region.STOP, stop.text, answered, answered + 1)
+            short_text = _short_text(turn, stop.text)
+            short = None if short_text is None else short_text == text
         self.truth.ids = self.truth.ids + closing + added
         self._prompted(Region.ENVIRONMENT, text, end, end)
-        return len(closing) + len(added)
+        return Environment(len(closing) + len(added), short)
 
     def _generated(self, body: str, stop: str) -> Tokens:
         """What a model generates for that text. Its tokens do not reach back into the prompt."""
@@ -129,3 +144,12 @@ class Teller:
         border = len(text) - min(prompt, len(text))
         self.truth.append(region, text[:border], answer, count)
         self.truth.append(Region.GENERATION_PROMPT, text[border:], answer, count)
+
+
+def _short_text(turn: RenderedTurn, stop: str) -> str | None:
+    messages, answered = shortened(turn.messages, turn.answered, new_mark())
+    try:
+        full, prompt = turn.render(messages, True), turn.render(messages[:answered], True)
+    except Failed:
+        return None
+    return environment_text(RenderedTurn(turn.render, messages, answered, full, prompt), stop)

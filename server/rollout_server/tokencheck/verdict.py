@@ -105,6 +105,19 @@ class Stops:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortForm:
+    """At how many boundaries what follows an answer was rendered behind a short history too, and at how many it was the same."""
+
+    compared: int
+    equal: int
+
+    @property
+    def holds(self) -> bool:
+        """No difference was seen."""
+        return 0 < self.compared == self.equal
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether a tokenizer and its template are safe for training on token masks.
 
@@ -114,7 +127,7 @@ class Verdict:
         stable: a conversation that goes on is rendered as it was, and then some, if the conditions hold.
         form: of arguments, the one in which least goes wrong.
         generation_prompt: an answer that is not rendered behind its own generation prompt; None: each is.
-        mirrors: the server needs only a short stand-in for the history.
+        short_form: the short form against the full rendering. Rollouts in which they differ render every turn in full.
         switches_tried: template arguments that were tried, and how many boundaries part with them; only for unstable templates.
     """
 
@@ -127,7 +140,7 @@ class Verdict:
     stops: Stops
     traits: Traits
     generation_prompt: Example | None
-    mirrors: bool
+    short_form: ShortForm
     faults: tuple[Finding, ...]
     conditions: tuple[str, ...]
     cautions: tuple[str, ...]

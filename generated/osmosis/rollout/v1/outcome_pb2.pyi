@@ -189,7 +189,8 @@ class Warning(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     code: _builtins.str
     """A stable word: "token_drift", "resampled", "logprobs_missing", "unverified", "tokens_unknown", "length_exceeded",
-    "rendering_inexact", "policy_stale", "conversation_unnamed".
+    "rendering_inexact", "policy_stale", "conversation_unnamed", "environment_unseen", "short_form_dropped",
+    "logprobs_positive", "token_unknown".
     """
     message: _builtins.str
     """For a person."""

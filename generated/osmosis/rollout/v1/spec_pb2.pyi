@@ -152,7 +152,9 @@ class Target(_message.Message):
     REPLAYS_TURN_KEYS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     url: _builtins.str
-    """http:, https:, grpc: or grpcs:, with a host, without user name or password. A trailing slash is dropped."""
+    """http:, https:, grpc: or grpcs:, with a host, without user name or password, query and fragment. Its path has no escapes and no
+    segments "." or "..". A trailing slash is dropped. At most 2048 characters.
+    """
     dialect: Global___Dialect.ValueType
     """The protocol spoken there."""
     replays_turn_keys: _builtins.bool

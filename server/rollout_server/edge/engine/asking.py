@@ -50,7 +50,7 @@ class Access:
 async def post(access: Access, url: str, body: bytes, ask: Ask) -> Fetched:
     """Posts until there is an answer of any status. Raises `Failed` where there is none."""
     errand = Errand(
-        HttpRequest(url, body, turn_headers(ask)),
+        HttpRequest(url, body, turn_headers(ask), is_known=ask.last is not None),
         ask.asked.turn,
         ask.deadline,
         who="the engine",

@@ -24,7 +24,7 @@ from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.parting import Parting
 from rollout_server.edge.tokens.render import Rendered, Renderer
 from rollout_server.edge.trainer.forms import Forms
-from rollout_server.edge.trainer.notes import notes_on
+from rollout_server.edge.trainer.notes import notes_on, notes_on_rendering
 from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.runtime.port import Ask, Failed, Fork, Sampler, Tool
 
@@ -68,7 +68,7 @@ class MessageSampler:
         started = time.monotonic()
         completed = await self._chat.complete(messages, ask)
         answered = _answered(ask, completed, started)
-        answered = replace(answered, notes=tuple(self._notes(completed.sampled, ask)))
+        answered = replace(answered, notes=tuple(self._notes(completed.sampled, ask, rendered)))
         if rendering is None or rendered is None:
             return answered
         renderer, parting = rendering
@@ -85,7 +85,7 @@ class MessageSampler:
         other._missed = self._missed
         if fork.origin.kind is SegmentKind.BRANCH and self._opened is not None:
             renderer, parting = self._opened
-            other._opened = copy(renderer), copy(parting)
+            other._opened = renderer.fork(), copy(parting)
         return other
 
     async def _open(self) -> tuple[Renderer, Parting] | None:
@@ -95,9 +95,12 @@ class MessageSampler:
             self._opened = renderer, Parting(renderer.loaded)
         return self._opened
 
-    def _notes(self, sampled: Sampled, ask: Ask) -> Iterator[tuple[str, str]]:
+    def _notes(self, sampled: Sampled, ask: Ask, rendered: Rendered | None) -> Iterator[tuple[str, str]]:
         turn, since = ask.asked.turn, _REPORTS.get(self._spec.completions.dialect)
-        yield from notes_on(sampled.token_ids, sampled.logprobs, ask.sampling, turn)
+        vocabulary = None if self._opened is None else self._opened[0].loaded.vocabulary
+        yield from notes_on(sampled.token_ids, sampled.logprobs, ask.sampling, turn, vocabulary)
+        if rendered is not None:
+            yield from notes_on_rendering(rendered, turn)
         if sampled.token_ids is not None and (sampled.reported is not None or self._opened is not None):
             if sampled.reported is None:
                 text = "the engine sent no prompt_token_ids; prompt and environment tokens are our rendering"
@@ -122,34 +125,36 @@ class TokenSampler:
 
     async def sample(self, ask: Ask) -> Answered:
         """Renders, asks and checks. Raises `Failed`."""
-        turn, messages = ask.asked.turn, ask.messages[: ask.asked.messages]
+        messages = ask.messages[: ask.asked.messages]
         if self._renderer is None:
             self._renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools)
-        predicted = await self._renderer.append(messages, ask.last, ask.last_messages)
-        if predicted is None:
-            raise Failed(_unending(turn))
+        rendered = await self._renderer.append(messages, ask.last, ask.last_messages)
+        predicted = rendered.predicted
         held = self._held if ask.last is not None else pack_tokens()
         prompt = held + predicted.closing + predicted.environment
         started = time.monotonic()
         completed = await self._by_ids.complete(messages, ask, prompt)
         answered = replace(_answered(ask, completed, started), predicted=predicted)
         if answered.token_ids is None:
-            raise Failed(_unknown(turn, self._spec.completions.dialect))
+            raise Failed(_unknown(ask.asked.turn, self._spec.completions.dialect))
         saw = prompt if answered.reported is None else answered.reported
         self._held = saw + answered.token_ids
-        return replace(answered, notes=tuple(_notes(completed.sampled, ask)))
+        return replace(
+            answered, notes=tuple(_notes(completed.sampled, ask, rendered, self._renderer.loaded.vocabulary))
+        )
 
     def fork(self, fork: Fork) -> TokenSampler:
         """A branch goes on from the ids that are held; any other conversation begins with nothing."""
         other = TokenSampler(self._engines, self._spec, self._tools if fork.tools is None else fork.tools)
         if fork.origin.kind is SegmentKind.BRANCH:
-            other._renderer, other._held = copy(self._renderer), self._held
+            other._renderer, other._held = self._renderer and self._renderer.fork(), self._held
         return other
 
 
-def _notes(sampled: Sampled, ask: Ask) -> Iterator[tuple[str, str]]:
+def _notes(sampled: Sampled, ask: Ask, rendered: Rendered, vocabulary: int) -> Iterator[tuple[str, str]]:
     turn = ask.asked.turn
-    yield from notes_on(sampled.token_ids, sampled.logprobs, ask.sampling, turn)
+    yield from notes_on(sampled.token_ids, sampled.logprobs, ask.sampling, turn, vocabulary)
+    yield from notes_on_rendering(rendered, turn)
     if sampled.reported is None:
         text = "the engine does not repeat the ids that it was sent, so nothing proves that it generated from them"
         yield "unverified", f"turn {turn}: {text}"
@@ -180,14 +185,6 @@ def _answered(ask: Ask, completed: Completed, started: float) -> Answered:
         policy_version=sampled.policy_version,
         tool_calls=completed.tool_calls,
     )
-
-
-def _unending(turn: int) -> Failure:
-    text = (
-        f"turn {turn}: the chat template shows no place at which the last answer ends, so nobody can say which tokens follow it; "
-        "use message mode, or a template that closes answers with a special token"
-    )
-    return Failure(Category.TOKENIZER, text, turn)
 
 
 def _unknown(turn: int, dialect: Dialect) -> Failure:

@@ -45,6 +45,10 @@ WARNINGS = frozenset(
         "rendering_inexact",
         "policy_stale",
         "conversation_unnamed",
+        "environment_unseen",
+        "short_form_dropped",
+        "logprobs_positive",
+        "token_unknown",
     }
 )
 

@@ -1,8 +1,8 @@
-"""Addresses: which ones are reserved, and where those that carry an IPv4 address lead."""
+"""Addresses: which are never called, which are this machine's own, and where those that carry an IPv4 address lead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import TypeAlias
 
@@ -19,10 +19,13 @@ _RESERVED: tuple[Network, ...] = tuple(
         *("169.254.0.0/16", "fe80::/10"),
         # Multicast and broadcast.
         *("224.0.0.0/4", "ff00::/8", "255.255.255.255/32"),
-        # Where clouds do the same outside link-local: EC2, Google, Azure, Oracle, Alibaba.
-        *("fd00:ec2::/32", "fd20:ce::254/128", "168.63.129.16/32", "192.0.0.192/32", "100.100.100.200/32"),
+        # Where clouds do the same outside link-local: EC2, Google, Scaleway, Azure, Oracle, Alibaba.
+        *("fd00:ec2::/32", "fd20:ce::254/128", "fd00:42::42/128"),
+        *("168.63.129.16/32", "192.0.0.192/32", "100.100.100.200/32"),
     )
 )
+# A connection to an address of "this host" (0.0.0.0, ::) reaches the machine itself, too.
+_LOOPBACK: tuple[Network, ...] = tuple(ip_network(text) for text in ("::1/128", "::/128", "127.0.0.0/8", "0.0.0.0/8"))
 
 
 def read_address(text: str) -> Address:
@@ -39,8 +42,17 @@ def is_within(address: Address, network: Network) -> bool:
 
 def reserved_by(address: Address) -> Network | None:
     """The reserved network in which a packet to `address` may end, by whatever tunnel or gateway there is."""
-    reached = (address, *_translated(address), *_tunnelled(address))
-    return next((network for network in _RESERVED if any(each in network for each in reached)), None)
+    return _ends_in(address, _RESERVED)
+
+
+def loopback_of(address: Address) -> Network | None:
+    """The network of this machine's own addresses in which a packet to `address` may end."""
+    return _ends_in(address, _LOOPBACK)
+
+
+def is_reserved(network: Network) -> bool:
+    """Whether all addresses of a network are reserved."""
+    return any(is_part(network, reserved) for reserved in _RESERVED)
 
 
 def is_part(network: Network, whole: Network) -> bool:
@@ -48,6 +60,11 @@ def is_part(network: Network, whole: Network) -> bool:
     if isinstance(network, IPv4Network):
         return isinstance(whole, IPv4Network) and network.subnet_of(whole)
     return isinstance(whole, IPv6Network) and network.subnet_of(whole)
+
+
+def _ends_in(address: Address, networks: Iterable[Network]) -> Network | None:
+    reached = (address, *_translated(address), *_tunnelled(address))
+    return next((network for network in networks if any(each in network for each in reached)), None)
 
 
 def _translated(address: Address) -> Iterator[IPv4Address]:

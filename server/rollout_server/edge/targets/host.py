@@ -1,7 +1,7 @@
-"""Hosts and ports, as URLs and rules spell them.
+"""Hosts, ports and paths, as URLs and rules spell them.
 
 Only spellings that every reader of URLs understands in the same way are taken: what one library reads as a name and another as an
-address, or what is turned into another host on its way, cannot be checked.
+address, or what is turned into another host or path on its way, cannot be checked.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from rollout_server.edge.targets.address import Address, read_address
 PORTS = MappingProxyType({"http": 80, "https": 443, "grpc": 80, "grpcs": 443})
 """The schemes that there are, and the port of a URL that names none."""
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)(?:[/?#].*)?", re.DOTALL)
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)(.*)", re.DOTALL)
+# Segments that are neither empty nor "." or "..". Some readers see "." or "/" in escapes (%2e, %2f), backslashes and semicolons.
+_PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~!$&'()*+,=:@-]+)*/?")
 _AUTHORITY = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::([0-9]*))?")
 _LABEL = re.compile(r"[a-z0-9_-]{1,63}")
 _PORT = re.compile(r"[0-9]{1,5}")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 LEAST_PORT, MOST_PORT = 1, 65535
+LONGEST_URL = 2048
 
 
 class Unclear(ValueError):
@@ -56,7 +59,9 @@ class Place:
 
 
 def read_url(url: str) -> Place:
-    """Scheme, host and port of a URL. Raises `Unclear`."""
+    """Scheme, host and port of a base URL, to whose path others are appended. Raises `Unclear`."""
+    if len(url) > LONGEST_URL:
+        raise Unclear(f"must have at most {LONGEST_URL} characters")
     parts = _URL.fullmatch(url)
     if parts is None:
         raise Unclear(f"must be an absolute URL with one of the schemes {', '.join(PORTS)}")
@@ -69,6 +74,13 @@ def read_url(url: str) -> Place:
     if split is None:
         raise Unclear("needs a host and, if any, a decimal port; IPv6 addresses stand in brackets")
     host = _bracketed(split[1][1:-1]) if split[1].startswith("[") else read_host(split[1])
+    if "?" in parts[3] or "#" in parts[3]:
+        raise Unclear("must not have a query or a fragment, not even an empty one: remove '?' and '#'")
+    if not _PATH.fullmatch(parts[3]):
+        raise Unclear(
+            "needs a path of plain segments: ASCII letters, digits and -._~!$&'()*+,=:@ between single slashes, without escapes "
+            "(%), and no segment '.' or '..'"
+        )
     return Place(scheme, host, read_port(split[2]) if split[2] else PORTS[scheme])
 
 

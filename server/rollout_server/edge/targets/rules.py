@@ -11,11 +11,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rollout_server.core.error import Violation
-from rollout_server.edge.targets.address import Address, is_part, is_within, read_address, reserved_by
+from rollout_server.edge.targets.address import (
+    Address,
+    is_part,
+    is_reserved,
+    is_within,
+    loopback_of,
+    read_address,
+    reserved_by,
+)
 from rollout_server.edge.targets.entry import Rule, entries, read_rule
 from rollout_server.edge.targets.host import PORTS, Name, Unclear, read_host, read_url
 
 _NOT_ALLOWED = "this server's ROLLOUT_TARGETS do not allow"
+_RESERVED_KINDS = "link-local, cloud metadata, multicast or broadcast"
 
 
 class TargetRefused(OSError):
@@ -24,17 +33,21 @@ class TargetRefused(OSError):
 
 @dataclass(frozen=True, slots=True)
 class TargetRules:
-    """Which targets may be called. Without rules all but reserved addresses are (link-local, multicast, broadcast, metadata).
+    """Which targets may be called. Without rules: all but reserved addresses.
 
-    A name is allowed by a rule for names, or if all its addresses lie in listed networks. A reserved address is allowed only by a
-    rule for that reserved network or a part of it: neither a name nor a larger network such as 0.0.0.0/0 means it.
+    A name is allowed by a rule for names, or if all its addresses lie in listed networks. Reserved addresses (link-local, cloud
+    metadata, multicast, broadcast) are never allowed. Where `loopback` is false, a loopback address is allowed only by a rule for
+    the loopback network or a part of it: neither a name nor a larger network such as 0.0.0.0/0 means it.
     """
 
     rules: tuple[Rule, ...] = ()
     schemes: frozenset[str] = frozenset(PORTS)
+    loopback: bool = True
 
     @classmethod
-    def parse(cls, targets: str | Sequence[str] = (), schemes: str | Sequence[str] = tuple(PORTS)) -> TargetRules:
+    def parse(
+        cls, targets: str | Sequence[str] = (), schemes: str | Sequence[str] = tuple(PORTS), *, loopback: bool = True
+    ) -> TargetRules:
         """Reads the two settings: rules and schemes, as lists or separated by commas. Raises ValueError naming a wrong entry.
 
         A rule is `name`, `*.name` (the names below it), an address or a network, and may end with `:port` or `:low-high`; IPv6
@@ -43,13 +56,16 @@ class TargetRules:
         rules = tuple(read_rule(entry) for entry in entries(targets))
         if not rules and targets and not (isinstance(targets, str) and targets.isspace()):
             raise ValueError(f"{targets!r} holds no rule for targets")
+        useless = next((rule.network for rule in rules if rule.network is not None and is_reserved(rule.network)), None)
+        if useless is not None:
+            raise ValueError(f"{useless} is reserved ({_RESERVED_KINDS}) and never called, so no rule can allow it")
         chosen = [entry.lower() for entry in entries(schemes)]
         wrong = [scheme for scheme in chosen if scheme not in PORTS]
         if wrong or not chosen:
             raise ValueError(
                 f"{(wrong[0] if wrong else schemes)!r} is no scheme of a target; there are {', '.join(PORTS)}"
             )
-        return cls(rules, frozenset(chosen))
+        return cls(rules, frozenset(chosen), loopback)
 
     def violations(self, url: str, where: str) -> Iterator[Violation]:
         """What of a URL the rules do not allow; `where` is its field. The URL is never repeated: it may hold a password."""
@@ -81,28 +97,39 @@ class TargetRules:
             except ValueError:
                 raise TargetRefused(f"the target {host} resolves to something that is not an address") from None
             if not self._allows(read, address, port):
-                text = f"the target {host} resolves to {address}, which {_NOT_ALLOWED} at port {port}{_hint(address)}"
-                raise TargetRefused(text)
+                raise TargetRefused(f"the target {host} resolves to {address}, which {self._reason(address, port)}")
 
     def _complaint(self, host: Name | Address, port: int) -> str:
         if not isinstance(host, Name):
-            return (
-                "" if self._allows(host, host, port) else f"names an address and port that {_NOT_ALLOWED}{_hint(host)}"
-            )
+            return "" if self._allows(host, host, port) else f"names an address that {self._reason(host, port)}"
         here = [rule for rule in self.rules if rule.has_port(port)]
         if not self.rules or any(rule.network is not None or rule.has_name(host.text) for rule in here):
             return ""
         return f"names a host and port that {_NOT_ALLOWED}"
 
     def _allows(self, host: Name | Address, address: Address, port: int) -> bool:
+        if reserved_by(address) is not None:
+            return False
         here = [rule for rule in self.rules if rule.has_port(port)]
         networks = [rule.network for rule in here if rule.network is not None and is_within(address, rule.network)]
-        reserved = reserved_by(address)
-        if reserved is not None:
-            return any(is_part(network, reserved) for network in networks)
+        own = None if self.loopback else loopback_of(address)
+        if own is not None:
+            return any(is_part(network, own) for network in networks)
         if not self.rules or networks:
             return True
         return isinstance(host, Name) and any(rule.has_name(host.text) for rule in here)
+
+    def _reason(self, address: Address, port: int) -> str:
+        """Why an address is not allowed at a port, and what would allow it."""
+        if reserved_by(address) is not None:
+            return f"is reserved ({_RESERVED_KINDS}) and never called"
+        own = None if self.loopback else loopback_of(address)
+        if own is not None:
+            return (
+                "is this machine's own (loopback), which a server that listens on other addresses calls only where ROLLOUT_TARGETS "
+                f"lists {own} or a part of it, at port {port}"
+            )
+        return f"{_NOT_ALLOWED} at port {port}"
 
 
 def _read(host: str) -> Name | Address:
@@ -110,8 +137,3 @@ def _read(host: str) -> Name | Address:
         return read_host(host)
     except Unclear as error:
         raise TargetRefused(f"the target's URL {error}") from None
-
-
-def _hint(address: Address) -> str:
-    reserved = reserved_by(address)
-    return f"; it is reserved, and only a rule for {reserved} or a part of it allows it" if reserved is not None else ""

@@ -53,7 +53,8 @@ class Tokenizers:
         await asyncio.to_thread(self._renderers.shutdown)
 
     def _load(self, name: TokenizerName) -> LoadedTokenizer:
-        loaded = LoadedTokenizer(name.name, read_tokenizer(name, self._settings), self._renderers)
+        files = read_tokenizer(name, self._settings)
+        loaded = LoadedTokenizer(name.name, files.tokenizer, self._renderers, files.ends)
         if loaded.probed.refusal:
             raise Failed(
                 Failure(Category.TOKENIZER, f"tokenizer {name.name!r} cannot be used: {loaded.probed.refusal}")

@@ -39,6 +39,9 @@ class ChatTokenizer(Templated, Protocol):
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
         """Added tokens by id."""
 
+    def __len__(self) -> int:
+        """How many tokens there are, added ones included."""
+
     def encode(self, text: str, **options: object) -> list[int]:
         """The ids of a text."""
 
@@ -68,8 +71,11 @@ class LoadedTokenizer:
     tokenizer must not be given to others, who could set truncation on it.
     """
 
-    def __init__(self, name: str, tokenizer: ChatTokenizer, executor: Executor) -> None:
-        """Looks at what the template does with answers, by rendering a few."""
+    def __init__(self, name: str, tokenizer: ChatTokenizer, executor: Executor, ends: Sequence[int] = ()) -> None:
+        """Looks at what the template does with answers, by rendering a few.
+
+        `ends` are the ids with which the model's generation config says that answers end, besides the tokenizer's `eos_token`.
+        """
         self.name = name
         self._tokenizer = tokenizer
         self._executor = executor
@@ -80,6 +86,11 @@ class LoadedTokenizer:
         # A truncation that was saved with a tokenizer is switched off by its first use: here, before it is shared.
         self.encode("")
         self._templates = Templates(tokenizer)
+        self._eos = tokenizer.eos_token_id
+        self._ends = frozenset(ends)
+        self.vocabulary = max(len(tokenizer), max(added, default=-1) + 1)
+        """How many ids there are: all tokens have smaller ones."""
+        self.literals = self._templates.literals(_texts(tokenizer.chat_template))
         self.probed = self._probed({})
         self._switched: dict[str, LoadedTokenizer] = {}
         self._growing = self._make_growing(added)
@@ -127,18 +138,23 @@ class LoadedTokenizer:
             return self._tokenizer.decode(list(ids))
 
     def ends_answer(self, token_id: int, *, cut: bool) -> bool:
-        """Whether an answer that ends with this token is closed.
+        """Whether an answer that ends with this token is closed. `cut`: it ended because it had reached its longest length.
 
-        The token that the template writes closes it, and so does any other special token (gpt-oss ends final answers with
-        one that the template then replaces), unless the answer was cut by length and so ends anywhere.
+        The tokens that the template writes behind answers close one, and so do those at which the model's generation config stops:
+        gpt-oss ends final answers with one that the template then replaces. Where no config is known, a special token closes an
+        answer that was not cut, except those that the template writes inside answers, such as one that ends a call.
         """
-        if token_id == self._tokenizer.eos_token_id or any(token_id == stop.id for stop in self.probed.stops):
+        if token_id == self._eos or token_id in self._ends or any(token_id == stop.id for stop in self.probed.stops):
             return True
-        return token_id in self._special and not cut
+        return not (self._ends or cut or token_id in self.probed.inside) and token_id in self._special
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether this is an added token that no text of a message is meant to contain."""
+        return token_id in self._special
 
     def _probed(self, template_kwargs: Mapping[str, JSON]) -> Probed:
         bare, tooled = (partial(self._compared, Frame(tools, template_kwargs)) for tools in (None, [TOOL]))
-        return probe(bare, self._special, self._tokenizer.eos_token_id, tooled)
+        return probe(bare, self._special, self._tokenizer.eos_token_id, tooled, self.literals)
 
     def _compared(self, frame: Frame, messages: Sequence[Fields], generation_prompt: bool) -> str:
         return self._rendered(self._templates.compared, messages, frame, generation_prompt)
@@ -173,6 +189,12 @@ class LoadedTokenizer:
         words = (*list(self._special.values())[:50], *(stop.text for stop in self.probed.stops))
         sample = "".join(f"{word} Hello\n{word}é12 " for word in words)
         return growing if composes(growing, sample, self.encode) else None
+
+
+def _texts(chat_template: str | Mapping[str, str] | None) -> Sequence[str]:
+    if isinstance(chat_template, Mapping):
+        return tuple(chat_template.values())
+    return () if chat_template is None else (chat_template,)
 
 
 @contextmanager

@@ -9,10 +9,11 @@ from itertools import accumulate, takewhile
 from typing import Final
 
 from rollout_server.core.message import JSON
-from rollout_server.edge.tokens.cut import Render, environment_text, stands_behind
+from rollout_server.edge.tokens.cut import Render, RenderedTurn, environment_text, new_mark
 from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.form import Arguments, Fields
-from rollout_server.edge.tokens.mirror import mirror_length, mirrored
+from rollout_server.edge.tokens.literals import Literals
+from rollout_server.edge.tokens.short_form import shortened
 from rollout_server.runtime.port import Failed
 
 _SAID = "Qf7xSaidByTheModel"
@@ -20,6 +21,8 @@ _ASKED: Fields = {"role": "user", "content": "Hello"}
 _ANSWERED: Fields = {"role": "assistant", "content": _SAID}
 _CALL_ID = "a1b2c3d4"  # nine letters and digits with its number, which is all that Mistral's templates take
 _LONGEST_EXAMPLE = 160
+_LONGEST_COUNT = 32
+_NO_LITERALS: Final = Literals()
 _VALUE: Final[Fields] = {"value": {"type": "string", "description": "What to look at."}}
 _PARAMETERS: Final[Fields] = {"type": "object", "properties": _VALUE, "required": ["value"]}
 _LOOK: Final[Fields] = {"name": "look", "description": "Looks at something.", "parameters": _PARAMETERS}
@@ -43,15 +46,17 @@ class Probed:
         final: what closes an answer without tool calls; None where no special token does.
         calls: what closes one with tool calls; some templates use another token there.
         arguments: the forms of tool call arguments with which the template does not raise.
-        mirrors: what follows an answer does not depend on what was said before it, in all that was tried.
+        short_form: in all that was tried, what follows an answer is the same behind a short history as behind the whole one.
+        inside: ids of special tokens that the template writes inside answers, such as those that end a call.
         refusal: why rollouts cannot be rendered with this template, with an example; empty: they can.
     """
 
     final: Stop | None
     calls: Stop | None
     arguments: frozenset[Arguments]
-    mirrors: bool = False
+    short_form: bool = False
     refusal: str = ""
+    inside: frozenset[int] = frozenset()
 
     @property
     def stops(self) -> tuple[Stop, ...]:
@@ -68,7 +73,13 @@ class Probed:
         return self.calls if calls else self.final
 
 
-def probe(render: Render, special: Mapping[int, str], eos: int | None = None, tooled: Render | None = None) -> Probed:
+def probe(
+    render: Render,
+    special: Mapping[int, str],
+    eos: int | None = None,
+    tooled: Render | None = None,
+    literals: Literals | None = _NO_LITERALS,
+) -> Probed:
     """Renders answers with and without tool calls (tokens.md, R2, R3 and R6a).
 
     Args:
@@ -76,6 +87,7 @@ def probe(render: Render, special: Mapping[int, str], eos: int | None = None, to
         special: texts of special tokens by id.
         eos: the tokenizer's end token, which is often another one than templates close answers with.
         tooled: with `TOOL`; None: as without.
+        literals: those of the template. None, where nobody knows them: no short form is tried.
     """
     tooled = tooled or render
     refusal = _refusal(render)
@@ -90,7 +102,9 @@ def probe(render: Render, special: Mapping[int, str], eos: int | None = None, to
     found = (closers.stop(tooled, [_ASKED, call], result) for call, result in shown)
     calls = next((stop for stop in found if stop is not None), None) if shown else final
     first = Probed(final, calls, accepted, refusal=refusal)
-    return Probed(final, calls, accepted, all(_mirrors(each, first) for each in {render, tooled}), refusal)
+    short = literals is not None and all(_short_form_holds(each, first, literals) for each in {render, tooled})
+    inside = frozenset(index for each in {render, tooled} for index in _inside(each, first, special))
+    return Probed(final, calls, accepted, short, refusal, inside)
 
 
 class _Closers:
@@ -138,11 +152,11 @@ def _behind(text: str | None) -> str | None:
     return text.rpartition(_SAID)[2] if text is not None and _SAID in text else None
 
 
-def _mirrors(render: Render, probed: Probed) -> bool:
-    """Whether every environment that is tried comes out the same behind a mirrored history."""
+def _short_form_holds(render: Render, probed: Probed, literals: Literals) -> bool:
+    """Whether every environment that is tried comes out the same behind a short history."""
     seen = [
         same
-        for messages, answered in _histories(probed)
+        for messages, answered in _histories(probed, literals)
         if (same := _same(render, messages, answered, probed)) is not None
     ]
     return bool(seen) and all(seen)
@@ -151,21 +165,49 @@ def _mirrors(render: Render, probed: Probed) -> bool:
 def _same(render: Render, messages: Sequence[Fields], answered: int, probed: Probed) -> bool | None:
     """None where the template refuses the conversation, so that nothing was seen."""
     stop = probed.stop(calls="tool_calls" in messages[answered])
-    full = _try(render, messages)
-    if full is None or stop is None:
+    turn = _rendered(render, messages, answered)
+    if turn is None or stop is None:
         return None
-    short = mirrored(messages, answered)
-    mirror = _try(render, short)
-    if mirror is None:
-        return False
-    real = environment_text(render, messages, answered + 1, stop.text, full)
-    if real is not None and not stands_behind(real, full, _try(render, messages[:answered]) or ""):
-        return False
-    return real == environment_text(render, short, mirror_length(messages, answered), stop.text, mirror)
+    short = _rendered(render, *shortened(messages, answered, new_mark()))
+    return short is not None and environment_text(turn, stop.text) == environment_text(short, stop.text)
 
 
-def _histories(probed: Probed) -> Iterator[tuple[list[Fields], int]]:
-    """Conversations, and the index of the answer in each that is followed by an environment."""
+def _inside(render: Render, probed: Probed, special: Mapping[int, str]) -> Iterator[int]:
+    """Special tokens between the prompt and the stop of an answer, in all kinds of answers."""
+    call, result = _round(1, probed.preferred)
+    thought: Fields = {"reasoning_content": "Let me see."}
+    both: Fields = {**call, "tool_calls": [*_calls(call), *_calls(_round(2, probed.preferred)[0])]}
+    second: Fields = {**result, "tool_call_id": f"{_CALL_ID}2"}
+    for answer, following in (
+        ({**_ANSWERED, **thought}, [_ASKED]),
+        ({**call, **thought}, [result]),
+        (both, [result, second]),
+    ):
+        turn = _rendered(render, [_ASKED, answer, *following], 1)
+        stop = probed.stop(calls="tool_calls" in answer)
+        text = None if turn is None or stop is None else environment_text(turn, stop.text)
+        if turn is None or stop is None or text is None:
+            continue
+        end = len(turn.full) - len(text) - len(stop.text)
+        said = turn.full[common_prefix(turn.prompt, turn.full) : end]
+        yield from (index for index, token in special.items() if token and token in said)
+
+
+def _calls(message: Fields) -> Sequence[JSON]:
+    calls = message["tool_calls"]
+    return calls if isinstance(calls, list) else []
+
+
+def _rendered(render: Render, messages: Sequence[Fields], answered: int) -> RenderedTurn | None:
+    full, prompt = _try(render, messages), _try(render, messages[:answered])
+    return None if full is None or prompt is None else RenderedTurn(render, messages, answered, full, prompt)
+
+
+def _histories(probed: Probed, literals: Literals) -> Iterator[tuple[list[Fields], int]]:
+    """Conversations, and the index of the answer in each that is followed by an environment.
+
+    The last one is long: a template may count messages. It cannot count to more than the numbers that are written in it.
+    """
     system: Fields = {"role": "system", "content": "Be brief."}
     thought: Fields = {**_ANSWERED, "reasoning_content": "Let me see."}
     for start in ([_ASKED], [system, _ASKED], [_ASKED, thought, _ASKED]):
@@ -175,6 +217,11 @@ def _histories(probed: Probed) -> Iterator[tuple[list[Fields], int]]:
             if len(messages) > len(start):
                 yield messages, len(messages) - 2
             yield [*messages, _ANSWERED, _ASKED], len(messages)
+    most = max((number for number in literals.numbers if number <= _LONGEST_COUNT), default=1)
+    for rounds in ([_round(1, probed.preferred)], [[_ANSWERED, _ASKED]]):
+        for count in range(1, most + 4):
+            messages = [_ASKED, *rounds[0] * count]
+            yield messages, len(messages) - 2
 
 
 def _round(number: int, form: Arguments, said: str = "x") -> list[Fields]:

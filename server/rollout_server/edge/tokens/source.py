@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,7 +49,15 @@ class TokenizerSettings:
     threads: int = 2
 
 
-def read_tokenizer(name: TokenizerName, settings: TokenizerSettings) -> ChatTokenizer:
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """A tokenizer with a chat template, and the ids at which the model's `generation_config.json`, if there is one, stops."""
+
+    tokenizer: ChatTokenizer
+    ends: Sequence[int] = ()
+
+
+def read_tokenizer(name: TokenizerName, settings: TokenizerSettings) -> TokenizerFiles:
     """Loads a tokenizer that has a chat template. Raises `Failed`."""
     shown = repr(name.name[:_LONGEST_NAME])
     directory = settings.directories.get(name.name)
@@ -70,7 +78,9 @@ def read_tokenizer(name: TokenizerName, settings: TokenizerSettings) -> ChatToke
         tokenizer = _load(source, revision, settings.trust_remote_code, local)
     except Exception as error:  # transformers raises whatever its readers do
         raise _failed(f"tokenizer {shown} {_why(error, settings, directory is not None, local)}") from error
-    return _with_template(tokenizer, settings.templates.get(name.name), shown)
+    return TokenizerFiles(
+        _with_template(tokenizer, settings.templates.get(name.name), shown), _ends(source, revision, local)
+    )
 
 
 def _failed(text: str) -> Failed:
@@ -133,6 +143,18 @@ def _load(source: str, revision: str | None, trust_remote_code: bool, local: boo
         source, revision=revision, trust_remote_code=trust_remote_code, local_files_only=local
     )
     return tokenizer
+
+
+def _ends(source: str, revision: str | None, local: bool) -> Sequence[int]:
+    """The ids at which the model stops; none where no file says so, or one that cannot be read."""
+    from transformers import GenerationConfig
+
+    try:
+        config = GenerationConfig.from_pretrained(source, revision=revision, local_files_only=local)
+    except Exception:  # as for tokenizers; the probe finds the stops that the template writes
+        return ()
+    ends = config.eos_token_id
+    return tuple(each for each in (ends if isinstance(ends, list) else [ends]) if isinstance(each, int))
 
 
 def _why(error: Exception, settings: TokenizerSettings, mapped: bool, local: bool) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
 from rollout_server.edge.tokens.form import Fields
+from rollout_server.edge.tokens.literals import Literals, literals
 from rollout_server.edge.tokens.sandbox import remember
 
 Options: TypeAlias = Mapping[str, Any]
@@ -46,6 +47,10 @@ class Templates:
     def direct(self) -> bool:
         """Whether conversations are rendered without transformers."""
         return self._direct is not None
+
+    def literals(self, templates: Sequence[str]) -> Literals | None:
+        """What stands in the expressions of these templates; None where that cannot be told."""
+        return None if self._direct is None else self._direct.literals(templates)
 
     def text(self, messages: Sequence[Fields], options: Options) -> str:
         """The conversation as its template writes it."""
@@ -84,6 +89,10 @@ class _Direct:
         if template is None:
             template = self._tokenizer.get_chat_template(tools=variables.get("tools"))
         return str(self._template(template).render(variables))
+
+    def literals(self, templates: Sequence[str]) -> Literals | None:
+        """As `Templates.literals`."""
+        return literals(templates, self._compile("").environment)
 
     def _template(self, text: str) -> Any:
         known = self._compiled.get(text)

@@ -33,6 +33,8 @@ class HttpSettings:
         max_answer_bytes: the largest answer that is read.
         resolver: how names become addresses; None: as the system does it.
         tls: how https trainers are known; None: by the system's certificates.
+        quotes_strangers: error messages quote what a target answers that has not answered this rollout before. Turned off
+            where callers are unknown: they could name any service of the network as their trainer, and read its answers.
     """
 
     timeout: float = 300.0
@@ -42,16 +44,18 @@ class HttpSettings:
     max_answer_bytes: int = ANSWER_BYTES
     resolver: AbstractResolver | None = None
     tls: ssl.SSLContext | None = None
+    quotes_strangers: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """What is posted. `timeout` in seconds; None: that of the settings."""
+    """What is posted. `timeout` in seconds; None: that of the settings. `is_known`: the target has answered before."""
 
     url: str
     body: bytes = field(repr=False)
     headers: dict[str, str] = field(repr=False)
     timeout: float | None = None
+    is_known: bool = False
 
     @property
     def host(self) -> str:
@@ -69,6 +73,12 @@ class HttpAnswer:
     retry_after: float | None = None
     replayed_key: str = ""
     content_type: str = ""
+    may_be_quoted: bool = True
+
+    @property
+    def quotable(self) -> bytes:
+        """What of the body error messages may quote."""
+        return self.body if self.may_be_quoted else b""
 
 
 class NotTaken(Exception):
@@ -170,8 +180,9 @@ class HttpClient:
                     raise TooLarge(f"the answer is larger than {self.settings.max_answer_bytes} bytes")
                 chunks.append(chunk)
             key = response.headers.get("idempotency-key", "")
+            quoted = request.is_known or self.settings.quotes_strangers
             kind = response.headers.get("content-type", "").partition(";")[0]
-            return HttpAnswer(response.status, b"".join(chunks), _retry_after(response), key, kind)
+            return HttpAnswer(response.status, b"".join(chunks), _retry_after(response), key, kind, quoted)
 
     def _timeout(self, request: HttpRequest) -> aiohttp.ClientTimeout:
         seconds = request.timeout or self.settings.timeout

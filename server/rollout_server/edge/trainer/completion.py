@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 
 from rollout_server.core.checkpoint import Checkpoint
@@ -31,10 +30,10 @@ from rollout_server.edge.rpc.wire.completion import (
     in_token_mode,
 )
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.render import Renderer
+from rollout_server.edge.tokens.render import Rendered, Renderer
 from rollout_server.edge.trainer.book import Book, Page, agree, parted
 from rollout_server.edge.trainer.calling import BaseUnknown, Call, Caller, Completes, Mismatch, ToolsUnknown
-from rollout_server.edge.trainer.notes import notes_on
+from rollout_server.edge.trainer.notes import notes_on, notes_on_rendering
 from rollout_server.edge.trainer.refusal import redacted
 from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.edge.trainer.retry import Retries
@@ -76,7 +75,8 @@ class CompletionSampler:
         messages = tuple(ask.messages[: ask.asked.messages])
         if self._book.segment_id != ask.asked.segment_id:
             self._book.segment_id = ask.asked.segment_id  # the one that the last prompt opened, or the first
-        page = await self._page(ask, messages) if in_token_mode(self._spec) else None
+        rendered = await self._render(ask, messages) if in_token_mode(self._spec) else None
+        page = None if rendered is None else self._book.page(rendered.predicted, ask.asked.turn, len(messages))
         call = Call(ask.asked.turn, ask.deadline, ask.credentials)
         started = time.monotonic()
         completion = await self._complete(ask, messages, page, call)
@@ -90,7 +90,7 @@ class CompletionSampler:
             elapsed_ms=1000 * (time.monotonic() - started),
             usage=completion.usage,
             policy_version=completion.policy_version,
-            notes=(*call.remarks, *self._notes(completion, ask, page)),
+            notes=(*call.remarks, *self._notes(completion, ask, rendered)),
             tool_calls=completion.tool_calls,
             planes=completion.planes,
             extra_json=completion.extra_json,
@@ -106,24 +106,16 @@ class CompletionSampler:
         other = CompletionSampler(self._caller, self._tokenizers, asking.uid, self._spec, tools)
         other._policies = self._policies
         if fork.origin.kind is SegmentKind.BRANCH:
-            other._book, other._renderer = self._book.branch(fork.origin), copy(self._renderer)
+            other._book, other._renderer = self._book.branch(fork.origin), self._renderer and self._renderer.fork()
         else:
             other._book = Book(origin=fork.origin)
         return other
 
-    async def _page(self, ask: Ask, messages: tuple[Message, ...]) -> Page:
-        """What the trainer is to generate from, rendered here."""
-        turn = ask.asked.turn
+    async def _render(self, ask: Ask, messages: tuple[Message, ...]) -> Rendered:
+        """What the trainer is to generate from."""
         if self._renderer is None:
             self._renderer = await open_renderer(self._tokenizers, self._spec.tokenizer, self._asking.tools)
-        predicted = await self._renderer.append(messages, ask.last, ask.last_messages)
-        if predicted is None:
-            text = (
-                f"turn {turn}: the chat template shows no place at which the last answer ends, so nobody can say which tokens "
-                "follow it; use message mode, or a template that closes answers with a special token"
-            )
-            raise Failed(Failure(Category.TOKENIZER, text, turn))
-        return self._book.page(predicted, turn, len(messages))
+        return await self._renderer.append(messages, ask.last, ask.last_messages)
 
     async def _complete(self, ask: Ask, messages: Sequence[Message], page: Page | None, call: Call) -> Completion:
         turn = ask.asked.turn
@@ -246,10 +238,13 @@ class CompletionSampler:
         except (IndexError, KeyError, TypeError, ValueError, OverflowError):
             return str(list(ids))
 
-    def _notes(self, completion: Completion, ask: Ask, page: Page | None) -> Iterator[tuple[str, str]]:
+    def _notes(self, completion: Completion, ask: Ask, rendered: Rendered | None) -> Iterator[tuple[str, str]]:
         turn, secrets = ask.asked.turn, ask.credentials.secrets()
-        yield from notes_on(completion.token_ids, completion.logprobs, ask.sampling, turn)
-        if page is not None and not (completion.shows_prompt and completion.after is not None):
+        vocabulary = None if self._renderer is None else self._renderer.loaded.vocabulary
+        yield from notes_on(completion.token_ids, completion.logprobs, ask.sampling, turn, vocabulary)
+        if rendered is not None:
+            yield from notes_on_rendering(rendered, turn)
+        if rendered is not None and not (completion.shows_prompt and completion.after is not None):
             missing = "after" if completion.shows_prompt else "prompt_checkpoint"
             yield (
                 "unverified",

@@ -18,7 +18,7 @@ from rollout_server.edge.trainer.chat import Answer, RequestWriter, read_answer_
 from rollout_server.edge.trainer.client import HttpClient, HttpRequest
 from rollout_server.edge.trainer.forms import Forms, likeliest, refuses_mask
 from rollout_server.edge.trainer.headers import turn_headers
-from rollout_server.edge.trainer.notes import notes_on
+from rollout_server.edge.trainer.notes import notes_on, notes_on_rendering
 from rollout_server.edge.trainer.parameters import masked_parameters
 from rollout_server.edge.trainer.refusal import refused
 from rollout_server.edge.trainer.rendering import open_renderer
@@ -81,7 +81,7 @@ class MaskedSampler:
             mask_length=mask_length or None,
             attempts=fetched.attempts,
             elapsed_ms=elapsed,
-            notes=_notes(answer, rendered, ask),
+            notes=_notes(answer, rendered, ask, renderer.loaded.vocabulary),
             tool_calls=answer.tool_calls,
             around=around,
         )
@@ -123,7 +123,7 @@ class MaskedSampler:
     async def _post(self, ask: Ask, mask_length: int | None) -> Fetched:
         parameters = masked_parameters(ask.sampling)
         body = self._writer.masked(ask.messages[: ask.asked.messages], parameters, mask_length)
-        request = HttpRequest(self._url, body, turn_headers(ask))
+        request = HttpRequest(self._url, body, turn_headers(ask), is_known=ask.last is not None)
         return await fetch_once(self._trainers.client, Errand(request, ask.asked.turn, ask.deadline))
 
     async def _open(self) -> tuple[Renderer, Parting]:
@@ -134,12 +134,10 @@ class MaskedSampler:
         return self._opened
 
 
-def _notes(answer: Answer, rendered: Rendered, ask: Ask) -> tuple[tuple[str, str], ...]:
+def _notes(answer: Answer, rendered: Rendered, ask: Ask, vocabulary: int) -> tuple[tuple[str, str], ...]:
     turn = ask.asked.turn
-    notes = list(notes_on(answer.token_ids, answer.logprobs, ask.sampling, turn))
-    if not rendered.exact:
-        text = f"turn {turn}: the chat template shows no place at which the last answer ends; environment tokens are a guess"
-        notes.append(("rendering_inexact", text))
+    notes = list(notes_on(answer.token_ids, answer.logprobs, ask.sampling, turn, vocabulary))
+    notes += notes_on_rendering(rendered, turn)
     if answer.reported is None:
         text = f"turn {turn}: the trainer sent no prompt_token_ids; prompt and environment tokens are our rendering"
         notes.append(("unverified", text))

@@ -47,7 +47,8 @@ class PlainSampler:
         """Posts and checks. Raises `Failed`."""
         turn = ask.asked.turn
         body = self._body(ask)
-        errand = Errand(HttpRequest(self._url, body, turn_headers(ask)), turn, ask.deadline)
+        request = HttpRequest(self._url, body, turn_headers(ask), is_known=ask.last is not None)
+        errand = Errand(request, turn, ask.deadline)
         started = time.monotonic()
         # Where the trainer declares that it replays turns, asking again makes no sibling (D8).
         remark = _nothing if self._spec.completions.replays_turn_keys else ask.remark

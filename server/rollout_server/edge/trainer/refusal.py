@@ -40,13 +40,14 @@ def error_text(answer: HttpAnswer, secrets: Sequence[str]) -> str:
 
     Nothing else of a body is ever shown. Whoever names a target may not be allowed to read what answers there.
     """
-    text = _message(answer.body)
+    text = _message(answer.quotable)
     if text:
         return redacted(text.encode("utf-8", "replace"), secrets)
     if not answer.body[:_LOOKED_AT].strip():
         return ""
     kind = f" of type {answer.content_type}" if _MEDIA_TYPE.fullmatch(answer.content_type) else ""
-    return f"{len(answer.body)} bytes{kind} that are no JSON error, and are not shown"
+    why = "are no JSON error, and are" if answer.may_be_quoted else "are"
+    return f"{len(answer.body)} bytes{kind} that {why} not shown"
 
 
 def _message(body: bytes) -> str:

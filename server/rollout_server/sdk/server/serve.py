@@ -29,7 +29,7 @@ class ServeOptions(TypedDict, total=False):
     log_level: "debug", "info", "warning" or "error".
     reload: not here: `rollout serve FILE.py:OBJECT --reload` restarts the service when a file changes.
     settings: as in `create_app`.
-    api_key: demanded of callers; without one the service is open, as `rollout serve` is.
+    api_key: demanded of callers; without one the service is open to whoever reaches it.
     local_debug: no key is demanded, whatever `api_key` says. Not for production.
     debug_dir: `log_event` writes into `DIRECTORY/SECONDS_SINCE_1970/`.
     skip_register: this server never registers with a platform.
@@ -52,7 +52,11 @@ def serve_agent_loop(
     validate: bool = True,
     **options: Unpack[ServeOptions],
 ) -> None:
-    """Serves the loop over HTTP and gRPC until SIGTERM or Ctrl-C. Raises `AgentLoopValidationError` or `ServeError`."""
+    """Serves the loop over HTTP and gRPC until SIGTERM or Ctrl-C. Raises `AgentLoopValidationError` or `ServeError`.
+
+    As in the earlier SDK other machines reach it by default; then it calls trainers at loopback addresses only where
+    ROLLOUT_TARGETS lists them. With `host="127.0.0.1"` it calls them.
+    """
     check_options("serve_agent_loop", options, ServeOptions)
     from rollout_server import app  # gRPC takes its time
     from rollout_server.sdk.server.app import settings_given
