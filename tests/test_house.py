@@ -56,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
         THIRD,
     },
     "rollout_server.settings": {"rollout_server.core", "rollout_server.settings", THIRD},
-    "rollout_server.logs": {THIRD},
+    "rollout_server.logs": {"rollout_server.inspection.visible", THIRD},
     # The trainer that judges us counts for itself: nothing of the server's is in it.
     "rollout_server.testing": {"rollout_server.testing", "osmosis", THIRD},
     # A server and a strict trainer for the tests of authors, who reach it through the plugin.
@@ -69,6 +69,7 @@ ROOMS: dict[str, set[str]] = {
         "rollout_server.core",
         "rollout_server.runtime.port",
         "rollout_server.edge.tokens",
+        "rollout_server.inspection.visible",
         "rollout_server.tokencheck",
         THIRD,
     },

@@ -26,6 +26,8 @@ _CATEGORIES: Final[dict[int, str]] = {
     pb.FAILURE_CATEGORY_TIMEOUT: "timeout",
     pb.FAILURE_CATEGORY_INTERRUPTED: "interrupted",
     pb.FAILURE_CATEGORY_TOKEN_DRIFT: "token_drift",
+    pb.FAILURE_CATEGORY_ENGINE_SERVER: "engine_server_error",
+    pb.FAILURE_CATEGORY_ENGINE_CLIENT: "engine_client_error",
 }
 _INTERNAL: Final = "internal_error"
 

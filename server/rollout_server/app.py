@@ -9,7 +9,6 @@ import asyncio
 import logging
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -41,6 +40,7 @@ from rollout_server.edge.metrics.observer import Metrics
 from rollout_server.edge.metrics.port import serve_metrics
 from rollout_server.edge.rpc.server import RpcServer, RpcSettings
 from rollout_server.edge.rpc.service import RolloutService
+from rollout_server.edge.rpc.sockets import own_socket
 from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.rpc.train import TrainerService
 from rollout_server.edge.stream.desk import Desk
@@ -120,7 +120,7 @@ class Server:
         await start_agents(self._agents, self._stack)
         self._roster = await self._make_roster(rules)
         # Over TCP the gateway could reach another process, and under mTLS it would need a certificate (D9).
-        socket = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-"))) / "grpc.sock"
+        socket = self._stack.enter_context(own_socket())
         self.address = f"unix:{socket}"
         addresses = (self.address, f"{_bracketed(settings.host)}:{settings.grpc_port}")
         facts = server_facts(settings, rules, keys)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from typing import Literal
 
 from pythonjsonlogger.json import JsonFormatter
+
+from rollout_server.inspection.visible import visible, visible_lines
 
 _IDS = ("rollout_uid", "rollout_id", "turn", "request_id")
 
@@ -15,9 +16,8 @@ _IDS = ("rollout_uid", "rollout_id", "turn", "request_id")
 class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         found = ((name, getattr(record, name, None)) for name in _IDS)
-        # Escaped: a line break in an id must not begin a line of its own.
-        ids = " ".join(f"{name}={json.dumps(str(value))[1:-1]}" for name, value in found if value is not None)
-        text = super().format(record)
+        ids = " ".join(f"{name}={visible(str(value))}" for name, value in found if value is not None)
+        text = visible_lines(super().format(record))
         return f"{text} [{ids}]" if ids else text
 
 

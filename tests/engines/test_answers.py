@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.engine.answer import EngineAnswer, Sampled, read_completion, read_sampled
 from rollout_server.runtime.port import Failed
@@ -45,7 +47,7 @@ def read(body: bytes) -> tuple[list[EngineAnswer | Sampled], list[Failure]]:
     """What both readers make of an answer to turn 3, and how they fail."""
     answers: list[EngineAnswer | Sampled] = []
     failures: list[Failure] = []
-    for reader in (read_completion, read_sampled):
+    for reader in (partial(read_completion, most_calls=Limits().calls_read), read_sampled):
         try:
             answers.append(reader(body, 3))
         except Failed as failed:

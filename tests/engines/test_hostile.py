@@ -156,7 +156,7 @@ async def test_an_error_that_calls_itself_an_answer(client: AsyncClient) -> None
     engine.first = [web.json_response({"error": {"message": "Overloaded, says hush-hush"}})]
     async with serving(engine):
         outcome = await roll(client, engine, credentials={"completions_bearer": "hush-hush"})
-    assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_TRAINER_SERVER
+    assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_ENGINE_SERVER
     assert outcome.failure.message.endswith("(with an error in place of choices): Overloaded, says [redacted]")
 
 
@@ -189,7 +189,7 @@ async def test_an_unknown_model_names_where_its_name_stands(client: AsyncClient)
     engine = VllmEngine(ToyModel([DONE]))
     async with serving(engine):
         outcome = await roll(client, engine, completions=target(engine, model="other"))
-    assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_TRAINER_CLIENT
+    assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_ENGINE_CLIENT
     assert "completions.model" in outcome.failure.message
     assert outcome.failure.message.endswith("The model `other` does not exist.")
 
@@ -249,7 +249,7 @@ async def test_an_engine_that_breaks_off_for_ever_fails_the_rollout(client: Asyn
     engine = kind(ToyModel([DONE], aborts=99))
     async with serving(engine):
         outcome = await roll(client, engine)
-    assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_TRAINER_SERVER
+    assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_ENGINE_SERVER
     assert "(finish_reason 'abort') in 3 attempts" in outcome.failure.message
 
 

@@ -115,7 +115,7 @@ async def test_vllm_without_its_token_routes_is_told_how_to_serve_them(client: A
     plain.chat = engine.chat  # type: ignore[method-assign]
     async with serving(plain):
         outcome = await roll(client, engine, completions={"url": plain.url, "dialect": "vllm", "model": "m"}, **TOKENS)
-    assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_TRAINER_CLIENT
+    assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_ENGINE_CLIENT
     assert "--enable-scale-out" in outcome.failure.message
 
 

@@ -81,6 +81,8 @@ WORDS = {
     "INTERRUPTED": "interrupted",
     "TOKEN_DRIFT": "token_drift",
     "NOT_REPLAYABLE": "internal_error",
+    "ENGINE_SERVER": "engine_server_error",
+    "ENGINE_CLIENT": "engine_client_error",
     "UNSPECIFIED": "internal_error",
 }
 

@@ -132,6 +132,30 @@ async def test_an_agent_may_bound_the_time_of_its_calls(new_world: type[World]) 
     assert contents(outcome, "tool") == ["Error: The call was given up before it returned"]
 
 
+@pytest.mark.parametrize("rounds", range(12))
+async def test_many_calls_may_be_given_up_at_any_moment(new_world: type[World], rounds: int) -> None:
+    """Also while they begin, which takes some rounds of the event loop: each that began has its result."""
+
+    class Hasty(Agent):
+        name = "hasty"
+        tools = (never,)
+
+        async def play(self, run: Run) -> None:
+            while calls := (await run.sample()).tool_calls:
+                calling = asyncio.create_task(run.call(calls))
+                for _ in range(rounds):
+                    await asyncio.sleep(0)
+                calling.cancel()
+                await asyncio.wait([calling])
+
+    says = Say("", tuple(call("never", f"c{index}") for index in range(100)))
+    outcome = await outcome_of(new_world(Hasty()).start(says, Say("done")))
+    assert outcome.end == Stop("stop")
+    results = contents(outcome, "tool")
+    assert results == ["Error: The call was given up before it returned"] * len(results)
+    assert len(results) == outcome.metrics.tool_calls
+
+
 async def test_calls_of_a_turn_are_counted_together_however_they_are_made(new_world: type[World]) -> None:
     @tool
     async def nothing() -> str:

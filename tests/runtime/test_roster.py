@@ -8,6 +8,7 @@ import pytest
 from rollout_server import Limits
 from rollout_server.core.admission import Bounds
 from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, NotPossible
+from rollout_server.core.limits import CALLS_PER_TURN
 from rollout_server.core.spec import Dialect, DriftPolicy
 from rollout_server.runtime.place import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
@@ -89,7 +90,7 @@ async def test_the_agent_is_the_named_one_or_the_first(new_world: type[World]) -
     assert world.start().agent.name == "looping"
     other = world.start(agent="other", limits=Limits(turns=5))
     assert other.spec.agent == "other"
-    assert other.spec.limits == Limits(turns=3, seconds=30)
+    assert other.spec.limits == Limits(turns=3, seconds=30, calls_per_turn=CALLS_PER_TURN)
     with pytest.raises(NotFound) as missing:
         world.start(agent="third")
     assert missing.value.reason == "AGENT_NOT_FOUND"

@@ -57,7 +57,7 @@ async def test_each_outcome_is_one_line(tmp_path: Path) -> None:
         lines = [(await process.stdout.readline()).decode().rstrip("\n") for _ in range(3)]
     generated = sum(len(answer["token_ids"]) for answer in good.answers)
     assert lines[0] == f"good: COMPLETED, stop; 3 turns, {generated} tokens generated, reward 1.0"
-    assert lines[1].startswith("'b\\x1b[2J\\nad': COMPLETED, 'x\\nstrict trainer'; 3 turns")
+    assert lines[1].startswith("b␛[2J⏎ad: COMPLETED, x⏎strict trainer; 3 turns")
     assert "refused: final_messages[0] is missing" in lines[1]
     assert lines[2].startswith("good: ERROR, error; 1 turn, ")
 

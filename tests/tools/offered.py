@@ -83,7 +83,7 @@ def show() -> object:
     return ["A dot", Image(b"abc")]
 
 
-@tool(process=True)
+@tool(process=True, environment=("SOMETHING",))
 def environment() -> list[str]:
     """The names of its variables."""
     return sorted(os.environ)

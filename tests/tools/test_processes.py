@@ -57,6 +57,11 @@ def wait_until_gone(*numbers: int) -> None:
             continue
 
 
+def parent_of(number: int) -> int:
+    """The process above a tool's, by which the server knows it."""
+    return int(Path(f"/proc/{number}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[1])
+
+
 def numbers_in(path: Path) -> list[int]:
     """The process numbers that a tool leaves there, as soon as it has."""
     for _ in range(6000):
@@ -192,18 +197,25 @@ async def test_an_idle_process_ends_after_a_while() -> None:
 
 async def test_a_process_that_died_while_it_was_idle_is_replaced(run: Bench) -> None:
     number = json.loads((await run("where")).text)[0]
+    supervisor = parent_of(number)
     os.kill(number, 9)
-    await gone(number)
+    await gone(number, supervisor)
     assert json.loads((await run("where")).text)[0] != number
 
 
-def test_no_settings_of_the_server_reach_a_process() -> None:
+def test_a_process_gets_the_variables_that_it_needs_and_those_that_its_tool_names() -> None:
     program = """
 import asyncio
 from tests.tools.test_processes import Bench
 print(asyncio.run(Bench()("environment")).text)
 """
-    keys = {"ROLLOUT_API_KEY": "secret", "OSMOSIS_API_KEY": "secret", "SOMETHING": "else"}
+    keys = {
+        "ROLLOUT_API_KEY": "secret",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "PYTHON_TOKEN": "secret",
+        "SOMETHING": "else",
+    }
+    keys |= {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=Path(__file__).parents[2],
@@ -212,9 +224,9 @@ print(asyncio.run(Bench()("environment")).text)
         text=True,
         check=True,
     )
-    names = json.loads(done.stdout)
-    assert "SOMETHING" in names
-    assert not keys.keys() - {"SOMETHING"} & set(names)
+    names = set(json.loads(done.stdout))
+    assert names & keys.keys() == {"SOMETHING", "LC_ALL", "PYTHONUTF8"}
+    assert {"PATH", "HOME"} <= names
 
 
 async def test_a_tool_may_have_another_name_in_its_module_but_needs_one(run: Bench) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout_server.core.ledger import MAX_TOKEN_ID
+from rollout_server.core.limits import Limits
 from rollout_server.core.message import tool_calls
 from rollout_server.core.outcome import Category
 from rollout_server.edge.trainer.chat import Answer, read_answer
@@ -42,7 +43,7 @@ def with_text(path: tuple[Any, ...], text: str) -> bytes:
 def check(body: bytes) -> Answer | str:
     """Reads an answer; checks what must be true of it, or of its failure."""
     try:
-        read = read_answer(body, 7, ids_needed=True)
+        read = read_answer(body, 7, ids_needed=True, most_calls=Limits().calls_read)
     except Failed as failed:
         failure = failed.failure
         assert (failure.category, failure.turn, failure.http_status) == (Category.VALIDATION, 7, None)

@@ -48,6 +48,8 @@ ECHOES = {
     "header": f"headers: {{'authorization': 'Bearer {SECRET}'}}",
     "across_the_cut": "x" * (TRAINER_TEXT - 10) + SECRET,
     "json": json.dumps({"detail": f"Invalid key: {SECRET}"}),
+    "json_across_the_cut": json.dumps({"detail": "x" * (TRAINER_TEXT - 10) + SECRET}),
+    "json_of_a_header": json.dumps({"error": {"message": f"authorization: Bearer {SECRET}"}}),
 }
 
 
@@ -66,9 +68,8 @@ async def test_an_echo_never_gets_into_the_failure(
 
 LEAKS = {
     # What is shown is cut off a part of the body that ends within a key, once the keys before it got shorter.
-    "often": (f"{SECRET} " * 200, SECRET),
-    # 4 bytes a character: the part of the body that is looked at ends within the key.
-    "behind_wide_characters": ("\N{GRINNING FACE}" * 490 + SECRET, SECRET),
+    "often": (json.dumps({"detail": f"{SECRET} " * 200}), SECRET),
+    "behind_wide_characters": (json.dumps({"detail": "\N{GRINNING FACE}" * 490 + SECRET}), SECRET),
     "escaped_as_json": (json.dumps({"detail": f"no such key: {QUOTED}"}), QUOTED),
 }
 
@@ -103,22 +104,42 @@ async def test_no_repr_of_a_request_shows_it_either() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "shown"),
+    ("detail", "shown"),
     [
-        (b"y" * TRAINER_TEXT, "y" * TRAINER_TEXT),
-        (b"y" * 10_000, "y" * TRAINER_TEXT),
-        ("ü".encode() * 10_000, "ü" * TRAINER_TEXT),
-        ("\N{GRINNING FACE}".encode() * 10_000, "\N{GRINNING FACE}" * TRAINER_TEXT),
-        (b" \r\n no such route \n", "no such route"),
-        (b"\xff\xfe broken", "\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER} broken"),
-        (b"", ""),
-        (b" \n", ""),
+        ("y" * TRAINER_TEXT, "y" * TRAINER_TEXT),
+        ("y" * 10_000, "y" * TRAINER_TEXT),
+        ("\N{GRINNING FACE}" * 10_000, "\N{GRINNING FACE}" * TRAINER_TEXT),
+        (" \r\n no such route \n", "no such route"),
+        ([{"loc": ["body"], "msg": "too long", "input": "y"}, {"msg": "no mask"}], "too long; no mask"),
     ],
-    ids=["just_500", "long", "two_bytes", "four_bytes", "white_space", "no_utf8", "empty", "blank"],
+    ids=["just_500", "long", "four_bytes", "white_space", "fastapi"],
 )
-async def test_of_its_words_500_characters(trainers: MaskedTrainers, body: bytes, shown: str) -> None:
-    async with raw_trainer(answer(body, 422)) as trainer:
+async def test_of_its_words_500_characters(trainers: MaskedTrainers, detail: object, shown: str) -> None:
+    async with raw_trainer(answer(json.dumps({"detail": detail}).encode(), 422)) as trainer:
         failure = await Asking(trainers, trainer.url).failure()
     assert (failure.category, failure.http_status) == (Category.TRAINER_CLIENT, 422)
-    expected = "turn 1: the trainer answered 422"
-    assert failure.message == (f"{expected}: {shown}" if shown else expected)
+    assert failure.message == f"turn 1: the trainer answered 422: {shown}"
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        (b"", ""),
+        (b" \n", ""),
+        (b"ami-id\nhostname\n", ": 16 bytes of type application/json that are no JSON error, and are not shown"),
+        (b'{"AccessKeyId": "AKIA"}', ": 23 bytes of type application/json that are no JSON error, and are not shown"),
+        (
+            b'{"detail": {"key": "AKIA"}}',
+            ": 27 bytes of type application/json that are no JSON error, and are not shown",
+        ),
+        (b'{"message": "AKIA"}', ": 19 bytes of type application/json that are no JSON error, and are not shown"),
+        (b'["AKIA"]', ": 8 bytes of type application/json that are no JSON error, and are not shown"),
+        (b"\xff\xfe broken", ": 9 bytes of type application/json that are no JSON error, and are not shown"),
+    ],
+    ids=["empty", "blank", "text", "other_json", "no_text", "no_error", "list", "no_utf8"],
+)
+async def test_what_is_no_error_of_a_trainers_is_not_shown(trainers: MaskedTrainers, body: bytes, shown: str) -> None:
+    """Whoever names a target may not be allowed to read what answers there."""
+    async with raw_trainer(answer(body, 422)) as trainer:
+        failure = await Asking(trainers, trainer.url).failure()
+    assert failure.message.removeprefix("turn 1: the trainer answered 422") == shown

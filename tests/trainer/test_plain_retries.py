@@ -99,7 +99,7 @@ async def test_server_errors_are_asked_again(plain: PlainTrainers, status: int) 
     (note,) = (text for code, text in answered.notes if code == "resampled")
     assert "turn 1" in note
     assert "asked for 3 times" in note
-    async with raw_trainer(answer(b"out of order", status)) as trainer:
+    async with raw_trainer(answer(b'{"detail": "out of order"}', status)) as trainer:
         failure = await Asking(plain, trainer.url).failure()
         check_repeats(trainer, 4)
     assert (failure.category, failure.http_status) == (Category.TRAINER_SERVER, status)
@@ -160,7 +160,7 @@ async def test_a_refusal_with_a_time_is_waited_for_and_no_resampling(plain: Plai
 @pytest.mark.parametrize("wait", ["30", "9" * 40, 3600], ids=str)
 async def test_never_beyond_the_time_of_the_rollout(plain: PlainTrainers, status: int, wait: str | int) -> None:
     said = wait if isinstance(wait, str) else email.utils.formatdate(time.time() + wait, usegmt=True)
-    async with raw_trainer(answer(b"come back later", status, retry_after=said), answer()) as trainer:
+    async with raw_trainer(answer(b'{"detail": "come back later"}', status, retry_after=said), answer()) as trainer:
         failure = await Asking(plain, trainer.url, deadline=time.monotonic() + 20).failure()
         check_repeats(trainer, 1)
     assert failure.http_status == status

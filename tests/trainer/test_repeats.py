@@ -123,7 +123,7 @@ SLOW: dict[str, Act] = {
 async def test_a_timeout_counts_the_whole_answer_and_is_final(connect: Connect, act: Act) -> None:
     async with raw_trainer(act) as trainer:
         found = await failure(connect(HttpSettings(timeout=0.4)), trainer.url)
-        assert found.category is Category.NETWORK
+        assert found.category is Category.NETWORK  # as in the reference
         assert "timeout" in found.message
         assert "0.4 s (HTTP_CLIENT_TIMEOUT)" in found.message
         assert TAKEN in found.message

@@ -64,7 +64,7 @@ async def test_a_time_that_is_over_is_asked_again_at_once(trainers: MaskedTraine
 @pytest.mark.parametrize("wait", ["30", "999999999", "9" * 40, 60, 10**9], ids=str)
 async def test_never_beyond_the_time_of_the_rollout(trainers: MaskedTrainers, status: int, wait: str | int) -> None:
     said = wait if isinstance(wait, str) else later(wait)
-    async with raw_trainer(answer(b"come back later", status, retry_after=said), answer()) as trainer:
+    async with raw_trainer(answer(b'{"detail": "come back later"}', status, retry_after=said), answer()) as trainer:
         failure = await Asking(trainers, trainer.url, deadline=time.monotonic() + 20).failure()
         assert (failure.category, failure.http_status) == (CATEGORIES[status], status)
         assert "come back later" in failure.message

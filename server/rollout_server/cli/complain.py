@@ -36,12 +36,14 @@ def complaining(command: str, code: int = 1) -> Iterator[None]:
 
 def _complain(command: str, error: Exception) -> None:
     """Says what is wrong."""
+    from rollout_server.inspection.visible import visible_lines
+
     text = _text(error)
     if is_json():
         where = {"file": getattr(error, "file", ""), "line": getattr(error, "line", 0)}
         typer.echo(json.dumps(error_document(command, "failed", text, **where)))
     else:
-        typer.secho(f"rollout {command}: {text}", fg=typer.colors.RED, err=True)
+        typer.secho(visible_lines(f"rollout {command}: {text}"), fg=typer.colors.RED, err=True)
 
 
 def _text(error: Exception) -> str:

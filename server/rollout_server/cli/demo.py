@@ -23,6 +23,7 @@ from rollout_server.cli.answer import AsJson, answering
 from rollout_server.cli.complain import hush_transformers
 from rollout_server.cli.shown import event_line, show_judgement, show_ledger, show_messages, show_metrics
 from rollout_server.edge.looped import run_loop
+from rollout_server.inspection.visible import visible
 
 if TYPE_CHECKING:
     import httpx
@@ -139,12 +140,12 @@ async def _over_grpc(console: Console, stub: RolloutServiceAsyncStub, trainer: S
         if item.HasField("started"):
             uid = item.started.rollout.uid
         else:
-            console.print(f"  {item.event.sequence:2} {event_line(item.event)}", markup=False)
+            console.print(visible(f"  {item.event.sequence:2} {event_line(item.event)}"), markup=False)
     view = rollout_service_pb2.ROLLOUT_VIEW_FULL
     reply = await stub.GetRollout(rollout_service_pb2.GetRolloutRequest(uid=uid, view=view))
     outcome = reply.rollout.outcome
     if not outcome.HasField("stop"):
-        console.print(f"  {outcome.failure.message}", style="red", markup=False)
+        console.print(visible(f"  {outcome.failure.message}"), style="red", markup=False)
         return False
     show_ledger(console, outcome.segments[0], trainer.tokenizer_dir)
     return show_judgement(console, trainer.verdict("demo-grpc"), outcome.samples)

@@ -61,14 +61,10 @@ def inspect(**given: Any) -> None:
         from rollout_server.inspection.draw import Look, draw
         from rollout_server.inspection.told import as_json
         from rollout_server.inspection.transcript import transcript_of
-        from rollout_server.inspection.visible import visible
 
-        try:
-            rollout = _rollout(options)
-            shown = transcript_of(rollout).only(options.segment, options.turn)
-            decode = _decode(rollout, options.tokenizer or []) if rollout.outcome.segments else None
-        except ValueError as error:  # its text may repeat what a file or a server said
-            raise ValueError(visible(str(error))) from None
+        rollout = _rollout(options)
+        shown = transcript_of(rollout).only(options.segment, options.turn)
+        decode = _decode(rollout, options.tokenizer or []) if rollout.outcome.segments else None
     if options.as_json:
         typer.echo(json.dumps(as_json(shown, decode)))
         return

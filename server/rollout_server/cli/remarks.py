@@ -25,11 +25,9 @@ class _Remarks(logging.Handler):
         """Prints one record."""
         from rich.text import Text
 
-        from rollout_server.inspection.visible import visible
+        from rollout_server.inspection.visible import visible_lines
 
-        first, *more = _told(record).split("\n")
-        # What stands below the first line, such as a stack, is set apart: it cannot pass for a line of its own.
-        text = "\n".join([visible(first), *(f"    {visible(line)}" for line in more)])
+        text = visible_lines(_told(record))
         if text in self._told or len(self._told) >= _MOST:
             return
         self._told.add(text)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout_server.inspection.visible import visible
+
 if TYPE_CHECKING:
     from osmosis.rollout.v1 import event_pb2, token_pb2
     from rich.console import Console
@@ -20,7 +22,7 @@ def show_judgement(
     """Prints the trainer's verdict; whether all was accepted, and `samples`, where given, hold the trainer's tokens."""
     if verdict is None or not verdict.accepted or verdict.faults or (verdict.outcome and not verdict.concluded):
         console.print("  trainer: [red]refused[/]", end=" ")
-        console.print(str(verdict), markup=False)
+        console.print(visible(str(verdict)), markup=False)
         return False
     theirs = verdict.sample
     accepted = (
@@ -56,7 +58,8 @@ def show_ledger(console: Console, segment: token_pb2.Segment, tokenizer_dir: Pat
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     text = Text()
     for span in segment.spans:
-        decoded = tokenizer.decode(span.token_ids, skip_special_tokens=False)
+        lines = tokenizer.decode(span.token_ids, skip_special_tokens=False).split("\n")
+        decoded = "\n".join(map(visible, lines))
         if span.mask_reason == token_pb2.MASK_REASON_PROMPT:
             decoded = f"… {decoded[-160:]}"
         model = span.author == token_pb2.AUTHOR_MODEL
@@ -69,7 +72,7 @@ def show_ledger(console: Console, segment: token_pb2.Segment, tokenizer_dir: Pat
 def show_messages(console: Console, messages: Sequence[Mapping[str, Any]]) -> None:
     """Prints each message on a line of its own."""
     for message in messages:
-        console.print(f"  {message['role']:9} {_said(message)}", markup=False)
+        console.print(visible(f"  {message['role']:9} {_said(message)}"), markup=False)
 
 
 def show_metrics(console: Console, outcome: Mapping[str, Any]) -> None:
@@ -82,7 +85,7 @@ def show_metrics(console: Console, outcome: Mapping[str, Any]) -> None:
         markup=False,
     )
     if outcome.get("error_message"):
-        console.print(f"  {outcome['error_message']}", style="red", markup=False)
+        console.print(visible(f"  {outcome['error_message']}"), style="red", markup=False)
 
 
 def counted(number: int, noun: str) -> str:

@@ -15,6 +15,7 @@ from rollout_server.cli.complain import complaining, hush_transformers
 from rollout_server.cli.flags import taken, takes
 from rollout_server.cli.shown import counted
 from rollout_server.edge.looped import run_loop
+from rollout_server.inspection.visible import visible
 from rollout_server.testing.dialect import Dialect
 
 if TYPE_CHECKING:
@@ -114,18 +115,12 @@ def told(verdict: Verdict) -> str:
     said = verdict.outcome.body if verdict.outcome else {}
     parts = [counted(len(verdict.turns), "turn"), f"{counted(sum(verdict.sample.response_mask), 'token')} generated"]
     if said.get("reward") is not None:
-        parts.append(f"reward {_shown(said['reward'])}")
+        parts.append(f"reward {said['reward']}")
     if verdict.siblings:
         parts.append(f"{counted(verdict.siblings, 'turn')} generated again")
-    parts += [f"refused: {_shown(refusal.text)}" for refusal in verdict.refusals]
-    ended = f"{_shown(said.get('status'))}, {_shown(said.get('finish_reason'))}"
-    return f"{_shown(verdict.rollout_id)}: {ended}; {', '.join(parts)}"
-
-
-def _shown(value: object) -> str:
-    """A foreign value on one line of a terminal, control characters escaped."""
-    text = str(value)
-    return text if text.isprintable() else repr(text)
+    parts += [f"refused: {refusal.text}" for refusal in verdict.refusals]
+    ended = f"{said.get('status')}, {said.get('finish_reason')}"
+    return visible(f"{verdict.rollout_id}: {ended}; {', '.join(parts)}")
 
 
 async def _serve(strict: StrictTrainer, answers: Answers) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from rollout_server.core.error import Violation
-from rollout_server.core.limits import Limits
+from rollout_server.core.limits import CALLS_PER_TURN, MOST_CALLS_PER_TURN, Limits
 from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.spec import ENGINES, Dialect, DriftPolicy, Sampling, Spec, Target
 
@@ -45,12 +45,17 @@ class Bounds:
 
 
 def settle(spec: Spec, agent: str, limits: Limits, bounds: Bounds) -> Spec:
-    """Fills in what the request left open: agent, limits (of the request's and the agent's the lower holds), drift policy."""
+    """Fills in what the request left open: agent, limits (of the request's and the agent's the lower holds), drift policy.
+
+    No rollout is without a limit of tool calls, nor with a higher one than `MOST_CALLS_PER_TURN`.
+    """
     seconds = spec.limits.seconds
     if seconds is None:
         seconds = bounds.default_seconds.get(spec.completions.dialect, bounds.seconds)
-    asked = replace(spec.limits, seconds=min(seconds, bounds.seconds))
-    return replace(spec, agent=agent, limits=asked.lower(limits), on_drift=spec.on_drift or bounds.on_drift)
+    held = replace(spec.limits, seconds=min(seconds, bounds.seconds)).lower(limits)
+    calls = CALLS_PER_TURN if held.calls_per_turn is None else min(held.calls_per_turn, MOST_CALLS_PER_TURN)
+    held = replace(held, calls_per_turn=calls)
+    return replace(spec, agent=agent, limits=held, on_drift=spec.on_drift or bounds.on_drift)
 
 
 def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:

@@ -26,6 +26,8 @@ class Category(Enum):
     INTERRUPTED = "interrupted"
     TOKEN_DRIFT = "token_drift"  # noqa: S105 - a word, not a password
     NOT_REPLAYABLE = "not_replayable"
+    ENGINE_SERVER = "engine_server"
+    ENGINE_CLIENT = "engine_client"
 
 
 @dataclass(frozen=True, slots=True)

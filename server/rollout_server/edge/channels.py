@@ -12,9 +12,10 @@ import grpc
 
 from rollout_server.edge.rpc.tls import ClientTls, channel_credentials
 from rollout_server.edge.targets.lookup import CheckedLookup
+from rollout_server.edge.trainer.bounds import ANSWER_BYTES
 
 _KEPT = 256
-LARGEST_ANSWER = 64 * 1024 * 1024
+LARGEST_ANSWER = ANSWER_BYTES
 """Bytes of one answer, as over HTTP. gRPC's own limit of 4 MiB is less than a long prompt's ids with values beside them."""
 
 _OPTIONS = (

@@ -23,6 +23,12 @@ def visible(text: str) -> str:
     return text if text.isascii() and text.isprintable() else "".join(map(_shown, text))
 
 
+def visible_lines(text: str) -> str:
+    """The same of a text of several lines. What stands below the first is set apart: it cannot pass for a line of its own."""
+    first, *more = text.split("\n")
+    return "\n".join([visible(first), *(f"    {visible(line)}" for line in more)])
+
+
 def _shown(character: str) -> str:
     if character == "\n":
         return BREAK

@@ -12,6 +12,9 @@ from rollout_server.core.record import ToolReturned, ToolStarted
 from rollout_server.runtime.course import AgentMistake, Course
 from rollout_server.runtime.toolbox import Toolbox, ToolResult
 
+_AT_ONCE = 16
+"""Calls that begin in one round of the event loop, so that other rollouts get their turns in between."""
+
 
 def made(calls: Iterable[ToolCall], conversation: Conversation) -> Sequence[ToolCall]:
     """The calls, each of which the model has made in its last message. Raises `AgentMistake` for others: no answer fits them."""
@@ -47,8 +50,7 @@ def _open_calls(conversation: Conversation) -> Counter[str]:
 
 async def run_calls(course: Course, toolbox: Toolbox, started: Sequence[ToolStarted]) -> Sequence[ToolResult]:
     """Runs calls that the machine allows. Raises `RolloutOver` where the rollout ends meanwhile."""
-    for intent in started:
-        course.record(intent)
+    await _begin(course, started)
     if len(started) == 1:
         return [await _call(course, toolbox, started[0])]
     async with asyncio.TaskGroup() as group:
@@ -56,13 +58,28 @@ async def run_calls(course: Course, toolbox: Toolbox, started: Sequence[ToolStar
     return [task.result() for task in tasks]
 
 
+async def _begin(course: Course, started: Sequence[ToolStarted]) -> None:
+    """Writes down that the calls run, a few in each round of the event loop."""
+    for number, intent in enumerate(started):
+        if number and number % _AT_ONCE == 0:
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                for begun in started[:number]:
+                    _return(course, begun, _given_up(begun), course.rollout.clock.monotonic())
+                raise
+        course.record(intent)
+
+
 async def _call(course: Course, toolbox: Toolbox, intent: ToolStarted) -> ToolResult:
     began = course.rollout.clock.monotonic()
     try:
         with course.waiting():
+            for _ in range(intent.index // _AT_ONCE):
+                await asyncio.sleep(0)
             result = await _run(course, toolbox, intent)
     except asyncio.CancelledError:
-        _return(course, intent, ToolResult(intent.call, "Error: The call was given up before it returned", True), began)
+        _return(course, intent, _given_up(intent), began)
         raise
     _return(course, intent, result, began)
     return result
@@ -74,6 +91,10 @@ async def _run(course: Course, toolbox: Toolbox, intent: ToolStarted) -> ToolRes
         text = f"Error: Too many tool calls in one turn; the first {limit} ran"
         return ToolResult(intent.call, text, failed=True)
     return await toolbox.run(intent.call)
+
+
+def _given_up(intent: ToolStarted) -> ToolResult:
+    return ToolResult(intent.call, "Error: The call was given up before it returned", failed=True)
 
 
 def _return(course: Course, intent: ToolStarted, result: ToolResult, began: float) -> None:

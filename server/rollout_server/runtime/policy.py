@@ -6,6 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+MEMORY_BYTES = 2 * 1024**3
+CPU_SECONDS = 300.0
+"""Limits of a tool's process whose author names none."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToolPolicy:
@@ -24,8 +28,10 @@ class ToolPolicy:
         cache_seconds: how long it is kept; None: until newer results need the room.
         process: run in a process beside the server, which is killed where a call is given up. "fresh" starts one for each call,
             so that nothing is left behind of the calls before. Only for functions that can be imported.
-        memory_bytes: address space that the process may take on top of what it has once the tool is imported.
-        cpu_seconds: processor time of a call in it, counted in whole seconds.
+        memory_bytes: address space that the process may take on top of what it has once the tool is imported, and each process
+            that it starts may take; None: `MEMORY_BYTES`.
+        cpu_seconds: processor time of a call in it, counted in whole seconds; None: `CPU_SECONDS`.
+        environment: names of environment variables of the server that the process gets. It has none but these, and such as PATH.
     """
 
     timeout: float | None = None
@@ -39,6 +45,7 @@ class ToolPolicy:
     process: bool | Literal["fresh"] = False
     memory_bytes: int | None = None
     cpu_seconds: float | None = None
+    environment: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("timeout", "cache_seconds", "cpu_seconds"):
@@ -59,6 +66,10 @@ class ToolPolicy:
             raise ValueError("cache_seconds needs cache=True")
         if not self.process and (self.memory_bytes is not None or self.cpu_seconds is not None):
             raise ValueError("memory_bytes and cpu_seconds limit a process: say process=True")
+        if not isinstance(self.environment, tuple) or not all(isinstance(name, str) for name in self.environment):
+            raise TypeError(f"environment is a tuple of names, not {self.environment!r}")
+        if self.environment and not self.process:
+            raise ValueError("environment is that of a process: say process=True")
 
 
 def _check_seconds(name: str, value: object) -> None:

@@ -120,9 +120,15 @@ def failed(failure: Failure) -> OsmosisRolloutError:
             return OsmosisTimeoutError(text)
         case Category.NETWORK:
             return OsmosisTimeoutError(text) if "no answer came within" in text else OsmosisTransportError(text)
-        case Category.TRAINER_SERVER:
+        case Category.TRAINER_SERVER | Category.ENGINE_SERVER:
             return OsmosisServerError(text, status or 500)
-        case Category.TRAINER_CLIENT | Category.RATE_LIMITED | Category.VALIDATION | Category.TOKEN_DRIFT:
+        case (
+            Category.TRAINER_CLIENT
+            | Category.ENGINE_CLIENT
+            | Category.RATE_LIMITED
+            | Category.VALIDATION
+            | Category.TOKEN_DRIFT
+        ):
             return OsmosisValidationError(text, status or 422)
         case _:
             return OsmosisRolloutError(text)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rollout_server.edge.tokens.form import Arguments
+from rollout_server.inspection.visible import visible
 from rollout_server.tokencheck.boundary import Mask
 from rollout_server.tokencheck.verdict import Example, Finding, Row, ShortForm, Tally, Verdict
 
@@ -188,9 +189,9 @@ def _colour(mask: Mask, number: int) -> str:
 
 
 def _quoted(text: str) -> str:
-    return repr(text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…")
+    return f'"{_one_line(text)}"'
 
 
 def _one_line(text: str, longest: int = _LONGEST) -> str:
-    shown = text if text.isprintable() else repr(text)
+    shown = visible(text)
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"

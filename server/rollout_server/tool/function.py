@@ -42,6 +42,7 @@ class Policy(TypedDict, total=False):
     process: bool | Literal["fresh"]
     memory_bytes: int | None
     cpu_seconds: float | None
+    environment: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,7 +34,7 @@ class _FailureCategoryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failu
     FAILURE_CATEGORY_NETWORK: _FailureCategory.ValueType  # 2
     """The trainer could not be reached, or its answer did not arrive."""
     FAILURE_CATEGORY_RATE_LIMITED: _FailureCategory.ValueType  # 3
-    """The trainer answered 429 or RESOURCE_EXHAUSTED."""
+    """The trainer or engine answered 429 or RESOURCE_EXHAUSTED."""
     FAILURE_CATEGORY_TRAINER_SERVER: _FailureCategory.ValueType  # 4
     """The trainer answered 5xx, INTERNAL or UNAVAILABLE."""
     FAILURE_CATEGORY_TRAINER_CLIENT: _FailureCategory.ValueType  # 5
@@ -42,7 +42,7 @@ class _FailureCategoryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failu
     FAILURE_CATEGORY_TOOL: _FailureCategory.ValueType  # 6
     """A tool could not be run at all. (A tool that fails answers the model, and the rollout goes on.)"""
     FAILURE_CATEGORY_VALIDATION: _FailureCategory.ValueType  # 7
-    """An answer of the trainer broke the protocol; the message names turn and field."""
+    """An answer of the trainer or engine broke the protocol; the message names turn and field."""
     FAILURE_CATEGORY_INTERNAL: _FailureCategory.ValueType  # 8
     """A fault of ours or of the agent's code. The insides stay in the log."""
     FAILURE_CATEGORY_TIMEOUT: _FailureCategory.ValueType  # 9
@@ -53,6 +53,10 @@ class _FailureCategoryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failu
     """The trainer's tokens and ours part, and nothing right could be sent."""
     FAILURE_CATEGORY_NOT_REPLAYABLE: _FailureCategory.ValueType  # 12
     """An agent did something else on replay than what its record says."""
+    FAILURE_CATEGORY_ENGINE_SERVER: _FailureCategory.ValueType  # 13
+    """An inference engine answered 5xx, or broke its answer off."""
+    FAILURE_CATEGORY_ENGINE_CLIENT: _FailureCategory.ValueType  # 14
+    """An inference engine refused the request: a 4xx other than 429."""
 
 class FailureCategory(_FailureCategory, metaclass=_FailureCategoryEnumTypeWrapper):
     """What kind of thing went wrong. Readers treat a value they do not know as INTERNAL."""
@@ -64,7 +68,7 @@ FAILURE_CATEGORY_TOKENIZER: FailureCategory.ValueType  # 1
 FAILURE_CATEGORY_NETWORK: FailureCategory.ValueType  # 2
 """The trainer could not be reached, or its answer did not arrive."""
 FAILURE_CATEGORY_RATE_LIMITED: FailureCategory.ValueType  # 3
-"""The trainer answered 429 or RESOURCE_EXHAUSTED."""
+"""The trainer or engine answered 429 or RESOURCE_EXHAUSTED."""
 FAILURE_CATEGORY_TRAINER_SERVER: FailureCategory.ValueType  # 4
 """The trainer answered 5xx, INTERNAL or UNAVAILABLE."""
 FAILURE_CATEGORY_TRAINER_CLIENT: FailureCategory.ValueType  # 5
@@ -72,7 +76,7 @@ FAILURE_CATEGORY_TRAINER_CLIENT: FailureCategory.ValueType  # 5
 FAILURE_CATEGORY_TOOL: FailureCategory.ValueType  # 6
 """A tool could not be run at all. (A tool that fails answers the model, and the rollout goes on.)"""
 FAILURE_CATEGORY_VALIDATION: FailureCategory.ValueType  # 7
-"""An answer of the trainer broke the protocol; the message names turn and field."""
+"""An answer of the trainer or engine broke the protocol; the message names turn and field."""
 FAILURE_CATEGORY_INTERNAL: FailureCategory.ValueType  # 8
 """A fault of ours or of the agent's code. The insides stay in the log."""
 FAILURE_CATEGORY_TIMEOUT: FailureCategory.ValueType  # 9
@@ -83,6 +87,10 @@ FAILURE_CATEGORY_TOKEN_DRIFT: FailureCategory.ValueType  # 11
 """The trainer's tokens and ours part, and nothing right could be sent."""
 FAILURE_CATEGORY_NOT_REPLAYABLE: FailureCategory.ValueType  # 12
 """An agent did something else on replay than what its record says."""
+FAILURE_CATEGORY_ENGINE_SERVER: FailureCategory.ValueType  # 13
+"""An inference engine answered 5xx, or broke its answer off."""
+FAILURE_CATEGORY_ENGINE_CLIENT: FailureCategory.ValueType  # 14
+"""An inference engine refused the request: a 4xx other than 429."""
 Global___FailureCategory: _TypeAlias = FailureCategory  # noqa: Y015
 
 @_typing.final

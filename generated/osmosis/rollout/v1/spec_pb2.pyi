@@ -256,7 +256,9 @@ class Limits(_message.Message):
     generated_tokens: _builtins.int
     """Tokens generated in all turns together, 1 or more (0 as above). An answer that crosses it is kept whole."""
     calls_per_turn: _builtins.int
-    """Tool calls taken from one answer, 1 or more."""
+    """Tool calls that run of one answer, 1 or more; unset: the agent's, else 128. The server sets an upper bound. The others get an error
+    as their result. An answer with more than 8 times as many ends the rollout with FAILURE_CATEGORY_VALIDATION.
+    """
     tool_turns: _builtins.int
     """Turns whose tools ran, 0 or more."""
     bytes: _builtins.int

@@ -7,26 +7,24 @@ SGLang (`return_prompt_token_ids`, `return_token_ids`, `return_meta_info`): `pro
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isfinite
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
 from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.core.outcome import Category, Failure
+from rollout_server.edge.trainer.bounds import ANSWER_VALUES, check_values
 from rollout_server.edge.trainer.chat import read_message
 from rollout_server.runtime.port import Failed
 
-_T = TypeVar("_T")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
-_Sampled: TypeAlias = tuple[float | None, _TokenId, Any]
+_Sampled: TypeAlias = tuple[float | None, _TokenId, msgspec.Raw]
 """Logprob, id and text of a token, as SGLang lists them."""
 
-_LARGE = 1024 * 1024
 _LONGEST_WORD = 256
 """Characters."""
 _NULL = msgspec.Raw(b"null")
@@ -108,22 +106,17 @@ def read_sampled(body: bytes, turn: int) -> Sampled:
     return _sampled(_parsed(body, turn))
 
 
-def read_completion(body: bytes, turn: int) -> EngineAnswer:
+def read_completion(body: bytes, turn: int, most_calls: int) -> EngineAnswer:
     """A chat completion. Raises `Failed` with VALIDATION, naming turn and field."""
     parsed = _parsed(body, turn)
     raw = parsed.choices[0].message
     if bytes(raw) == b"null":
         raise malformed(turn, "`choices[0].message` is missing")
     try:
-        message, calls = read_message(raw)
+        message, calls = read_message(raw, most_calls)
     except MalformedMessage as error:
         raise malformed(turn, f"`choices[0].message`: {error}") from None
     return EngineAnswer(message, calls, _sampled(parsed))
-
-
-async def aside(read: Callable[[bytes, int], _T], body: bytes, turn: int) -> _T:
-    """Reads; a large answer in a thread, so that other rollouts do not wait for it."""
-    return await asyncio.to_thread(read, body, turn) if len(body) > _LARGE else read(body, turn)
 
 
 def malformed(turn: int, what: str) -> Failed:
@@ -133,7 +126,10 @@ def malformed(turn: int, what: str) -> Failed:
 
 def _parsed(body: bytes, turn: int) -> _Body:
     try:
+        check_values(body, ANSWER_VALUES)
         parsed = _decoder.decode(body)
+    except MalformedMessage as error:
+        raise malformed(turn, str(error)) from None
     except msgspec.ValidationError as error:
         raise malformed(turn, str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.engine.answer import aside
 from rollout_server.edge.engine.refusal import aborted, is_error, refused_by_engine
 from rollout_server.edge.engine.request import LimitNames
+from rollout_server.edge.trainer.bounds import aside
 from rollout_server.edge.trainer.client import HttpClient, HttpRequest
 from rollout_server.edge.trainer.headers import turn_headers
 from rollout_server.edge.trainer.parameters import WrongParameter
@@ -75,7 +76,7 @@ async def whole(
         fetched = await fetch()
         attempts += fetched.attempts
         body = usable(fetched, ask)
-        answer = await aside(read, body, turn)
+        answer = await aside(partial(read, body, turn), len(body))
         if answer.finish_reason not in _BROKEN_OFF:
             return answer, body, attempts
         if failures >= access.retries.count:

@@ -9,11 +9,12 @@ from typing import Final, Protocol
 from rollout_server.core.ledger import Tokens
 from rollout_server.core.message import Message
 from rollout_server.core.spec import Spec
-from rollout_server.edge.engine.answer import EngineAnswer, Sampled, aside, read_completion, read_sampled
+from rollout_server.edge.engine.answer import EngineAnswer, Sampled, read_completion, read_sampled
 from rollout_server.edge.engine.asking import Access, post, usable, whole, wrote
 from rollout_server.edge.engine.refusal import wants_other_limit
 from rollout_server.edge.engine.request import OTHER_LIMIT, ChatWriter, TokenWriter
 from rollout_server.edge.engine.routes import Routes
+from rollout_server.edge.trainer.bounds import aside
 from rollout_server.edge.trainer.retry import Fetched
 from rollout_server.runtime.port import Ask, Tool
 
@@ -49,6 +50,7 @@ class Chat:
         self._target = spec.completions
         self._url = Routes.of(spec.completions.url).chat
         self._writer = ChatWriter(spec, tools)
+        self._most_calls = spec.limits.calls_read
 
     async def complete(self, messages: Sequence[Message], ask: Ask, prompt: Tokens | None = None) -> Completed:
         """As `Completes` says."""
@@ -56,8 +58,12 @@ class Chat:
         async def fetch() -> Fetched:
             return await self._fetch(messages, ask, prompt)
 
-        answer, _, attempts = await whole(self._access, ask, fetch, read_completion)
+        answer, _, attempts = await whole(self._access, ask, fetch, self.read)
         return _completed(answer, answer.sampled, attempts)
+
+    def read(self, body: bytes, turn: int) -> EngineAnswer:
+        """An answer. Raises `Failed`."""
+        return read_completion(body, turn, self._most_calls)
 
     def body(self, messages: Sequence[Message], ask: Ask) -> bytes:
         """The request, for whoever has to read the answer to another one."""
@@ -102,7 +108,8 @@ class Generation:
         sampled, generated, attempts = await whole(self._access, ask, fetch, read_sampled)
         body = writer.rendering(prompt, generated, self._chat.body(messages, ask))
         fetched = await self._post(self._routes.derender, body, ask)
-        answer = await aside(read_completion, usable(fetched, ask), ask.asked.turn)
+        message = usable(fetched, ask)
+        answer = await aside(lambda: self._chat.read(message, ask.asked.turn), len(message))
         return _completed(answer, sampled, attempts + fetched.attempts)
 
     async def _post(self, url: str, body: bytes, ask: Ask) -> Fetched:

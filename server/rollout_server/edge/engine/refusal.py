@@ -9,7 +9,7 @@ from typing import Final
 from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.trainer.client import HttpAnswer
-from rollout_server.edge.trainer.refusal import redacted
+from rollout_server.edge.trainer.refusal import error_text
 
 _LOOKED_AT: Final = 64 * 1024
 _CONTEXT: Final = re.compile(
@@ -29,18 +29,18 @@ _TOO_LONG: Final = (
 
 def refused_by_engine(answer: HttpAnswer, turn: int, secrets: Sequence[str], hint: str = "") -> Failure:
     """The failure of a turn that was answered with another status than 200, or an error. `hint` goes before that of the status."""
-    said = redacted(_words(answer.quotable), secrets)
+    said = error_text(answer, secrets)
     hint = hint or _HINTS.get(answer.status, "")
     if exceeds_context(answer):
         category, hint = Category.VALIDATION, _TOO_LONG
     elif answer.status == 429:
         category = Category.RATE_LIMITED
     elif answer.status >= 500:
-        category = Category.TRAINER_SERVER
+        category = Category.ENGINE_SERVER
     elif answer.status >= 400:
-        category = Category.TRAINER_CLIENT
+        category = Category.ENGINE_CLIENT
     elif answer.status == 200:
-        category, hint = Category.TRAINER_SERVER, "with an error in place of choices"
+        category, hint = Category.ENGINE_SERVER, "with an error in place of choices"
     else:
         category, hint = Category.VALIDATION, "only 200 is an answer, and redirects are not followed"
     text = f"turn {turn}: the engine answered {answer.status}" + (f" ({hint})" if hint else "")
@@ -73,17 +73,4 @@ def aborted(turn: int, reason: str, attempts: int) -> Failure:
         f"turn {turn}: the engine broke its answer off (finish_reason {reason!r}) in {attempts} attempts; was it being "
         "paused, stopped or updated?"
     )
-    return Failure(Category.TRAINER_SERVER, text, turn)
-
-
-def _words(body: bytes) -> bytes:
-    """What an error says: `{"error": {"message"}}` in OpenAI's form, `{"message"}` in SGLang's, or `{"detail"}`; else all of it."""
-    if len(body) > _LOOKED_AT:
-        return body
-    try:
-        fields = parse_object(body.decode())
-    except (MalformedMessage, UnicodeDecodeError):
-        return body
-    error = fields.get("error")
-    message = error.get("message") if isinstance(error, dict) else fields.get("message", fields.get("detail", error))
-    return message.encode("utf-8", "replace") if isinstance(message, str) and message else body
+    return Failure(Category.ENGINE_SERVER, text, turn)

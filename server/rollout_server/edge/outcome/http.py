@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollout_server.edge.trainer.client import Forbidden, HttpAnswer, HttpClient, HttpRequest, Lost, NotTaken, TooLarge
 from rollout_server.edge.trainer.headers import keyed_headers
-from rollout_server.edge.trainer.refusal import redacted
+from rollout_server.edge.trainer.refusal import error_text
 from rollout_server.runtime.delivery import Acknowledged, Receipt, Refused, Unsettled
 from rollout_server.runtime.port import Parcel
 
@@ -36,7 +36,7 @@ class HttpCourier:
 def _receipt(answer: HttpAnswer, host: str, credential: str) -> Receipt:
     if 200 <= answer.status < 300:
         return Acknowledged()
-    said = redacted(answer.quotable, (credential,) if credential else ())
+    said = error_text(answer, (credential,) if credential else ())
     text = f"{host} answered {answer.status}" + (f": {said}" if said else "")
     if answer.status >= 500 or answer.status in _ASKED_AGAIN:
         return Unsettled(text, answer.retry_after)

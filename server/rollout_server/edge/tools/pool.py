@@ -16,7 +16,7 @@ from rollout_server.runtime.places import Places
 from rollout_server.runtime.policy import ToolPolicy
 from rollout_server.runtime.port import Content
 
-_Key: TypeAlias = tuple[str, str, int | None, float | None]
+_Key: TypeAlias = tuple[str, str, int | None, float | None, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class ProcessPool:
             raise ToolFailed("The server is stopping", "Closed")
         if len(self._idle) + len(self._running) >= self._most and self._idle:
             self.end(next(iter(self._idle)))
-        process = await ToolProcess.start()
+        process = await ToolProcess.start(policy.environment)
         self._running.add(process)
         if self._closed:
             self.end(process)
@@ -162,4 +162,4 @@ class PoolWorker:
 
 
 def _key(definition: Definition, policy: ToolPolicy) -> _Key:
-    return definition.module, definition.file, policy.memory_bytes, policy.cpu_seconds
+    return definition.module, definition.file, policy.memory_bytes, policy.cpu_seconds, policy.environment

@@ -7,25 +7,30 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import cast
 
 from rollout_server.core.message import JSON
 from rollout_server.edge.tools.frame import BadFrame, framed, read
+from rollout_server.edge.tools.supervisor import hide_memory
 from rollout_server.runtime.hands import Definition, ToolFailed, Unwritable
-from rollout_server.runtime.policy import ToolPolicy
+from rollout_server.runtime.policy import CPU_SECONDS, MEMORY_BYTES, ToolPolicy
 from rollout_server.runtime.port import ArgumentError, Content, ToolError
 
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[2:]; from rollout_server.edge.tools.worker import main; main(int(sys.argv[1]))"
 )
-_OURS = ("ROLLOUT_", "OSMOSIS_")
-"""Variables of these names are the server's settings, keys among them: no tool needs them."""
+_LOCALE = ("LANG", "LANGUAGE", "TZ")
+_PLACES = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR")
+_PASSED_ON = frozenset({"USER", "LOGNAME", *_LOCALE, *_PLACES})
+"""Variables that programs need and that hold no secrets. Python's own and `LC_*` come on top."""
+_GRACE_SECONDS = 5.0
+"""How long a supervisor may take to end all that its tools have started."""
 
 
 class ToolProcess:
-    """Made by `start`, runs one call at a time. It leads a group of its own, with whatever a tool starts."""
+    """Made by `start`, runs one call at a time, under a supervisor that ends whatever a tool has started."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -37,8 +42,9 @@ class ToolProcess:
         self._ended = asyncio.create_task(process.wait(), name=f"tool process {process.pid}")
 
     @classmethod
-    async def start(cls) -> ToolProcess:
-        """A process that has nothing imported yet. Raises `ToolFailed`."""
+    async def start(cls, variables: Iterable[str] = ()) -> ToolProcess:
+        """A process that has nothing imported yet. `variables` of the server's are passed on to it. Raises `ToolFailed`."""
+        hide_memory()  # the settings of the server, keys among them, are in its environment and memory
         ours, theirs = socket.socketpair()
         streams = await asyncio.open_connection(sock=ours)
         with theirs:
@@ -50,7 +56,7 @@ class ToolProcess:
                     stderr=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
-                    env={name: value for name, value in os.environ.items() if not name.startswith(_OURS)},
+                    env=_environment(frozenset(variables)),
                 )
             except BaseException as error:
                 streams[1].close()
@@ -85,25 +91,25 @@ class ToolProcess:
             raise ToolFailed(text, kind) from None
 
     def kill(self) -> None:
-        """Ends it with all that it has started. It is reaped in the background."""
-        if self._killed:  # by now its number may be somebody else's
-            return
+        """Hangs up, upon which its supervisor ends it with all that it has started."""
         self._killed = True
-        self._writer.close()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._writer.transport.abort()  # what was not sent yet would be waited for
 
     async def ended(self) -> None:
-        """Waits until it is reaped."""
-        await asyncio.wait({self._ended})
+        """Waits until it is reaped, after `kill`. A supervisor that does not end, as one that a tool has stopped, is killed."""
+        await asyncio.wait({self._ended}, timeout=_GRACE_SECONDS)
+        if not self._ended.done():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await asyncio.wait({self._ended})
 
     async def load(self, definition: Definition, policy: ToolPolicy, seconds: float) -> None:
         """Has it import the tool's module, which may take `seconds`. Raises `ToolFailed`."""
         opening = {
             "module": definition.module,
             "file": definition.file,
-            "memory_bytes": policy.memory_bytes,
-            "cpu_seconds": policy.cpu_seconds,
+            "memory_bytes": policy.memory_bytes or MEMORY_BYTES,
+            "cpu_seconds": policy.cpu_seconds or CPU_SECONDS,
             "fresh": policy.process == "fresh",
         }
         try:
@@ -136,6 +142,15 @@ class ToolProcess:
             raise EOFError
         finally:
             answer.cancel()
+
+
+def _environment(more: Set[str]) -> Mapping[str, str]:
+    """The variables of a process of tools: those that it cannot do without, and `more`. Others may hold anybody's secrets."""
+    return {name: value for name, value in os.environ.items() if name in _PASSED_ON | more or _harmless(name)}
+
+
+def _harmless(name: str) -> bool:
+    return name.startswith("LC_") or (name.startswith("PYTHON") and "_" not in name)
 
 
 def _content(answer: Mapping[str, JSON]) -> Content:

@@ -7,11 +7,8 @@ import importlib.util
 import math
 import os
 import resource
-import select
-import signal
 import socket
 import sys
-import threading
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,6 +18,7 @@ from typing import cast
 
 from rollout_server.core.message import JSON
 from rollout_server.edge.tools.frame import framed, read_blocking
+from rollout_server.edge.tools.supervisor import supervise
 from rollout_server.runtime.hands import HandledTool, Unwritable
 from rollout_server.runtime.port import ArgumentError, ToolError
 
@@ -28,10 +26,10 @@ _ALIAS = "rollout_tool_file"
 
 
 def main(descriptor: int) -> None:
-    """Serves the connection with this file descriptor."""
+    """Serves the connection with this file descriptor, in a child of this process."""
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    supervise(connection)
     with suppress(EOFError, ConnectionError):
         opening = read_blocking(connection)
         try:
@@ -49,14 +47,6 @@ def main(descriptor: int) -> None:
             if os.getpid() != own:  # the tool has forked, and its copy came back, too
                 os._exit(0)
             connection.sendall(answer)
-
-
-def _end_with(connection: socket.socket) -> None:
-    """A process whose server is gone has nobody to work for; nor have those that it has started."""
-    poll = select.poll()
-    poll.register(connection, 0)  # what is always told: that the other side has hung up
-    poll.poll()
-    os.killpg(0, signal.SIGKILL)
 
 
 def _answer(module: ModuleType, call: Mapping[str, JSON]) -> bytes:

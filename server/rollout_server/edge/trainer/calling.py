@@ -13,18 +13,26 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import grpc
-from osmosis.rollout.v1 import completion_service_pb2_grpc
 
 from rollout_server.core.checkpoint import Checkpoint
 from rollout_server.core.ledger import Author, Tokens
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.channels import LARGEST_ANSWER, Channels
-from rollout_server.edge.rpc.wire.completion import Request, Response, held_tokens, ledger_request
+from rollout_server.edge.rpc.wire.completion import (
+    MalformedCompletion,
+    Request,
+    Response,
+    ledger_aside,
+    ledger_request,
+    response_aside,
+)
 from rollout_server.edge.rpc.wire.detail import ledger_mismatch, reason, retry_delay
 from rollout_server.edge.trainer.refusal import redacted
 from rollout_server.edge.trainer.retry import Retries
 from rollout_server.runtime.port import Credentials, Failed
 
+_SERVICE = "/osmosis.rollout.v1.CompletionService"
+_COMPLETE, _READ_LEDGER = f"{_SERVICE}/Complete", f"{_SERVICE}/ReadLedger"
 _CONNECT_SECONDS = 10.0
 LEDGER_SECONDS = 10.0
 """How long a trainer may take to show a segment."""
@@ -110,7 +118,7 @@ class Completes(Protocol):
     """A trainer that is asked, in whichever way."""
 
     async def complete(self, request: Request, call: Call) -> Response:
-        """Asks until there is an answer. Raises `BaseUnknown`, `ToolsUnknown`, `Mismatch` or `Failed`."""
+        """Asks until there is an answer. Raises `BaseUnknown`, `ToolsUnknown`, `Mismatch`, `MalformedCompletion` or `Failed`."""
 
     async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> Held | None:
         """A segment as the trainer holds it; None where it does not tell."""
@@ -145,13 +153,13 @@ class Caller:
 
     async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> Held | None:
         """As `Completes`."""
-        request = ledger_request(uid, segment_id)
+        request = ledger_request(uid, segment_id).SerializeToString()
         try:
             async with self.channels.use(self.url) as channel:
-                stub = completion_service_pb2_grpc.CompletionServiceStub(channel)
-                ledger = await stub.ReadLedger(request, metadata=_metadata(bearer), timeout=LEDGER_SECONDS)
-            return await asyncio.to_thread(held_tokens, ledger)
-        except (OSError, grpc.aio.AioRpcError):
+                read: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_READ_LEDGER)
+                ledger: bytes = await read(request, metadata=_metadata(bearer), timeout=LEDGER_SECONDS)
+            return await ledger_aside(ledger)
+        except (OSError, grpc.aio.AioRpcError, MalformedCompletion):
             return None
 
 
@@ -185,11 +193,11 @@ async def _once(caller: Caller, request: Request, call: Call) -> Response:
     left = caller.timeout if call.deadline is None else min(caller.timeout, call.deadline - time.monotonic())
     async with caller.channels.use(caller.url) as channel:
         await caller.channels.connect(channel, min(_CONNECT_SECONDS, max(left, 0.001)))
-        stub = completion_service_pb2_grpc.CompletionServiceStub(channel)
-        answer: Response = await stub.Complete(
-            request, metadata=_metadata(call.credentials.completions), timeout=max(left, 0.001)
-        )
-        return answer
+        # Bytes in and out: gRPC would parse the answer on the event loop, whatever its number of fields.
+        complete: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_COMPLETE)
+        metadata = _metadata(call.credentials.completions)
+        answer: bytes = await complete(request.SerializeToString(), metadata=metadata, timeout=max(left, 0.001))
+    return await response_aside(answer)
 
 
 def _rejection(error: grpc.aio.AioRpcError) -> Rejection:

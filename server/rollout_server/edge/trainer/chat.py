@@ -6,7 +6,6 @@ the slice of text that it is.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from math import isfinite
@@ -17,13 +16,13 @@ import msgspec
 from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
 from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object, tool_calls
 from rollout_server.core.outcome import Category, Failure
+from rollout_server.edge.trainer.bounds import ANSWER_VALUES, aside, check_message, check_values
 from rollout_server.runtime.port import Failed
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 
 
-_LARGE = 1024 * 1024
 _NULL = msgspec.Raw(b"null")
 
 
@@ -96,10 +95,13 @@ class RequestWriter:
         return self._history
 
 
-def read_answer(body: bytes, turn: int, *, ids_needed: bool) -> Answer:
+def read_answer(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> Answer:
     """Parses and checks an answer. Raises `Failed` with VALIDATION, naming turn and field."""
     try:
+        check_values(body, ANSWER_VALUES)
         parsed = _decoder.decode(body)
+    except MalformedMessage as error:
+        raise _malformed(turn, str(error)) from None
     except msgspec.ValidationError as error:
         raise _malformed(turn, str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -114,7 +116,7 @@ def read_answer(body: bytes, turn: int, *, ids_needed: bool) -> Answer:
             turn, "`token_ids` is missing, so no mask can be made; the trainer must return the ids it sampled"
         )
     try:
-        message, calls = read_message(choice.message)
+        message, calls = read_message(choice.message, most_calls)
     except MalformedMessage as error:
         raise _malformed(turn, f"`choices[0].message`: {error}") from None
     return Answer(
@@ -128,10 +130,12 @@ def read_answer(body: bytes, turn: int, *, ids_needed: bool) -> Answer:
     )
 
 
-def read_message(raw: msgspec.Raw) -> tuple[Message, int]:
+def read_message(raw: msgspec.Raw, most_calls: int) -> tuple[Message, int]:
     """An answer's message, verbatim, and how many calls it holds. Raises `MalformedMessage`."""
+    data = bytes(raw)
+    check_message(data, most_calls)
     try:
-        text = bytes(raw).decode()
+        text = data.decode()
     except UnicodeDecodeError as error:
         raise MalformedMessage(str(error)) from None
     fields = parse_object(text)
@@ -143,11 +147,9 @@ def read_message(raw: msgspec.Raw) -> tuple[Message, int]:
     return message, len(tool_calls(fields))
 
 
-async def read_answer_aside(body: bytes, turn: int, *, ids_needed: bool) -> Answer:
+async def read_answer_aside(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> Answer:
     """The same; a large answer is parsed in a thread, so that other rollouts do not wait for it."""
-    if len(body) > _LARGE:
-        return await asyncio.to_thread(read_answer, body, turn, ids_needed=ids_needed)
-    return read_answer(body, turn, ids_needed=ids_needed)
+    return await aside(lambda: read_answer(body, turn, ids_needed=ids_needed, most_calls=most_calls), len(body))
 
 
 def _check_content(fields: Mapping[str, JSON]) -> None:

@@ -7,12 +7,17 @@ import email.utils
 import ssl
 import time
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import aiohttp
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
 from rollout_server.edge.targets.lookup import refusal_of
+from rollout_server.edge.trainer.bounds import ANSWER_BYTES
+
+_INFORMATIONAL = 16
+"""Responses of status 1xx that may come before the one that counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class HttpSettings:
     connections: int = 10_000
     keepalive: float = 0.5
     connect_attempts: int = 3
-    max_answer_bytes: int = 64 * 1024 * 1024
+    max_answer_bytes: int = ANSWER_BYTES
     resolver: AbstractResolver | None = None
     tls: ssl.SSLContext | None = None
     quotes_strangers: bool = True
@@ -67,6 +72,7 @@ class HttpAnswer:
     body: bytes
     retry_after: float | None = None
     replayed_key: str = ""
+    content_type: str = ""
     may_be_quoted: bool = True
 
     @property
@@ -95,6 +101,34 @@ class TooLarge(Exception):
     """The answer is larger than what is read. The text is for a person."""
 
 
+class _Endless(aiohttp.ClientError):
+    """Informational responses come and come."""
+
+
+class _Response(aiohttp.ClientResponse):
+    """Takes few informational responses. aiohttp takes any number, and without a pause while there are some in its buffer."""
+
+    async def start(self, connection: aiohttp.connector.Connection) -> Self:
+        protocol, taken = connection.protocol, 0
+        if protocol is None:
+            raise aiohttp.ServerDisconnectedError
+        read = protocol.read
+
+        async def counted() -> Any:
+            nonlocal taken
+            taken += 1
+            if taken > _INFORMATIONAL + 1:
+                raise _Endless
+            return await read()
+
+        protocol.read = counted  # type: ignore[method-assign]
+        try:
+            await super().start(connection)
+        finally:
+            del protocol.read
+        return self
+
+
 class HttpClient:
     """Posts JSON over aiohttp, whose pool does not slow down with the number of requests under way.
 
@@ -117,6 +151,8 @@ class HttpClient:
         except TimeoutError as error:
             seconds = request.timeout or self.settings.timeout
             raise Lost(f"no answer came within {seconds:g} s", timeout=True) from error
+        except _Endless as error:
+            raise TooLarge(f"more than {_INFORMATIONAL} informational responses came instead of an answer") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Lost(f"the answer did not arrive whole ({type(error).__name__})") from error
 
@@ -145,7 +181,8 @@ class HttpClient:
                 chunks.append(chunk)
             key = response.headers.get("idempotency-key", "")
             quoted = request.is_known or self.settings.quotes_strangers
-            return HttpAnswer(response.status, b"".join(chunks), _retry_after(response), key, quoted)
+            kind = response.headers.get("content-type", "").partition(";")[0]
+            return HttpAnswer(response.status, b"".join(chunks), _retry_after(response), key, kind, quoted)
 
     def _timeout(self, request: HttpRequest) -> aiohttp.ClientTimeout:
         seconds = request.timeout or self.settings.timeout
@@ -163,6 +200,7 @@ class HttpClient:
                     ssl=settings.tls or True,
                 ),
                 cookie_jar=aiohttp.DummyCookieJar(),
+                response_class=_Response,
                 skip_auto_headers=("user-agent",),
             )
         return self._session

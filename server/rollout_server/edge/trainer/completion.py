@@ -121,14 +121,13 @@ class CompletionSampler:
         turn = ask.asked.turn
         try:
             response = await self._ask(ask, messages, page, call)
+            return await completion_aside(response, self._spec.limits.calls_read)
         except (BaseUnknown, ToolsUnknown) as unknown:
             what = "the whole history" if isinstance(unknown, BaseUnknown) else "the list of tools"
             text = f"turn {turn}: the trainer asks for {what}, which it was sent under this turn key already"
             raise Failed(Failure(Category.TRAINER_CLIENT, text, turn)) from None
         except Mismatch as mismatch:
             raise Failed(await self._parted(ask, mismatch.checkpoints)) from None
-        try:
-            return await completion_aside(response)
         except MalformedCompletion as error:
             text = f"turn {turn}: the trainer's answer is malformed: {error}"
             raise Failed(Failure(Category.VALIDATION, text, turn)) from None

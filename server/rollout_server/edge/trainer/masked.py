@@ -61,7 +61,8 @@ class MaskedSampler:
         started = time.monotonic()
         fetched, mask_length = await self._fetch(ask, renderer, rendered)
         elapsed = 1000 * (time.monotonic() - started)
-        answer = await read_answer_aside(fetched.answer.body, turn, ids_needed=True)
+        most = self._spec.limits.calls_read
+        answer = await read_answer_aside(fetched.answer.body, turn, ids_needed=True, most_calls=most)
         predicted = rendered.predicted
         if answer.reported is not None:
             predicted = await renderer.learn(predicted, answer.reported)
@@ -162,7 +163,7 @@ async def _rendered(ask: Ask, renderer: Renderer) -> Rendered:
 
 
 def _refused(fetched: Fetched, ask: Ask) -> Failure:
-    return refused(fetched.answer.status, fetched.answer.quotable, ask.asked.turn, ask.credentials.secrets())
+    return refused(fetched.answer, ask.asked.turn, ask.credentials.secrets())
 
 
 def _miscounted(failure: Failure, sent: int | None, counts: Mapping[Form, int]) -> Failure:

@@ -57,8 +57,9 @@ class PlainSampler:
         fetched = await fetch_again(self._trainers.client, errand, self._trainers.retries, remark)
         elapsed = 1000 * (time.monotonic() - started)
         if fetched.answer.status != 200:
-            raise Failed(refused(fetched.answer.status, fetched.answer.quotable, turn, ask.credentials.secrets()))
-        answer = await read_answer_aside(fetched.answer.body, turn, ids_needed=False)
+            raise Failed(refused(fetched.answer, turn, ask.credentials.secrets()))
+        most = self._spec.limits.calls_read
+        answer = await read_answer_aside(fetched.answer.body, turn, ids_needed=False, most_calls=most)
         return Answered(
             turn=turn,
             message=answer.message,

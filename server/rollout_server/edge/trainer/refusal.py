@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
+from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.outcome import Category, Failure
+from rollout_server.edge.trainer.client import HttpAnswer
 
 TRAINER_TEXT = 500
 """How much of a trainer's own words goes into an error message."""
 
 _LOOKED_AT = 256 * 1024
+_MEDIA_TYPE = re.compile(r"[a-z]{1,16}/[\w.+-]{1,48}")
 
 
-def refused(status: int, body: bytes, turn: int, secrets: Sequence[str]) -> Failure:
+def refused(answer: HttpAnswer, turn: int, secrets: Sequence[str]) -> Failure:
     """The failure of a turn that was answered with another status than 200."""
-    text = redacted(body, secrets)
+    status = answer.status
+    text = error_text(answer, secrets)
     said = f": {text}" if text else ""
     if status == 429:
         category = Category.RATE_LIMITED
@@ -28,6 +33,38 @@ def refused(status: int, body: bytes, turn: int, secrets: Sequence[str]) -> Fail
         category = Category.VALIDATION
         said = "; only 200 is an answer, and redirects are not followed"
     return Failure(category, f"turn {turn}: the trainer answered {status}{said}", turn, status)
+
+
+def error_text(answer: HttpAnswer, secrets: Sequence[str]) -> str:
+    """The error message in an answer, without secrets; where there is none, what came instead, in numbers. Empty: nothing did.
+
+    Nothing else of a body is ever shown. Whoever names a target may not be allowed to read what answers there.
+    """
+    text = _message(answer.quotable)
+    if text:
+        return redacted(text.encode("utf-8", "replace"), secrets)
+    if not answer.body[:_LOOKED_AT].strip():
+        return ""
+    kind = f" of type {answer.content_type}" if _MEDIA_TYPE.fullmatch(answer.content_type) else ""
+    why = "are no JSON error, and are" if answer.may_be_quoted else "are"
+    return f"{len(answer.body)} bytes{kind} that {why} not shown"
+
+
+def _message(body: bytes) -> str:
+    """The text of `{"detail"}` (FastAPI), `{"error": {"message"}}` (OpenAI), `{"error"}` or `{"object": "error", "message"}`."""
+    if len(body) > _LOOKED_AT:
+        return ""
+    try:
+        fields = parse_object(body.decode())
+    except (MalformedMessage, UnicodeDecodeError):
+        return ""
+    error = fields.get("error")
+    said = fields.get("message") if fields.get("object") == "error" else fields.get("detail", error)
+    if isinstance(error, Mapping):
+        said = error.get("message")
+    if isinstance(said, list):  # FastAPI, of a request that it could not read
+        said = "; ".join(str(each.get("msg", "")) for each in said if isinstance(each, Mapping))
+    return said.strip() if isinstance(said, str) else ""
 
 
 def redacted(body: bytes, secrets: Sequence[str]) -> str:

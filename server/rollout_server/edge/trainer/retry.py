@@ -68,7 +68,7 @@ async def fetch_once(client: HttpClient, errand: Errand) -> Fetched:
             continue
         except Lost as error:
             once = ". The turn may have been generated, so it is not asked for again"
-            # This protocol has no category for a trainer that does not answer in time.
+            # In this protocol a call that timed out is a network error; "timeout" is the rollout's own time limit.
             raise Failed(replace(_lost(error, errand, once), category=Category.NETWORK)) from error
         except (TooLarge, Forbidden) as error:
             raise Failed(_unusable(error, errand)) from error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
+from google.protobuf.message import DecodeError
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import message_pb2, spec_pb2, token_pb2
 
@@ -28,18 +28,19 @@ from rollout_server.core.record import Asked
 from rollout_server.core.segment import Plane
 from rollout_server.core.spec import Sampling, Spec
 from rollout_server.edge.rpc.wire import enums
+from rollout_server.edge.rpc.wire.bounds import check_fields
 from rollout_server.edge.rpc.wire.message import message_from_proto, messages_to_proto, tool_to_proto
 from rollout_server.edge.rpc.wire.outcome import origin_to_proto
 from rollout_server.edge.rpc.wire.plane import extra_from_proto, planes_from_proto
 from rollout_server.edge.rpc.wire.spec import sampling_to_proto
 from rollout_server.edge.rpc.wire.text import utf8
+from rollout_server.edge.trainer.bounds import ANSWER_VALUES, MESSAGE_VALUES, aside, check_calls, check_message
 from rollout_server.runtime.port import Tool
 
+_P = TypeVar("_P", pb.CompleteResponse, pb.ReadLedgerResponse)
 Request: TypeAlias = pb.CompleteRequest
 Response: TypeAlias = pb.CompleteResponse
 
-_LARGE = 1024 * 1024
-"""Bytes from which on an answer is read in a thread."""
 _MOST_CHARACTERS = 256
 """Of a trainer's words that are kept for each span or shown as they are."""
 
@@ -176,9 +177,30 @@ def _new_tokens(spans: Sequence[NewSpan], after: Checkpoint) -> pb.NewTokens:
     )
 
 
-def completion_from_proto(proto: pb.CompleteResponse) -> Completion:
+async def response_aside(data: bytes) -> Response:
+    """Parses an encoded answer, a large one in a thread. Raises `MalformedCompletion`."""
+    return await aside(lambda: _parsed(pb.CompleteResponse, data), len(data))
+
+
+async def ledger_aside(data: bytes) -> tuple[Tokens, Sequence[Author]] | None:
+    """An encoded ledger as `held_tokens` reads it. Raises `MalformedCompletion`."""
+    return await aside(lambda: held_tokens(_parsed(pb.ReadLedgerResponse, data)), len(data))
+
+
+def _parsed(kind: type[_P], data: bytes) -> _P:
+    try:
+        check_fields(data, kind.DESCRIPTOR, MESSAGE_VALUES)
+        return kind.FromString(data)
+    except DecodeError:
+        raise MalformedCompletion("it is no protobuf message") from None
+    except ValueError as error:
+        raise MalformedCompletion(str(error)) from None
+
+
+def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Completion:
     """Reads an answer. Raises `MalformedCompletion`."""
     try:
+        _check_size(proto, most_calls)
         message = message_from_proto(proto.message)
         calls = len(tool_calls(message.fields()))
     except MalformedMessage as error:
@@ -212,15 +234,25 @@ def completion_from_proto(proto: pb.CompleteResponse) -> Completion:
     )
 
 
-async def completion_aside(proto: pb.CompleteResponse) -> Completion:
+async def completion_aside(proto: pb.CompleteResponse, most_calls: int) -> Completion:
     """The same; a large answer is read in a thread, so that other rollouts do not wait for it."""
-    if proto.ByteSize() > _LARGE:
-        return await asyncio.to_thread(completion_from_proto, proto)
-    return completion_from_proto(proto)
+    return await aside(lambda: completion_from_proto(proto, most_calls), proto.ByteSize())
 
 
-def held_tokens(ledger: pb.ReadLedgerResponse) -> tuple[Tokens, Sequence[Author]]:
-    """What a trainer holds, and who it says wrote each token."""
+def _check_size(proto: pb.CompleteResponse, most_calls: int) -> None:
+    """Raises `MalformedMessage` for what is more than is read of an answer."""
+    if proto.message.WhichOneof("form") == "json":
+        check_message(proto.message.json.encode("utf-8", "surrogatepass"), most_calls)
+    else:
+        check_calls(len(proto.message.chat.tool_calls), most_calls)
+        if len(proto.message.chat.parts) > MESSAGE_VALUES:
+            raise MalformedMessage(f"it has more than {MESSAGE_VALUES} parts, which is the most that is read")
+
+
+def held_tokens(ledger: pb.ReadLedgerResponse) -> tuple[Tokens, Sequence[Author]] | None:
+    """What a trainer holds, and who it says wrote each token. None for more tokens than an answer may have."""
+    if sum(len(span.token_ids) for span in ledger.spans) > ANSWER_VALUES:
+        return None
     ids, authors = pack_tokens(), list[Author]()
     for span in ledger.spans:
         ids.extend(span.token_ids)
@@ -230,6 +262,8 @@ def held_tokens(ledger: pb.ReadLedgerResponse) -> tuple[Tokens, Sequence[Author]
 
 
 def _ids(values: Sequence[int], field: str) -> Tokens:
+    if len(values) > ANSWER_VALUES:
+        raise MalformedCompletion(f"{field}: has {len(values)} entries, at most {ANSWER_VALUES} are read")
     ids = pack_tokens(values)
     if ids and max(ids) > MAX_TOKEN_ID:
         raise MalformedCompletion(f"{field}: {max(ids)} is no token id; they are below 2^31")

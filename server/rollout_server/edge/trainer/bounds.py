@@ -1,0 +1,97 @@
+"""How much an answer may hold, checked on its bytes: parsing it makes a Python object of every value, and holds the GIL meanwhile.
+
+Who answers is not under this server's control, so every answer, over HTTP and gRPC, passes here before it is parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+import msgspec
+
+from rollout_server.core.limits import CALLS_READ
+from rollout_server.core.message import MalformedMessage
+
+ANSWER_BYTES: Final = 32 * 1024 * 1024
+"""Bytes of one answer: four times what a million prompt ids and as many characters of text take as JSON."""
+ANSWER_VALUES: Final = 2**21
+"""Values of one answer, token ids and logprobs included."""
+MESSAGE_BYTES: Final = 2 * 1024 * 1024
+"""Bytes of an answer's message. It is rendered, and tokenizing takes some hundred bytes of memory for each of its bytes."""
+MESSAGE_VALUES: Final = 2**16
+"""Values of an answer's message, which is parsed on the event loop again, by whoever reads it."""
+
+_LARGE: Final = 64 * 1024
+"""Bytes. Parsing less takes about as long as handing it to a thread."""
+_PIECE: Final = 1024 * 1024
+_NO_SEPARATORS: Final = bytes(code for code in range(256) if code not in b",[{")
+_QUOTE: Final = ord('"')
+_PARTS: Final = re.compile(rb'[^"]++|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""What is a text of JSON, and what stands between two."""
+
+_T = TypeVar("_T")
+
+# Of its own, and small: what is parsed in it takes memory and the GIL, and other threads of the process have work, too.
+_threads = ThreadPoolExecutor(2, thread_name_prefix="answer")
+
+
+class _Call(msgspec.Struct, gc=False):
+    """Any object. One without fields is the cheapest there is."""
+
+
+class _Calls(msgspec.Struct):
+    tool_calls: list[_Call] | None = None
+
+
+_calls_decoder: Final = msgspec.json.Decoder(_Calls)
+
+
+async def aside(read: Callable[[], _T], size: int) -> _T:
+    """Calls `read`, which parses `size` bytes; in a thread where they are many, so that other rollouts do not wait for it."""
+    if size <= _LARGE:
+        return read()
+    return await asyncio.get_running_loop().run_in_executor(_threads, read)
+
+
+def check_values(data: bytes, most: int) -> None:
+    """Raises `MalformedMessage` for JSON of more than `most` values. Counts what separates them; nothing is built."""
+    if _separators(data, 0, len(data)) <= most:  # those in texts among them, which nearly always are few
+        return
+    found = 0
+    for number, part in enumerate(_PARTS.finditer(data)):
+        start, end = part.span()
+        found += 0 if data[start] == _QUOTE else _separators(data, start, end)
+        if found > most or number > 4 * most:  # a value has at most a name and a text, and something beside each
+            raise MalformedMessage(f"it holds more than {most} values, which is the most that is read")
+
+
+def check_message(data: bytes, most_calls: int) -> None:
+    """Raises `MalformedMessage` for a message that is too large, or holds more than `most_calls` tool calls."""
+    # The calls first: their number says more of what is wrong.
+    if data.count(b"{") > most_calls:
+        try:
+            calls = _calls_decoder.decode(data).tool_calls or ()
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            calls = ()  # the parser says what is wrong
+        check_calls(len(calls), most_calls)
+    if len(data) > MESSAGE_BYTES:
+        raise MalformedMessage(f"it has {len(data)} bytes, at most {MESSAGE_BYTES} are read")
+    check_values(data, MESSAGE_VALUES)
+
+
+def check_calls(calls: int, most: int) -> None:
+    """Raises `MalformedMessage` for more tool calls than are read of an answer."""
+    if calls > most:
+        where = f"{CALLS_READ} times `limits.calls_per_turn`, which the request or the agent sets"
+        raise MalformedMessage(f"tool_calls holds {calls} calls, at most {most} are read: {where}")
+
+
+def _separators(data: bytes, start: int, end: int) -> int:
+    """How many there are, found in one pass. Piece by piece, since another thread gets the GIL only in between."""
+    return sum(
+        len(data[at : min(at + _PIECE, end)].translate(None, _NO_SEPARATORS)) for at in range(start, end, _PIECE)
+    )
