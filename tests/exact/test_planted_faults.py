@@ -218,12 +218,12 @@ async def parted(copy: Copy) -> None:
 PLANTED: Sequence[tuple[Check, Fault]] = (
     (
         stop_said,
-        Fault("the first stop is always taken", "cut", "if end == first:", "if (text := turn.full[first:]):"),
+        Fault("the first stop is always taken", "cut", "if end == first and plain:", "if (text := turn.full[first:]):"),
     ),
     (reminded, Fault("the last stop is always taken", "cut", "said = _end_of_answer(turn)", "said = None")),
     (
         closing_calls,
-        Fault("what ends a call ends an answer", "loaded", " or token_id in self.probed.inside", ""),
+        Fault("what ends a call ends an answer", "loaded", " and token_id not in self.probed.inside", ""),
     ),
     (
         closed_by_several,
@@ -279,7 +279,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "what stands behind a short history is not compared",
             "cut",
-            "if hint is not None and turn.full[first:] == hint:",
+            "if hint is not None and turn.full[first:] == hint and plain:",
             "if hint is not None:",
         ),
     ),
@@ -321,9 +321,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
     ),
     (
         closed,
-        Fault(
-            "any special token closes a cut answer", "loaded", "self._ends or cut or token_id", "self._ends or token_id"
-        ),
+        Fault("any special token closes a cut answer", "loaded", "self._ends or cut or any", "self._ends or any"),
     ),
     (
         judged,

@@ -77,7 +77,7 @@ def test_a_string_of_the_template_is_a_new_shape_in_each_role() -> None:
     switch, asked = [SAID, {**ASKED, "content": "Hello /brief"}], [SAID, ASKED]
     due(proof, messages, asked, asked)
     # It comes, it is the last question, which a short history keeps, and then it is dropped.
-    assert due(proof, messages, asked, switch, asked, asked, asked) == [False, True, False, True, False]
+    assert due(proof, messages, asked, switch, asked, asked, asked) == [False, True, True, True, False]
 
 
 def test_passing_a_number_of_the_template_is_a_new_shape() -> None:

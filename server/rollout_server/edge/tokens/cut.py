@@ -12,7 +12,8 @@ for it, and the cheap ones come first:
   may write a reminder between answer and environment and close it with the same stop: backward finds the reminder's, forward the
   answer's.
 
-Where the first two agree there is nothing between answer and environment but one stop, and the third is not needed.
+Where the first two agree, and the answer does not say the stop itself, nothing but that one stop stands between answer and
+environment, and the third is not needed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import TypeAlias
 
 from rollout_server.core.message import JSON
 from rollout_server.edge.tokens.encoding import common_prefix
-from rollout_server.edge.tokens.form import Fields
+from rollout_server.edge.tokens.form import Fields, strings
 from rollout_server.runtime.port import Failed
 
 Render: TypeAlias = Callable[[Sequence[Fields], bool], str]
@@ -73,12 +74,13 @@ def environment_text(turn: RenderedTurn, stop: str, hint: str | None = None) -> 
         first = _first_stop(turn.full, stop, first - len(stop) + 1)
     if first is None:
         return None
-    if hint is not None and turn.full[first:] == hint:
+    plain = not any(stop in said for said in strings(turn.messages[turn.answered]))
+    if hint is not None and turn.full[first:] == hint and plain:
         return hint
     text = _behind_last_stop(turn, stop)
     if text is None or (end := len(turn.full) - len(text)) <= start:
         return None  # the stop of an earlier message: templates may leave an answer open where they close others
-    if end == first:
+    if end == first and plain:
         return text
     said = _end_of_answer(turn)
     closed = None if said is None else _first_stop(turn.full, stop, said)

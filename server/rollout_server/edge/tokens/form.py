@@ -90,6 +90,18 @@ def parsed(message: Message, index: int, arguments: Arguments) -> Fields:
     return fields
 
 
+def strings(value: JSON) -> Iterator[str]:
+    """All strings in a message, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from strings(each)
+    elif isinstance(value, Sequence):
+        for each in value:
+            yield from strings(each)
+
+
 def has_calls(fields: Fields) -> bool:
     """Whether the message holds calls."""
     return bool(fields.get("tool_calls"))

@@ -141,12 +141,16 @@ class LoadedTokenizer:
         """Whether an answer that ends with this token is closed. `cut`: it ended because it had reached its longest length.
 
         The tokens that the template writes behind answers close one, and so do those at which the model's generation config stops:
-        gpt-oss ends final answers with one that the template then replaces. Where no config is known, a special token closes an
-        answer that was not cut, except those that the template writes inside answers, such as one that ends a call.
+        gpt-oss ends final answers with one that the template then replaces. Where no config is known, any special token closes an
+        answer that was not cut, except those that the template writes inside answers, such as one that ends a call. No other token
+        can stand for one that also says whose message comes next.
         """
-        if token_id == self._eos or token_id in self._ends or any(token_id == stop.id for stop in self.probed.stops):
+        stops = self.probed.stops
+        if token_id == self._eos or token_id in self._ends or any(token_id == stop.id for stop in stops):
             return True
-        return not (self._ends or cut or token_id in self.probed.inside) and token_id in self._special
+        if self._ends or cut or any(stop.opens_next for stop in stops):
+            return False
+        return token_id in self._special and token_id not in self.probed.inside
 
     def is_special(self, token_id: int) -> bool:
         """Whether this is an added token that no text of a message is meant to contain."""

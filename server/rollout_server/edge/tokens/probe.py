@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from typing import Final
 
@@ -32,10 +32,11 @@ TOOL: Final[Fields] = {"type": "function", "function": _LOOK}
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The special token that a template writes after an answer."""
+    """The special token that a template writes after an answer. `opens_next`: it is the first token of the next message."""
 
     text: str
     id: int
+    opens_next: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,8 @@ class _Closers:
         own = [match[0] for match, end in takewhile(lambda pair: pair[0][0] == pair[1], zip(found, ends, strict=False))]
         if not own:
             begins = text.find(str(following["content"]))
-            return next((self._stops[match[0]] for match in found if match.end() <= begins), None)
+            opening = next((self._stops[match[0]] for match in found if match.end() <= begins), None)
+            return None if opening is None else replace(opening, opens_next=True)
         if self._eos in own:
             return self._stops[self._eos]
         closing = own[: max(1, len(ends) - len(self._any.findall(_opening(render, alone, said))))]

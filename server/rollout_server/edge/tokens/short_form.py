@@ -14,7 +14,7 @@ from copy import copy
 from typing import Final, TypeAlias
 
 from rollout_server.core.message import JSON
-from rollout_server.edge.tokens.form import Fields
+from rollout_server.edge.tokens.form import Fields, strings
 from rollout_server.edge.tokens.literals import Literals
 
 _SYSTEM: Final = ("system", "developer")
@@ -54,7 +54,8 @@ class ShortFormProof:
     That is so in the first two turns with an environment, whenever the conversation has a shape that was not compared yet, and in
     every 16th turn. The shape is what a template can depend on without growing with each turn: the kinds of the answer and of the
     messages behind it, the kinds of messages that the short history drops, which strings of the template's own occur in messages of
-    which role among these and behind the answer, and which of its numbers the count of messages has passed.
+    which role among these, behind the answer and in the user message that is kept, and which of its numbers the count of messages
+    has passed.
     """
 
     def __init__(self, literals: Literals) -> None:
@@ -65,6 +66,7 @@ class ShortFormProof:
         self._looked_at = 0
         self._leading = 0
         self._user: Fields | None = None
+        self._asked: frozenset[str] = frozenset()
         self._proved: set[object] = set()
         self._shape: object = None
         self._turns = 0
@@ -81,7 +83,7 @@ class ShortFormProof:
         self._note(self._following, following)
         self._looked_at = answered
         passed = bisect_right(self._literals.numbers, len(messages))
-        self._shape = passed, _kind(answer, None), tuple(_kind(message, answer) for message in following)
+        self._shape = passed, self._asked, _kind(answer, None), tuple(_kind(message, answer) for message in following)
         return self._turns <= _FIRST_TURNS or self._since >= _EVERY or self._shape not in self._proved
 
     def equal(self) -> None:
@@ -109,7 +111,7 @@ class ShortFormProof:
             elif message.get("role") == "user":
                 if self._user is not None:
                     yield self._user
-                self._user = message
+                self._user, self._asked = message, self._words(message)
             else:
                 yield message
 
@@ -123,8 +125,12 @@ class ShortFormProof:
     def _features(self, message: Fields) -> Iterator[object]:
         kind = _kind(message, None)
         yield kind
-        texts = list(_texts(message))
-        yield from ((kind[0], word) for word in self._literals.strings if any(word in text for text in texts))
+        yield from ((kind[0], word) for word in self._words(message))
+
+    def _words(self, message: Fields | None) -> frozenset[str]:
+        """The template's strings that occur in a message."""
+        texts = [] if message is None else list(strings(message))
+        return frozenset(word for word in self._literals.strings if any(word in text for text in texts))
 
 
 def _kind(message: Fields, answer: Fields | None) -> Kind:
@@ -162,15 +168,3 @@ def _arguments_kind(call: JSON) -> str:
 def _call_ids(answer: Fields) -> Sequence[JSON]:
     calls = answer.get("tool_calls")
     return [call.get("id") for call in (calls if isinstance(calls, list) else []) if isinstance(call, Mapping)]
-
-
-def _texts(value: JSON) -> Iterator[str]:
-    """All strings in a message, at any depth that JSON of ours can have."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _texts(each)
-    elif isinstance(value, Sequence):
-        for each in value:
-            yield from _texts(each)
