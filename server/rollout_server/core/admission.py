@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from rollout_server.core.error import Violation
 from rollout_server.core.limits import Limits
-from rollout_server.core.message import MalformedMessage, parse_object
+from rollout_server.core.message import MAX_VALUES, MalformedMessage, count_values, parse_object
 from rollout_server.core.spec import ENGINES, Dialect, DriftPolicy, Sampling, Spec, Target
 
 ID_LENGTH = 256
@@ -37,21 +37,28 @@ class Bounds:
         default_seconds: the time of a rollout that asks for none, by the dialect of its trainer.
         on_drift: the policy of a rollout that names none.
         metadata_bytes: the largest metadata.
+        default_turns: the turns of a rollout for which neither its request nor its agent sets a limit.
     """
 
     seconds: float = 86_400.0
     default_seconds: Mapping[Dialect, float] = field(default_factory=lambda: {Dialect.HTTP_MASKED: 600.0})
     on_drift: DriftPolicy = DriftPolicy.WARN
     metadata_bytes: int = 1024 * 1024
+    default_turns: int = 256
 
 
 def settle(spec: Spec, agent: str, limits: Limits, bounds: Bounds) -> Spec:
-    """Fills in what the request left open: agent, limits (of the request's and the agent's the lower holds), drift policy."""
+    """Fills in what the request left open: agent, limits (of the request's and the agent's the lower holds), drift policy.
+
+    A loop that nobody limits would run, and hold its slot, for as long as the model calls tools.
+    """
     seconds = spec.limits.seconds
     if seconds is None:
         seconds = bounds.default_seconds.get(spec.completions.dialect, bounds.seconds)
-    asked = replace(spec.limits, seconds=min(seconds, bounds.seconds))
-    return replace(spec, agent=agent, limits=asked.lower(limits), on_drift=spec.on_drift or bounds.on_drift)
+    settled = replace(spec.limits, seconds=min(seconds, bounds.seconds)).lower(limits)
+    if settled.turns is None:
+        settled = replace(settled, turns=bounds.default_turns)
+    return replace(spec, agent=agent, limits=settled, on_drift=spec.on_drift or bounds.on_drift)
 
 
 def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
@@ -186,6 +193,9 @@ def _metadata(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
 
 def _json_object(text: str, where: str) -> Iterator[Violation]:
     if not text:
+        return
+    if count_values(text) > MAX_VALUES:
+        yield Violation(where, f"holds more than {MAX_VALUES} JSON values")
         return
     try:
         parse_object(text)

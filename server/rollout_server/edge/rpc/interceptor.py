@@ -16,6 +16,7 @@ from grpc_status import rpc_status
 
 from rollout_server.core.error import InvalidRequest, RolloutError, Violation
 from rollout_server.edge.rpc.caller import Admit, admit
+from rollout_server.edge.rpc.fields import MAX_FIELDS, TooManyFields, check_fields
 from rollout_server.edge.rpc.status import internal, status_of
 
 _log = logging.getLogger(__name__)
@@ -38,10 +39,15 @@ class Boundary(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         """Wraps the handler of one call."""
-        handler = await continuation(handler_call_details)
+        handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None or (handler.request_streaming and not handler.response_streaming):
             return handler
-        wrapped = _Wrapped(handler, handler_call_details.method, self._admit)
+        try:
+            admit(self._admit, method, handler_call_details.invocation_metadata or ())
+        except (Exception, asyncio.CancelledError) as error:
+            # As a handler of streams it is called before a message is received, which this one never is.
+            return grpc.stream_stream_rpc_method_handler(_Refused(error, method, handler.response_streaming).refuse)
+        wrapped = _Wrapped(handler, method)
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 wrapped.streams, request_deserializer=None, response_serializer=handler.response_serializer
@@ -57,22 +63,36 @@ class Boundary(grpc.aio.ServerInterceptor):
         )
 
 
+class _Refused:
+    """What ends a call that is not let in."""
+
+    def __init__(self, error: BaseException, method: str, streams: bool) -> None:
+        self._error = error
+        self._method = method
+        self._streams = streams
+
+    async def refuse(self, _: object, context: _Context) -> None:
+        """Ends the call and reads nothing of it."""
+        request_id = _identify(context)
+        if self._streams:
+            await context.send_initial_metadata(((REQUEST_ID, request_id),))
+        await _end(context, self._error, self._method, request_id)
+
+
 class _Wrapped:
     """The handler of one rpc."""
 
-    def __init__(self, handler: _Handler, method: str, admit: Admit) -> None:
+    def __init__(self, handler: _Handler, method: str) -> None:
         self._parse: Any = handler.request_deserializer
         self._unary: Any = handler.unary_unary
         self._stream: Any = handler.unary_stream or handler.stream_stream
         self._method = method
-        self._admit = admit
 
     async def unary(self, payload: bytes, context: _Context) -> object:
         """Answers one request with one response."""
         request_id = _identify(context)
         context.set_trailing_metadata(((REQUEST_ID, request_id),))
         try:
-            self._let_in(context)
             return await self._unary(self._parsed(payload), context)
         except (Exception, asyncio.CancelledError) as error:
             await _end(context, error, self._method, request_id)
@@ -93,7 +113,6 @@ class _Wrapped:
         request_id = _identify(context)
         await context.send_initial_metadata(((REQUEST_ID, request_id),))
         try:
-            self._let_in(context)
             responses = self._stream(given(), context)
             if isinstance(responses, Awaitable):  # a handler that writes to the context
                 await responses
@@ -104,16 +123,19 @@ class _Wrapped:
         except (Exception, asyncio.CancelledError) as error:
             await _end(context, error, self._method, request_id)
 
-    def _let_in(self, context: _Context) -> None:
-        admit(self._admit, self._method, dict(context.invocation_metadata() or ()))
-
     async def _each_parsed(self, payloads: AsyncIterator[bytes]) -> AsyncIterator[object]:
         async for payload in payloads:
             yield self._parsed(payload)
 
     def _parsed(self, payload: bytes) -> object:
         try:
+            # What parses a request of the contract is a method of its class.
+            check_fields(payload, self._parse.__self__.DESCRIPTOR)
             return self._parse(payload)
+        except TooManyFields:
+            raise InvalidRequest(
+                Violation("request", f"has more than {MAX_FIELDS} fields; send less at once")
+            ) from None
         except DecodeError:
             raise InvalidRequest(Violation("request", "is not a message of the type that this rpc takes")) from None
 
