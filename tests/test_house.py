@@ -108,6 +108,8 @@ IMPURE_CALLS = {"open", "print", "input", "eval", "exec", "__import__"}
 LINES = 250
 LARGER = {
     "rollout_server.core.machine": (300, "one transition function and its states"),
+    "rollout_server.app": (300, "one process and all that it starts and stops"),
+    "rollout_server.assembly": (300, "all settings, each where it goes"),
 }
 FUNCTION_LINES = 70
 PARAMETERS = 6
