@@ -50,8 +50,8 @@ class Queue:
         if count > room:
             more = f": there is no room for {count} more" if count > 1 else ""
             raise Busy(f"{self.running} rollouts run and {len(self)} wait{more}; ask again later", retry_after=1.0)
-        # What is larger than the whole limit is let in alone: no waiting would help it.
-        if self.bytes and self.bytes + size > capacity.active_bytes:
+        # A rollout that is larger than the whole limit is let in alone: no waiting would help it.
+        if (self.bytes or count > 1) and self.bytes + size > capacity.active_bytes:
             most = capacity.active_bytes // _MIB
             text = f"rollouts hold {self.bytes // _MIB} MiB, at most {most} MiB are allowed; ask again later"
             raise Busy(text, retry_after=1.0, reason="TOO_MANY_BYTES")
@@ -117,7 +117,7 @@ class Queue:
             if use.running + use.queued + count > slots + quota.queued:
                 text = f"{use.running} rollouts of yours run and {use.queued} wait; the rest of the queue is for other callers"
                 raise Busy(text, retry_after=1.0, reason=reason)
-        if quota.bytes is not None and use.bytes and use.bytes + size > quota.bytes:
+        if quota.bytes is not None and (use.bytes or count > 1) and use.bytes + size > quota.bytes:
             text = f"rollouts of yours hold {use.bytes // _MIB} MiB, at most {quota.bytes // _MIB} MiB are allowed to one caller"
             raise Busy(text, retry_after=1.0, reason=reason)
         if quota.starts_per_minute is not None:
