@@ -14,6 +14,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_server.core.message import MAX_VALUES
 from rollout_server.edge.keys import entry_of
 from rollout_server.edge.rpc.fields import MAX_FIELDS, TooManyFields, check_fields
@@ -130,6 +131,22 @@ async def test_millions_of_empty_messages_cost_little_compressed_or_not(tmp_path
                 writer.write(h2.frame(h2.DATA, h2.END_STREAM if number == len(pieces) else 0, 1, piece))
             assert await _status(reader) == str(grpc.StatusCode.INVALID_ARGUMENT.value[0]).encode()
         assert peak(serving) - before < 200 * MIB
+
+
+@pytest.mark.parametrize("rpc", ["StartRollout", "RunRollout"])
+async def test_large_requests_that_are_refused_leave_nothing_behind(tmp_path: Path, rpc: str) -> None:
+    message = json_message('{"role":"user","content":"' + "x" * 7 * MIB + '"}')
+    request = start(messages=[message] * 3, agent="nobody")
+    whole = pb.RunRolloutRequest(start=request) if rpc == "RunRollout" else request
+    async with serve(cwd=tmp_path) as serving:
+        before = peak(serving)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{serving.grpc_port}") as channel:
+            stub = RolloutServiceStub(channel)
+            for _ in range(40):
+                call = getattr(stub, rpc)(whole)
+                refused = await refusal(call.read() if rpc == "RunRollout" else call)
+                assert refused.code is grpc.StatusCode.NOT_FOUND
+        assert peak(serving) - before < 400 * MIB
 
 
 async def test_opening_and_resetting_streams_in_a_row_holds_little(tmp_path: Path) -> None:

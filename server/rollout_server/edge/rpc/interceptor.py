@@ -95,11 +95,13 @@ class _Wrapped:
         try:
             return await self._unary(self._parsed(payload), context)
         except (Exception, asyncio.CancelledError) as error:
+            payload = b""  # see `_abort`
             await _end(context, error, self._method, request_id)
 
     async def stream(self, payload: bytes, context: _Context) -> AsyncIterator[object]:
         """Answers one request with a stream."""
-        async with aclosing(self._streamed(lambda: self._parsed(payload), context)) as responses:
+        payloads, payload = [payload], b""  # see `_abort`
+        async with aclosing(self._streamed(lambda: self._parsed(payloads.pop()), context)) as responses:
             async for response in responses:
                 yield response
 
@@ -159,12 +161,17 @@ async def _end(context: _Context, error: BaseException, method: str, request_id:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, RolloutError):
-        await _abort(context, status_of(error, request_id), request_id)
+        await _abort(context, status_of(error, request_id), request_id, error)
     _log.error("%s failed", method, exc_info=error, extra={"request_id": request_id})
-    await _abort(context, internal(request_id), request_id)
+    await _abort(context, internal(request_id), request_id, error)
 
 
-async def _abort(context: _Context, status: Status, request_id: str) -> NoReturn:
+async def _abort(context: _Context, status: Status, request_id: str, error: BaseException) -> NoReturn:
+    """Ends the call. gRPC keeps its own exception in a cycle, and with it all that tracebacks lead to, until that is collected.
+
+    Collections go by objects, not by bytes: refused requests of 50 MB each would fill the memory first.
+    """
+    error.__traceback__ = error.__context__ = error.__cause__ = None
     rich = rpc_status.to_status(status)
     await context.abort(rich.code, rich.details, (*rich.trailing_metadata, (REQUEST_ID, request_id)))
     raise AssertionError("abort raises")
