@@ -33,7 +33,8 @@ HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
     grpc.StatusCode.ALREADY_EXISTS: 409,
     grpc.StatusCode.ABORTED: 409,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
-    grpc.StatusCode.CANCELLED: 499,
+    # A client that hangs up hears no answer, so this is for one that is there: the transport or a stopping server ended its call.
+    grpc.StatusCode.CANCELLED: 503,
     grpc.StatusCode.UNKNOWN: 500,
     grpc.StatusCode.INTERNAL: 500,
     grpc.StatusCode.DATA_LOSS: 500,
@@ -47,7 +48,7 @@ TOO_LARGE: Final = "TOO_LARGE"
 _INTERNAL: Final = "Internal server error"
 _AWAY_SECONDS: Final = 1.0
 _TRANSPORT_TEXTS: Final[Mapping[grpc.StatusCode, str]] = {
-    grpc.StatusCode.CANCELLED: "The call to the rollout server was cancelled",
+    grpc.StatusCode.CANCELLED: "The call to the rollout server was broken off; try again",
     grpc.StatusCode.UNAVAILABLE: "The rollout server is not available",
     grpc.StatusCode.DEADLINE_EXCEEDED: "The rollout server did not answer in time",
     grpc.StatusCode.UNIMPLEMENTED: "The rollout server does not offer this",

@@ -118,7 +118,7 @@ class Server:
         settings = self.settings
         keys, rules, tls = keyring(settings), target_rules(settings), server_tls(settings)
         await start_agents(self._agents, self._stack)
-        self._roster = await self._make_roster(rules)
+        self._roster = await self._make_roster(rules, keys)
         # Over TCP the gateway could reach another process, and under mTLS it would need a certificate (D9).
         socket = self._stack.enter_context(own_socket())
         self.address = f"unix:{socket}"
@@ -126,7 +126,7 @@ class Server:
         facts = server_facts(settings, rules, keys)
         self._rpc = RpcServer(
             RolloutService(self._roster, facts),
-            RpcSettings(addresses, settings.max_request_bytes + 1024 * 1024, tls),
+            RpcSettings(addresses, settings.max_request_bytes + 1024 * 1024, tls, self._roster.capacity.total),
             keys.caller,
             TrainerService(Desk(self._roster, self._streams, facts.violations, self._metrics.families.ignored.inc)),
         )
@@ -139,7 +139,7 @@ class Server:
         log_exposure(settings, keys)
         self._watch_loop()  # last: nobody waits for what a start takes
 
-    async def _make_roster(self, rules: TargetRules) -> Roster:
+    async def _make_roster(self, rules: TargetRules, keys: Keyring) -> Roster:
         settings, stack = self.settings, self._stack
         tokenizers = Tokenizers(tokenizer_settings(settings))
         stack.push_async_callback(tokenizers.close)
@@ -162,6 +162,7 @@ class Server:
                 patience=patience(settings),
                 workbench=tools,
             ),
+            shared=keys.demands,
         )
         metrics.watch_roster(roster)
         metrics.watch("trainer_streams", "Streams of trainers, the cut ones among them.", self._streams.__len__)

@@ -44,7 +44,7 @@ from rollout_server.exposure import knows_its_callers, listens_on_loopback
 from rollout_server.runtime.port import Credentials, Sampler, Tool
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.surroundings import Patience, Surroundings
-from rollout_server.runtime.wish import Capacity, Wish
+from rollout_server.runtime.wish import Capacity, Quota, Wish
 from rollout_server.runtime.workbench import ToolLimits, Workbench
 from rollout_server.settings import TOY, Settings, WrongSettings
 
@@ -121,14 +121,16 @@ def trainers(
     client: HttpClient, channels: Channels, tokenizers: Tokenizers, streams: Streams, settings: Settings
 ) -> Trainers:
     """Samplers that share one client for each protocol."""
-    retries = Retries(settings.retries, settings.retry_base_seconds, settings.retry_max_seconds)
+    retries = Retries(
+        settings.retries, settings.retry_base_seconds, settings.retry_max_seconds, settings.retry_after_seconds
+    )
     form = None if settings.count_arguments == "auto" else Form(arguments=Arguments(settings.count_arguments))
     return Trainers(
         MaskedTrainers(client, tokenizers, form),
         PlainTrainers(client, retries),
         CompletionTrainers(channels, tokenizers, retries, settings.trainer_timeout_seconds),
         Engines(Access(client, retries), tokenizers),
-        StreamTrainers(streams, tokenizers),
+        StreamTrainers(streams, tokenizers, retries),
     )
 
 
@@ -210,8 +212,15 @@ def tokenizer_settings(settings: Settings) -> TokenizerSettings:
     )
 
 
-def make_roster(agents: Sequence[Agent], trainers: Trainers, settings: Settings, surroundings: Surroundings) -> Roster:
-    """The roster of these agents."""
+def make_roster(
+    agents: Sequence[Agent],
+    trainers: Trainers,
+    settings: Settings,
+    surroundings: Surroundings,
+    *,
+    shared: bool = False,
+) -> Roster:
+    """The roster of these agents. `shared`: among callers that keys tell apart."""
     return Roster(
         agents,
         trainers.open,
@@ -219,6 +228,14 @@ def make_roster(agents: Sequence[Agent], trainers: Trainers, settings: Settings,
         capacity=Capacity(
             running=settings.max_running,
             queued=settings.max_queued,
+            active_bytes=settings.max_active_bytes,
+            per_caller=Quota(
+                settings.max_running_per_caller,
+                settings.max_queued_per_caller,
+                settings.max_active_bytes_per_caller,
+                settings.starts_per_minute_per_caller,
+            ),
+            shared=shared,
             finished=settings.max_records,
             finished_bytes=settings.max_record_bytes,
             finished_seconds=settings.record_ttl_seconds,

@@ -101,7 +101,7 @@ async def test_a_trainer_that_wants_to_be_asked_after_the_end_is_not_asked(clien
     async with serving(RawTrainer(ANSWER, faults=[fault])) as trainer:
         outcome = await roll(client, trainer, limits={"time": 30})
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_RATE_LIMITED
-    assert "wants to be asked again in 3600 s; the rollout's time is over by then" in outcome.failure.message
+    assert "wants to be asked again in 3600 s, which is longer than the rollout waits" in outcome.failure.message
     assert "may have been generated" not in outcome.failure.message
     assert len(trainer.requests) == 1
 

@@ -65,6 +65,12 @@ def test_retry_after_is_rounded_up_to_seconds(delay: Duration, header: str) -> N
     assert problem(failed(refusal)).headers == {"retry-after": header}
 
 
+@pytest.mark.parametrize("rich", [True, False])
+def test_a_call_that_was_broken_off_is_not_taken_for_a_client_that_left(rich: bool) -> None:
+    found = problem(failed(Refusal(Code.CANCELLED, "CANCELLED", rich=rich)))
+    assert (found.status, found.headers) == (503, {"retry-after": "1"})
+
+
 def test_a_missing_key_asks_for_a_bearer_token() -> None:
     assert problem(failed(Refusal(Code.UNAUTHENTICATED))).headers == {"www-authenticate": "Bearer"}
 

@@ -20,7 +20,7 @@ from rollout_server.core.limits import CALLS_PER_TURN, MOST_CALLS_PER_TURN, Limi
 from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.core.spec import Dialect, Spec
 from rollout_server.core.spec import Target as SpecTarget
-from rollout_server.edge.rpc.wire.bounds import check_fields
+from rollout_server.edge.rpc.fields import TooManyFields, check_fields
 from rollout_server.edge.rpc.wire.completion import (
     MalformedCompletion,
     completion_from_proto,
@@ -359,7 +359,7 @@ async def test_the_count_of_fields_is_right() -> None:
     spans = [token_pb2.Span(author="AUTHOR_MODEL", turn=turn, token_ids=[1, 2, 3]) for turn in range(1, 4)]
     data = pb.ReadLedgerResponse(spans=spans).SerializeToString()
     check_fields(data, pb.ReadLedgerResponse.DESCRIPTOR, 12)
-    with pytest.raises(ValueError, match="more than 11 fields"):
+    with pytest.raises(TooManyFields):
         check_fields(data, pb.ReadLedgerResponse.DESCRIPTOR, 11)
 
 

@@ -167,6 +167,20 @@ async def test_never_beyond_the_time_of_the_rollout(plain: PlainTrainers, status
     assert "come back later" in failure.message
 
 
+@one_loop
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize(("retries", "wait"), [(Retries(), 301), (Retries(refused=20), 21)], ids=["default", "set"])
+async def test_minutes_at_most_where_the_rollout_has_a_day(
+    client: HttpClient, status: int, retries: Retries, wait: int
+) -> None:
+    async with raw_trainer(answer(b"come back later", status, retry_after=str(wait)), answer()) as trainer:
+        failure = await Asking(
+            PlainTrainers(client, retries), trainer.url, deadline=time.monotonic() + 86_400
+        ).failure()
+        check_repeats(trainer, 1)
+    assert failure.http_status == status
+
+
 async def test_a_trainer_that_is_down_for_a_moment_costs_no_sibling(connect: Connect) -> None:
     trainers = PlainTrainers(connect(HttpSettings()), Retries(count=20, first=0.02, most=0.1))
     with socket.socket() as bound:

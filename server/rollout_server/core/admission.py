@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from rollout_server.core.error import Violation
 from rollout_server.core.limits import CALLS_PER_TURN, MOST_CALLS_PER_TURN, Limits
-from rollout_server.core.message import MalformedMessage, parse_object
+from rollout_server.core.message import MAX_VALUES, MalformedMessage, count_values, parse_object
 from rollout_server.core.spec import ENGINES, Dialect, DriftPolicy, Sampling, Spec, Target
 
 ID_LENGTH = 256
@@ -36,26 +36,30 @@ class Bounds:
         default_seconds: the time of a rollout that asks for none, by the dialect of its trainer.
         on_drift: the policy of a rollout that names none.
         metadata_bytes: the largest metadata.
+        default_turns: the turns of a rollout for which neither its request nor its agent sets a limit.
     """
 
     seconds: float = 86_400.0
     default_seconds: Mapping[Dialect, float] = field(default_factory=lambda: {Dialect.HTTP_MASKED: 600.0})
     on_drift: DriftPolicy = DriftPolicy.WARN
     metadata_bytes: int = 1024 * 1024
+    default_turns: int = 256
 
 
 def settle(spec: Spec, agent: str, limits: Limits, bounds: Bounds) -> Spec:
     """Fills in what the request left open: agent, limits (of the request's and the agent's the lower holds), drift policy.
 
-    No rollout is without a limit of tool calls, nor with a higher one than `MOST_CALLS_PER_TURN`.
+    A loop that nobody limits would run, and hold its slot, for as long as the model calls tools. And no rollout is without a limit of
+    tool calls per turn, nor with a higher one than `MOST_CALLS_PER_TURN`.
     """
     seconds = spec.limits.seconds
     if seconds is None:
         seconds = bounds.default_seconds.get(spec.completions.dialect, bounds.seconds)
-    held = replace(spec.limits, seconds=min(seconds, bounds.seconds)).lower(limits)
-    calls = CALLS_PER_TURN if held.calls_per_turn is None else min(held.calls_per_turn, MOST_CALLS_PER_TURN)
-    held = replace(held, calls_per_turn=calls)
-    return replace(spec, agent=agent, limits=held, on_drift=spec.on_drift or bounds.on_drift)
+    settled = replace(spec.limits, seconds=min(seconds, bounds.seconds)).lower(limits)
+    turns = bounds.default_turns if settled.turns is None else settled.turns
+    calls = CALLS_PER_TURN if settled.calls_per_turn is None else min(settled.calls_per_turn, MOST_CALLS_PER_TURN)
+    settled = replace(settled, turns=turns, calls_per_turn=calls)
+    return replace(spec, agent=agent, limits=settled, on_drift=spec.on_drift or bounds.on_drift)
 
 
 def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
@@ -176,6 +180,9 @@ def _metadata(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
 
 def _json_object(text: str, where: str) -> Iterator[Violation]:
     if not text:
+        return
+    if count_values(text) > MAX_VALUES:
+        yield Violation(where, f"holds more than {MAX_VALUES} JSON values")
         return
     try:
         parse_object(text)

@@ -93,8 +93,8 @@ class Busy(RolloutError):
 
     reason = "TOO_MANY_ROLLOUTS"
 
-    def __init__(self, message: str, *, retry_after: float) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, retry_after: float, reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
         self.retry_after = retry_after
 
 

@@ -80,7 +80,7 @@ class Spec:
         on_drift: what drift means; None: the server's setting.
         on_interrupt, token_mode: words of the contract, kept as they came; 0: unset.
         cancel_after_detach: seconds without anybody attached after which the rollout is cancelled; None: never.
-        priority: higher runs earlier when rollouts wait.
+        priority: higher runs earlier when rollouts of its caller wait.
         metadata_json: one JSON object, or empty.
         labels: for selecting rollouts.
         source_json: what the caller's own protocol said and no other field keeps as it was written; one JSON object, or empty.

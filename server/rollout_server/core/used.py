@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rollout_server.core.ledger import Line
 from rollout_server.core.limits import Limits
-from rollout_server.core.message import Message
+from rollout_server.core.message import Message, utf8_length
 from rollout_server.core.outcome import Metrics
 from rollout_server.core.record import Answered, ToolReturned
 
@@ -40,7 +40,7 @@ class Used:
 
     def add_messages(self, messages: Iterable[Message]) -> None:
         """Messages were added to a conversation."""
-        self.bytes += sum(len(message.text.encode("utf-8", "surrogatepass")) for message in messages)
+        self.bytes += sum(utf8_length(message.text) for message in messages)
 
     def add_answer(self, record: Answered, line: Line) -> None:
         """A turn was answered, and is in its line already."""

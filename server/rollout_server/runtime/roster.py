@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from rollout_server.runtime.noting import log_finished
 from rollout_server.runtime.outbox import Outbox
 from rollout_server.runtime.place import Selection
 from rollout_server.runtime.port import Credentials, OpenSampler, PlaysRuns, Tool
+from rollout_server.runtime.queue import Queue
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.surroundings import Surroundings
 from rollout_server.runtime.where import defined_at
@@ -67,20 +67,24 @@ class Roster:
         self._workbench = surroundings.workbench or Workbench()
         self._outbox = Outbox(surroundings, self._settle)
         self._known = Known()
-        self._queue: list[tuple[int, int, str]] = []
-        self._waiting: dict[str, Rollout] = {}
+        self._queue = Queue(capacity, self._clock)
         self._tasks: set[asyncio.Task[None]] = set()
         self._kept = Kept(capacity, self._clock)
 
     @property
     def running(self) -> int:
         """Rollouts that run now."""
-        return len(self._tasks)
+        return self._queue.running
 
     @property
     def queued(self) -> int:
         """Rollouts that wait now."""
-        return len(self._waiting)
+        return len(self._queue)
+
+    @property
+    def active_bytes(self) -> int:
+        """About what rollouts hold that are not among those that are remembered."""
+        return self._queue.bytes
 
     @property
     def owed(self) -> int:
@@ -202,15 +206,12 @@ class Roster:
         return known
 
     def _check_room(self, admitted: Sequence[Admitted]) -> None:
-        """Raises `Draining`, or `Busy` where there is no room for all of them."""
+        """Raises `Draining`, or `Busy` where there is no room for all of them, which are of one caller."""
         if not admitted:
             return
         if self.draining:
             raise Draining("the server is stopping and takes no new rollouts", retry_after=1.0)
-        room = self.capacity.running + self.capacity.queued - self.running - self.queued
-        if len(admitted) > room:
-            more = f": there is no room for {len(admitted)} more" if len(admitted) > 1 else ""
-            raise Busy(f"{self.running} rollouts run and {self.queued} wait{more}; ask again later", retry_after=1.0)
+        self._queue.check(admitted[0].wish.caller, [each.size for each in admitted])
         most = max(self.capacity.finished, 1)
         if self.owed >= most and any(each.wish.spec.outcome is not None for each in admitted):
             text = f"{self.owed} outcomes wait for their receivers, at most {most} may; ask again when they have been taken"
@@ -220,16 +221,13 @@ class Roster:
         rollout = Rollout(self._new_uid(), admitted, tools, self._clock, self)
         number = self._known.add(rollout, admitted)
         rollout.ending.add_done_callback(lambda _: self._end_queued(rollout))
-        heapq.heappush(self._queue, (-rollout.spec.priority, number, rollout.uid))
-        self._waiting[rollout.uid] = rollout
+        self._queue.put(rollout, number)
         self._fill()
         return rollout
 
     def _fill(self) -> None:
-        while self._queue and self.running < self.capacity.running:
-            rollout = self._waiting.pop(heapq.heappop(self._queue)[2], None)
-            if rollout is not None:  # else it ended while it waited
-                self._run(rollout)
+        while (rollout := self._queue.next()) is not None:
+            self._run(rollout)
 
     def _run(self, rollout: Rollout) -> None:
         rollout.running = True
@@ -239,6 +237,7 @@ class Roster:
 
     def _finished(self, task: asyncio.Task[None], rollout: Rollout) -> None:
         self._tasks.discard(task)
+        self._queue.leave(rollout)
         rollout.running = False
         if not task.cancelled() and task.exception() is not None:
             _log.error("driving rollout %s failed", rollout.uid, exc_info=task.exception())
@@ -247,13 +246,14 @@ class Roster:
 
     def _end_queued(self, rollout: Rollout) -> None:
         """A rollout that is to end before it found a place ends at once."""
-        if self._waiting.pop(rollout.uid, None) is None:
+        if not self._queue.withdraw(rollout):
             return
         rollout.record(Ended(rollout.ending.result(), queued_ms=rollout.queued_ms()))
         self._keep(rollout)
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """As `Keeper`."""
+        self._queue.measure(rollout)
         if rollout.outcome is not None and rollout.spec.outcome is not None:
             # At once: an agent that does not give way holds its place, not the outcome.
             self._outbox.send(rollout, rollout.spec.outcome)
@@ -275,5 +275,6 @@ class Roster:
             return
         rollout.credentials = Credentials()
         if not (rollout.running or rollout.held):
+            self._queue.forget(rollout)
             self._kept.add(rollout)
             self.forget()

@@ -24,6 +24,39 @@ class CapacitySettings(BaseSettings):
     max_queued: int = Field(
         10_000, ge=0, validation_alias=named("ROLLOUT_MAX_QUEUED"), description="Rollouts that wait; more are refused."
     )
+    max_active_bytes: int = Field(
+        2**29,
+        ge=1,
+        validation_alias=named("ROLLOUT_MAX_ACTIVE_BYTES"),
+        description="Memory that rollouts may hold while they wait, run or have outcomes to deliver, counted roughly; more "
+        "rollouts are refused.",
+    )
+    max_running_per_caller: int | None = Field(
+        None,
+        ge=1,
+        validation_alias=named("ROLLOUT_MAX_RUNNING_PER_CALLER"),
+        description="Rollouts of one caller (API key) that run at the same time; more wait. Unset: ROLLOUT_MAX_RUNNING.",
+    )
+    max_queued_per_caller: int | None = Field(
+        None,
+        ge=0,
+        validation_alias=named("ROLLOUT_MAX_QUEUED_PER_CALLER"),
+        description="Rollouts of one caller that wait; more are refused. Unset: nine tenths of ROLLOUT_MAX_QUEUED, or all of it "
+        "where no keys are demanded.",
+    )
+    max_active_bytes_per_caller: int | None = Field(
+        None,
+        ge=1,
+        validation_alias=named("ROLLOUT_MAX_ACTIVE_BYTES_PER_CALLER"),
+        description="The same memory of one caller's rollouts. Unset: nine tenths of ROLLOUT_MAX_ACTIVE_BYTES, or all of it.",
+    )
+    starts_per_minute_per_caller: int | None = Field(
+        None,
+        ge=1,
+        validation_alias=named("ROLLOUT_STARTS_PER_MINUTE_PER_CALLER"),
+        description="Rollouts that one caller may start in a minute, all of them at once if it likes; more are refused. Unset: any "
+        "number.",
+    )
     timeout_seconds: float = Field(
         600.0,
         gt=0,

@@ -44,6 +44,13 @@ class TrainerSettings(BaseSettings):
         validation_alias=named("ROLLOUT_RETRY_MAX_SECONDS", "OSMOSIS_ROLLOUT_CLIENT_RETRY_MAX_DELAY"),
         description="The longest wait between two repetitions.",
     )
+    retry_after_seconds: float = Field(
+        300.0,
+        ge=0,
+        validation_alias=named("ROLLOUT_RETRY_AFTER_SECONDS"),
+        description="How long a completion is waited for that is refused with 429 or 503 and Retry-After (gRPC: RetryInfo), "
+        "within the rollout's own time. POST /rollout waits for as long as the rollout has time.",
+    )
     delivery_seconds: float = Field(
         3600.0,
         gt=0,

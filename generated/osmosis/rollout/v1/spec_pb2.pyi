@@ -252,7 +252,9 @@ class Limits(_message.Message):
     TOOL_TURNS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     turns: _builtins.int
-    """Completions asked for, 1 or more; for HTTP_PLAIN trainers also 0, which ends the rollout before its first turn."""
+    """Completions asked for, 1 or more; for HTTP_PLAIN trainers also 0, which ends the rollout before its first turn.
+    Where neither the request nor the agent sets a limit, it is 256.
+    """
     generated_tokens: _builtins.int
     """Tokens generated in all turns together, 1 or more (0 as above). An answer that crosses it is kept whole."""
     calls_per_turn: _builtins.int

@@ -44,6 +44,10 @@ class Watched(Protocol):
     def queued(self) -> int:
         """Rollouts that wait now."""
 
+    @property
+    def active_bytes(self) -> int:
+        """About what they hold."""
+
 
 class Metrics:
     """An observer of one server's rollouts. Costs a few microseconds for each record, and nothing of it is about one rollout."""
@@ -79,6 +83,7 @@ class Metrics:
         """Shows how many rollouts run and wait. For one roster."""
         self.watch("running", "Rollouts that run now.", lambda: roster.running)
         self.watch("queued", "Rollouts that wait now.", lambda: roster.queued)
+        self.watch("active_bytes", "About what rollouts hold that wait, run or deliver.", lambda: roster.active_bytes)
         for agent in roster.agents:
             self.families.begin_agent(agent)
 

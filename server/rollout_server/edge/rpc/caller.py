@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TypeAlias
 
 from osmosis.rollout.v1 import rollout_service_pb2, trainer_service_pb2
 
+from rollout_server.core.error import Unauthenticated
 from rollout_server.runtime.wish import Caller
 
 Admit: TypeAlias = "Callable[[str | None], Caller]"
@@ -20,11 +21,19 @@ _GUARDED = (f"/{_SERVICE}/", f"/{_TRAINERS}/")
 _OPEN = f"/{_SERVICE}/GetServerInfo"
 
 
-def admit(admit: Admit, method: str, metadata: Mapping[str, str | bytes]) -> None:
-    """Establishes who calls for the rest of this call. Health checks and GetServerInfo are open to everybody."""
-    if method.startswith(_GUARDED) and method != _OPEN:
-        header = metadata.get("authorization")
-        _caller.set(admit(header if isinstance(header, str) else None))
+def admit(admit: Admit, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+    """Establishes who calls for the rest of this call. Health checks and GetServerInfo are open to everybody.
+
+    Raises `Unauthenticated`, also for two `authorization` entries: whoever checks keys on the way here may have read the other.
+    """
+    if not method.startswith(_GUARDED) or method == _OPEN:
+        return
+    headers = [value for name, value in metadata if name == "authorization"]
+    if len(headers) > 1:
+        text = f"the metadata has {len(headers)} `authorization` entries; send one"
+        raise Unauthenticated(text, reason="KEY_AMBIGUOUS")
+    header = headers[0] if headers else None
+    _caller.set(admit(header if isinstance(header, str) else None))
 
 
 def caller() -> Caller:

@@ -16,6 +16,7 @@ from grpc_status import rpc_status
 
 from rollout_server.core.error import InvalidRequest, RolloutError, Violation
 from rollout_server.edge.rpc.caller import Admit, admit
+from rollout_server.edge.rpc.fields import MAX_FIELDS, TooManyFields, check_fields
 from rollout_server.edge.rpc.status import internal, status_of
 
 _log = logging.getLogger(__name__)
@@ -38,10 +39,15 @@ class Boundary(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         """Wraps the handler of one call."""
-        handler = await continuation(handler_call_details)
+        handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None or (handler.request_streaming and not handler.response_streaming):
             return handler
-        wrapped = _Wrapped(handler, handler_call_details.method, self._admit)
+        try:
+            admit(self._admit, method, handler_call_details.invocation_metadata or ())
+        except (Exception, asyncio.CancelledError) as error:
+            # As a handler of streams it is called before a message is received, which this one never is.
+            return grpc.stream_stream_rpc_method_handler(_Refused(error, method, handler.response_streaming).refuse)
+        wrapped = _Wrapped(handler, method)
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 wrapped.streams, request_deserializer=None, response_serializer=handler.response_serializer
@@ -57,29 +63,45 @@ class Boundary(grpc.aio.ServerInterceptor):
         )
 
 
+class _Refused:
+    """What ends a call that is not let in."""
+
+    def __init__(self, error: BaseException, method: str, streams: bool) -> None:
+        self._error = error
+        self._method = method
+        self._streams = streams
+
+    async def refuse(self, _: object, context: _Context) -> None:
+        """Ends the call and reads nothing of it."""
+        request_id = _identify(context)
+        if self._streams:
+            await context.send_initial_metadata(((REQUEST_ID, request_id),))
+        await _end(context, self._error, self._method, request_id)
+
+
 class _Wrapped:
     """The handler of one rpc."""
 
-    def __init__(self, handler: _Handler, method: str, admit: Admit) -> None:
+    def __init__(self, handler: _Handler, method: str) -> None:
         self._parse: Any = handler.request_deserializer
         self._unary: Any = handler.unary_unary
         self._stream: Any = handler.unary_stream or handler.stream_stream
         self._method = method
-        self._admit = admit
 
     async def unary(self, payload: bytes, context: _Context) -> object:
         """Answers one request with one response."""
         request_id = _identify(context)
         context.set_trailing_metadata(((REQUEST_ID, request_id),))
         try:
-            self._let_in(context)
             return await self._unary(self._parsed(payload), context)
         except (Exception, asyncio.CancelledError) as error:
+            payload = b""  # see `_abort`
             await _end(context, error, self._method, request_id)
 
     async def stream(self, payload: bytes, context: _Context) -> AsyncIterator[object]:
         """Answers one request with a stream."""
-        async with aclosing(self._streamed(lambda: self._parsed(payload), context)) as responses:
+        payloads, payload = [payload], b""  # see `_abort`
+        async with aclosing(self._streamed(lambda: self._parsed(payloads.pop()), context)) as responses:
             async for response in responses:
                 yield response
 
@@ -93,7 +115,6 @@ class _Wrapped:
         request_id = _identify(context)
         await context.send_initial_metadata(((REQUEST_ID, request_id),))
         try:
-            self._let_in(context)
             responses = self._stream(given(), context)
             if isinstance(responses, Awaitable):  # a handler that writes to the context
                 await responses
@@ -104,16 +125,19 @@ class _Wrapped:
         except (Exception, asyncio.CancelledError) as error:
             await _end(context, error, self._method, request_id)
 
-    def _let_in(self, context: _Context) -> None:
-        admit(self._admit, self._method, dict(context.invocation_metadata() or ()))
-
     async def _each_parsed(self, payloads: AsyncIterator[bytes]) -> AsyncIterator[object]:
         async for payload in payloads:
             yield self._parsed(payload)
 
     def _parsed(self, payload: bytes) -> object:
         try:
+            # What parses a request of the contract is a method of its class.
+            check_fields(payload, self._parse.__self__.DESCRIPTOR)
             return self._parse(payload)
+        except TooManyFields:
+            raise InvalidRequest(
+                Violation("request", f"has more than {MAX_FIELDS} fields; send less at once")
+            ) from None
         except DecodeError:
             raise InvalidRequest(Violation("request", "is not a message of the type that this rpc takes")) from None
 
@@ -137,12 +161,17 @@ async def _end(context: _Context, error: BaseException, method: str, request_id:
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, RolloutError):
-        await _abort(context, status_of(error, request_id), request_id)
+        await _abort(context, status_of(error, request_id), request_id, error)
     _log.error("%s failed", method, exc_info=error, extra={"request_id": request_id})
-    await _abort(context, internal(request_id), request_id)
+    await _abort(context, internal(request_id), request_id, error)
 
 
-async def _abort(context: _Context, status: Status, request_id: str) -> NoReturn:
+async def _abort(context: _Context, status: Status, request_id: str, error: BaseException) -> NoReturn:
+    """Ends the call. gRPC keeps its own exception in a cycle, and with it all that tracebacks lead to, until that is collected.
+
+    Collections go by objects, not by bytes: refused requests of 50 MB each would fill the memory first.
+    """
+    error.__traceback__ = error.__context__ = error.__cause__ = None
     rich = rpc_status.to_status(status)
     await context.abort(rich.code, rich.details, (*rich.trailing_metadata, (REQUEST_ID, request_id)))
     raise AssertionError("abort raises")

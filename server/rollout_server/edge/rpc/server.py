@@ -26,19 +26,26 @@ from rollout_server.edge.rpc.train import TrainerService
 SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 TRAINERS = trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 _SERVING = health_pb2.HealthCheckResponse.SERVING
+_LEAST_CALLS = 10_000
+_OTHER_CALLS = 2_000
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @dataclass(frozen=True, slots=True)
 class RpcSettings:
-    """Where to listen (`host:port`, `unix:PATH`; port 0: any), the largest message in bytes, and the TLS of the ports.
+    """How a server listens.
 
-    Unix sockets go without: who may open one says its directory.
+    Args:
+        addresses: `host:port` (port 0: any) or `unix:PATH`. Unix sockets go without TLS: who may open one says its directory.
+        max_message_bytes: the largest message, decompressed: gRPC stops decompressing there.
+        tls: the certificate of the ports; None: none.
+        rollouts: that wait and run at most.
     """
 
     addresses: Sequence[str]
     max_message_bytes: int = 64 * 1024 * 1024
     tls: ServerTls | None = None
+    rollouts: int = 10_000
 
 
 class RpcServer:
@@ -104,15 +111,24 @@ def _check_free(address: str) -> None:
 
 
 def _options(settings: RpcSettings) -> list[tuple[str, int]]:
+    # One for each rollout, and room for others. Each holds about 15 KB until it is picked up, also if its client has reset it.
+    calls = max(_LEAST_CALLS, settings.rollouts) + _OTHER_CALLS
     return [
         # A second server on the same port would share it silently.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         # What was taken can be read, in whatever view; the reader's own limit holds.
         ("grpc.max_send_message_length", -1),
-        # gRPC drops calls without a word when more than a thousand wait to be picked up; the roster admits instead.
-        ("grpc.server.max_pending_requests", 100_000),
-        ("grpc.server.max_pending_requests_hard_limit", 100_000),
+        # gRPC answers a bare CANCELLED when more than a thousand calls wait to be picked up by Python, or one waits for 30 s.
+        # The roster admits instead: one call is picked up in each round of the event loop, which is long while it is busy.
+        ("grpc.server.max_pending_requests", calls),
+        ("grpc.server.max_pending_requests_hard_limit", calls),
+        ("grpc.server_max_unrequested_time_in_server", 86_400),
+        # Streams that were reset count until gRPC has let go of them, so opening and resetting them in a row fills no memory.
+        # gRPC's clients wait with calls beyond it.
+        ("grpc.max_concurrent_streams", calls),
+        # What a connection gathers ends with it. Its calls go on to their ends, and clients connect anew for the next ones.
+        ("grpc.max_connection_age_ms", 3_600_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # A trainer whose machine is gone says nothing: its stream would never be cut.

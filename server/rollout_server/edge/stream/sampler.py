@@ -13,6 +13,7 @@ from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.trainer.calling import LEDGER_SECONDS, Call, Held, Rejection, ended, put_off
 from rollout_server.edge.trainer.completion import CompletionSampler
+from rollout_server.edge.trainer.retry import Retries
 from rollout_server.runtime.port import Failed, Tool
 
 
@@ -22,10 +23,11 @@ class StreamTrainers:
 
     streams: Streams
     tokenizers: Tokenizers
+    retries: Retries
 
     def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> CompletionSampler:
         """The sampler of one rollout."""
-        return CompletionSampler(StreamCaller(self.streams, uid), self.tokenizers, uid, spec, tools)
+        return CompletionSampler(StreamCaller(self.streams, uid, self.retries), self.tokenizers, uid, spec, tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class StreamCaller:
 
     streams: Streams
     uid: str
+    retries: Retries
 
     async def complete(self, request: Request, call: Call) -> Response:
         """As `edge.trainer.calling.Completes`."""
@@ -42,7 +45,7 @@ class StreamCaller:
             said = await self._ask(request, call)
             if not isinstance(said, Rejection):
                 return said
-            pause = put_off(said, call)
+            pause = put_off(said, call, self.retries)
             if pause is None:
                 raise ended(said, call)
             await asyncio.sleep(pause)

@@ -101,8 +101,8 @@ class Rejection:
 class Call:
     """One turn's call, with what decides over its repetitions: `deadline` on the monotonic clock, credentials for the metadata.
 
-    `failures` counts attempts that came to nothing, `refusals` those that the trainer put off. `remarks` are (code, text), for the
-    turn's record.
+    `failures` counts attempts that came to nothing, `refusals` those that the trainer put off, and `refused_until` says how long
+    those are waited for, from the first one on. `remarks` are (code, text), for the turn's record.
     """
 
     turn: int
@@ -111,6 +111,7 @@ class Call:
     attempts: int = 0
     failures: int = 0
     refusals: int = 0
+    refused_until: float | None = None
     remarks: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -163,9 +164,9 @@ class Caller:
             return None
 
 
-def put_off(rejection: Rejection, call: Call) -> float | None:
+def put_off(rejection: Rejection, call: Call, retries: Retries) -> float | None:
     """Seconds until a trainer is asked again that generated nothing, and counts it; None where it may not be."""
-    return _pause(call, None, rejection, once_more=False)
+    return _pause(call, retries, rejection, once_more=False)
 
 
 def ended(rejection: Rejection, call: Call, remark: str = "") -> Exception:
@@ -181,7 +182,9 @@ def ended(rejection: Rejection, call: Call, remark: str = "") -> Exception:
         return Mismatch(rejection.mismatch)
     told = rejection.put_off
     if told is not None:
-        remark = f". It generated nothing and wants to be asked again in {told:g} s; the rollout's time is over by then"
+        remark = (
+            f". It generated nothing and wants to be asked again in {told:g} s, which is longer than the rollout waits"
+        )
     said = redacted(rejection.text.encode("utf-8", "replace"), call.credentials.secrets())
     text = f"turn {call.turn}: the trainer answered {rejection.code.name}: {said}{remark}"
     category = _CATEGORIES.get(rejection.code, Category.TRAINER_CLIENT)
@@ -204,18 +207,20 @@ def _rejection(error: grpc.aio.AioRpcError) -> Rejection:
     return Rejection(error.code(), error.details() or "", reason(error), retry_delay(error), ledger_mismatch(error))
 
 
-def _pause(call: Call, retries: Retries | None, rejection: Rejection | None = None, *, once_more: bool) -> float | None:
-    """Seconds until the turn may be asked for again, and counts why; None where it may not, or the rollout is over by then."""
+def _pause(call: Call, retries: Retries, rejection: Rejection | None = None, *, once_more: bool) -> float | None:
+    """Seconds until the turn may be asked for again, and counts why; None where it may not, or that is too late."""
     told = rejection.put_off if rejection is not None else None
+    until = call.deadline
     if told is not None:
         call.refusals += 1
+        call.refused_until = until = call.refused_until or retries.refused_until(call.deadline)
         pause = max(told, min(1.0, 0.01 * 2.0 ** min(call.refusals, 8)))
-    elif retries is not None and once_more and call.failures < retries.count:
+    elif once_more and call.failures < retries.count:
         pause = retries.wait(call.failures)
         call.failures += 1
     else:
         return None
-    return pause if call.deadline is None or time.monotonic() + pause < call.deadline else None
+    return pause if until is None or time.monotonic() + pause < until else None
 
 
 def _may_be_asked_again(rejection: Rejection, caller: Caller) -> bool:

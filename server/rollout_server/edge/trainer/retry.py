@@ -14,15 +14,27 @@ from rollout_server.runtime.port import Failed
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often and how fast a completion of the asynchronous dialect is asked for again; seconds, doubling up to `most`."""
+    """How often and how fast a completion is asked for again; seconds.
+
+    Args:
+        count: retries after failures.
+        first, most: the wait before the first retry, which doubles with each one, and the longest wait.
+        refused: how long a completion is waited for that is refused with 429 or 503 and Retry-After, all of its refusals together.
+    """
 
     count: int = 3
     first: float = 1.0
     most: float = 30.0
+    refused: float = 300.0
 
     def wait(self, failures: int) -> float:
         """Seconds to wait after a failure that has so many before it."""
         return min(self.most, self.first * 2.0**failures)
+
+    def refused_until(self, deadline: float | None) -> float:
+        """Until when (monotonic seconds) a completion that is refused now for the first time is waited for."""
+        until = time.monotonic() + self.refused
+        return until if deadline is None else min(deadline, until)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +92,19 @@ async def fetch_once(client: HttpClient, errand: Errand) -> Fetched:
 async def fetch_again(
     client: HttpClient, errand: Errand, retries: Retries, remark: Callable[[str, str], None]
 ) -> Fetched:
-    """Asks again after 5xx, timeouts and transport errors, and after 429 or 503 with Retry-After for as long as there is time.
+    """Asks again after 5xx, timeouts and transport errors, and after 429 or 503 with Retry-After for `retries.refused` seconds.
 
     For the asynchronous dialect, whose trainers may know a repeated key. `remark` is called, with "resampled" and a text, for
     each attempt that may have been answered before it is made again. Raises `Failed`.
     """
     attempts = siblings = failures = 0
+    patient = None
     while True:
         attempts += 1
         got = await _attempt(client, errand, attempts)
         if isinstance(got, HttpAnswer):
-            if _worth_waiting(got, errand):
+            patient = patient or replace(errand, deadline=retries.refused_until(errand.deadline))
+            if _worth_waiting(got, patient):
                 await asyncio.sleep(pause(got, attempts))
                 continue
             # A trainer that says when to come back, and says it too late, is not asked before that time either.

@@ -27,8 +27,8 @@ from rollout_server.core.message import MalformedMessage, Message, tool_calls
 from rollout_server.core.record import Asked
 from rollout_server.core.segment import Plane
 from rollout_server.core.spec import Sampling, Spec
+from rollout_server.edge.rpc.fields import TooManyFields, check_fields
 from rollout_server.edge.rpc.wire import enums
-from rollout_server.edge.rpc.wire.bounds import check_fields
 from rollout_server.edge.rpc.wire.message import message_from_proto, messages_to_proto, tool_to_proto
 from rollout_server.edge.rpc.wire.outcome import origin_to_proto
 from rollout_server.edge.rpc.wire.plane import extra_from_proto, planes_from_proto
@@ -193,8 +193,10 @@ def _parsed(kind: type[_P], data: bytes) -> _P:
         return kind.FromString(data)
     except DecodeError:
         raise MalformedCompletion("it is no protobuf message") from None
-    except ValueError as error:
-        raise MalformedCompletion(str(error)) from None
+    except TooManyFields:
+        raise MalformedCompletion(
+            f"it holds more than {MESSAGE_VALUES} fields, which is the most that is read"
+        ) from None
 
 
 def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Completion:

@@ -13,11 +13,20 @@ import msgspec
 from osmosis.rollout.v1 import message_pb2
 
 from rollout_server.core.error import Violation
-from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object
+from rollout_server.core.message import (
+    JSON,
+    MAX_VALUES,
+    MalformedMessage,
+    Message,
+    count_values,
+    parse_object,
+    utf8_length,
+)
 from rollout_server.edge.rpc.wire.blob import blob_to_fields, fields_to_blob
 from rollout_server.runtime.port import Tool
 
 MAX_JSON_BYTES = 8 * 1024 * 1024
+MAX_VIOLATIONS = 20
 _TYPED_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"})
 _CALL_KEYS = frozenset({"id", "type", "function"})
 
@@ -25,17 +34,24 @@ _CALL_KEYS = frozenset({"id", "type", "function"})
 def messages_from_proto(
     messages: Sequence[message_pb2.Message], where: str
 ) -> tuple[tuple[Message, ...], bool, list[Violation]]:
-    """Messages, whether they came in the typed form, and what is wrong with them."""
+    """Messages, whether they came in the typed form, and what is wrong with them, up to `MAX_VIOLATIONS`."""
     wrong: list[Violation] = []
     parsed: list[Message] = []
     forms = {message.WhichOneof("form") for message in messages}
     if len(forms - {None}) > 1:
         wrong.append(Violation(where, "are in two forms; send all as `json` or all as `chat`"))
+    values = 0
     for index, message in enumerate(messages):
+        values += count_values(message.json)
+        if values > MAX_VALUES:
+            text = f"holds more JSON values than the {MAX_VALUES} that all messages may hold together"
+            return (), False, [Violation(f"{where}[{index}]", text)]
         try:
             parsed.append(message_from_proto(message))
         except MalformedMessage as error:
             wrong.append(Violation(f"{where}[{index}]", str(error)))
+            if len(wrong) >= MAX_VIOLATIONS:
+                break
     return tuple(parsed), "chat" in forms, wrong
 
 
@@ -45,7 +61,7 @@ def message_from_proto(message: message_pb2.Message) -> Message:
     if form is None:
         raise MalformedMessage("needs `json` or `chat`")
     text = message.json if form == "json" else _chat_to_json(message.chat)
-    size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    size = utf8_length(text)
     if size > MAX_JSON_BYTES:
         raise MalformedMessage(f"has {size} bytes, at most {MAX_JSON_BYTES} are allowed")
     return Message.parse(text)
