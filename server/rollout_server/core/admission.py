@@ -49,8 +49,8 @@ class Bounds:
 def settle(spec: Spec, agent: str, limits: Limits, bounds: Bounds) -> Spec:
     """Fills in what the request left open: agent, limits (of the request's and the agent's the lower holds), drift policy.
 
-    A loop that nobody limits would run, and hold its slot, for as long as the model calls tools. And no rollout is without a limit of
-    tool calls per turn, nor with a higher one than `MOST_CALLS_PER_TURN`.
+    No rollout is without a limit of turns: its loop would hold a slot for as long as the model calls tools. Nor is one without a
+    limit of calls per turn, or with a higher one than `MOST_CALLS_PER_TURN`.
     """
     seconds = spec.limits.seconds
     if seconds is None:

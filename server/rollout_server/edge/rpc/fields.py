@@ -26,7 +26,10 @@ class TooManyFields(Exception):
 
 
 def check_fields(payload: bytes, descriptor: Descriptor, most: int = MAX_FIELDS) -> None:
-    """Raises `TooManyFields` for more than `most` fields, or DecodeError for what is no such message. Takes time by the fields, not by the bytes."""
+    """Raises `TooManyFields` for more than `most` fields, or DecodeError for what is no such message.
+
+    The time it takes grows with the number of fields, not with that of bytes.
+    """
     count, at, end = 0, 0, len(payload)
     fields = _messages(descriptor)
     outer: list[tuple[int, Mapping[int, Descriptor]]] = []
