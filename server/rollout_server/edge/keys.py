@@ -111,23 +111,29 @@ class Keyring:
             raise Unauthenticated("Invalid or missing API key")
         return found
 
-    def refresh(self) -> None:
-        """Reads the file again if it changed. One that cannot be read leaves the keys as they were."""
+    def refresh(self) -> bool:
+        """Reads the file again if it changed, and returns whether it did. One that cannot be read leaves the keys as they were."""
         if self._file is None:
-            return
+            return False
         try:
             stamp = _stamp(self._file)
             if stamp == self._stamp:
-                return
+                return False
             self._stamp = stamp
             self._filed = _read(self._file)
         except (OSError, ValueError) as error:
             if str(error) != self._complaint:  # a file that stays away is told of once
                 _log.error("API keys stay as they were: %s", error)
             self._complaint = str(error)
-        else:
-            self._complaint = ""
-            _log.info("API keys read again: %d of them", len(self._filed))
+            return False
+        self._complaint = ""
+        _log.info("API keys read again: %d of them", len(self._filed))
+        return True
+
+
+def fingerprint(authorization: str) -> str:
+    """The beginning of the hash of a header's key: enough to find the key among entries, and too little to be one."""
+    return _digest(_bare(authorization)).hex()[:12]
 
 
 def _bare(authorization: str) -> str:

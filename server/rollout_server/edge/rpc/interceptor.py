@@ -6,7 +6,8 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -14,9 +15,11 @@ from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
-from rollout_server.core.error import InvalidRequest, RolloutError, Violation
+from rollout_server.core.error import InvalidRequest, RolloutError, Unauthenticated, Violation
 from rollout_server.edge.rpc.caller import Admit, admit
+from rollout_server.edge.rpc.open_calls import OpenCall, OpenCalls
 from rollout_server.edge.rpc.status import internal, status_of
+from rollout_server.edge.wrong_keys import WrongKeys
 
 _log = logging.getLogger(__name__)
 REQUEST_ID = "x-request-id"
@@ -30,7 +33,11 @@ class Boundary(grpc.aio.ServerInterceptor):
     """Wraps every rpc that answers one request, with one response or a stream, and those that take and give streams."""
 
     def __init__(self, admit: Admit) -> None:
-        self._admit = admit
+        self._admission = _Admission(admit, WrongKeys(), OpenCalls())
+
+    def end_revoked(self) -> None:
+        """Ends the calls whose keys are not accepted any more."""
+        self._admission.calls.end_revoked()
 
     async def intercept_service(
         self,
@@ -41,7 +48,7 @@ class Boundary(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or (handler.request_streaming and not handler.response_streaming):
             return handler
-        wrapped = _Wrapped(handler, handler_call_details.method, self._admit)
+        wrapped = _Wrapped(handler, handler_call_details.method, self._admission)
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 wrapped.streams, request_deserializer=None, response_serializer=handler.response_serializer
@@ -57,23 +64,45 @@ class Boundary(grpc.aio.ServerInterceptor):
         )
 
 
+@dataclass(frozen=True)
+class _Admission:
+    """Who may call, what becomes of wrong keys, and the calls that were let in."""
+
+    admit: Admit
+    wrong_keys: WrongKeys
+    calls: OpenCalls
+
+    @asynccontextmanager
+    async def entered(self, method: str, context: _Context) -> AsyncIterator[OpenCall]:
+        """A call that has been let in. Raises `Unauthenticated`, after a while where there were many wrong keys."""
+        metadata = dict(context.invocation_metadata() or ())
+        try:
+            admit(self.admit, method, metadata)
+        except Unauthenticated:
+            header = metadata.get("authorization")
+            await asyncio.sleep(self.wrong_keys.note(header if isinstance(header, str) else None, context.peer()))
+            raise
+        with self.calls.entered(lambda: admit(self.admit, method, metadata)) as call:
+            yield call
+
+
 class _Wrapped:
     """The handler of one rpc."""
 
-    def __init__(self, handler: _Handler, method: str, admit: Admit) -> None:
+    def __init__(self, handler: _Handler, method: str, admission: _Admission) -> None:
         self._parse: Any = handler.request_deserializer
         self._unary: Any = handler.unary_unary
         self._stream: Any = handler.unary_stream or handler.stream_stream
         self._method = method
-        self._admit = admit
+        self._admission = admission
 
     async def unary(self, payload: bytes, context: _Context) -> object:
         """Answers one request with one response."""
         request_id = _identify(context)
         context.set_trailing_metadata(((REQUEST_ID, request_id),))
         try:
-            self._let_in(context)
-            return await self._unary(self._parsed(payload), context)
+            async with self._admission.entered(self._method, context) as call:
+                return await call.wait(self._unary(self._parsed(payload), context))
         except (Exception, asyncio.CancelledError) as error:
             await _end(context, error, self._method, request_id)
 
@@ -93,19 +122,16 @@ class _Wrapped:
         request_id = _identify(context)
         await context.send_initial_metadata(((REQUEST_ID, request_id),))
         try:
-            self._let_in(context)
-            responses = self._stream(given(), context)
-            if isinstance(responses, Awaitable):  # a handler that writes to the context
-                await responses
-                return
-            async with aclosing(responses):
-                async for response in responses:
-                    yield response
+            async with self._admission.entered(self._method, context) as call:
+                responses = self._stream(given(), context)
+                if isinstance(responses, Awaitable):  # a handler that writes to the context
+                    await call.wait(responses)
+                    return
+                async with aclosing(responses):
+                    while (response := await call.wait(anext(responses, None))) is not None:
+                        yield response
         except (Exception, asyncio.CancelledError) as error:
             await _end(context, error, self._method, request_id)
-
-    def _let_in(self, context: _Context) -> None:
-        admit(self._admit, self._method, dict(context.invocation_metadata() or ()))
 
     async def _each_parsed(self, payloads: AsyncIterator[bytes]) -> AsyncIterator[object]:
         async for payload in payloads:
