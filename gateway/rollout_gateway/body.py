@@ -146,7 +146,7 @@ class RolloutBody(BaseModel):
 
     rollout_id: RolloutId
     server_url: ServerUrl = Field(description="The trainer; it answers POST {server_url}/v1/chat/completions.")
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     sampling_params: SamplingParams
     tokenizer_name: str = Field(description="The tokenizer of the trainer's model.")
     tokenizer_revision: str | None = None

@@ -16,7 +16,7 @@ class TooMuch(ValueError):
     """The text holds more than may be parsed; the text of the error says of what."""
 
 
-def most_values(content: bytes) -> int:
+def most_values(content: bytes | bytearray) -> int:
     """At least as many values as the text holds; a cheap look, which also counts commas and brackets within strings."""
     return 1 + content.count(b",") + content.count(b"[") + content.count(b"{")
 

@@ -50,7 +50,7 @@ class Intake:
                 self._held += len(chunk)
                 content += chunk
             demand_json(request)
-            return await self._parsed(bytes(content), parse)
+            return await self._parsed(content, parse)
         finally:
             self._held -= len(content)
 
@@ -70,7 +70,7 @@ class Intake:
             raise
         return _chained(first, stream)
 
-    async def _parsed(self, content: bytes, parse: Callable[[bytes], _T]) -> _T:
+    async def _parsed(self, content: bytearray, parse: Callable[[bytes], _T]) -> _T:
         if len(content) <= _SMALL_BYTES and most_values(content) <= _SMALL_VALUES:
             return _bounded(content, parse)
         async with self._parsing:
@@ -83,7 +83,8 @@ async def _chained(first: Awaitable[bytes], others: AsyncIterator[bytes]) -> Asy
         yield piece
 
 
-def _bounded(content: bytes, parse: Callable[[bytes], _T]) -> _T:
+def _bounded(received: bytearray, parse: Callable[[bytes], _T]) -> _T:
+    content = bytes(received)
     try:
         demand_bounded(content)
     except TooMuch as error:

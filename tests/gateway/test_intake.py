@@ -14,7 +14,7 @@ import pytest
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_gateway import extent, strangers
 from rollout_gateway.app import create_app
-from rollout_gateway.body import EXAMPLE, MAX_MESSAGES, InvalidBody, RolloutBody, validated
+from rollout_gateway.body import EXAMPLE, MAX_MESSAGES, InvalidBody, RolloutBody, validated, violation
 from rollout_gateway.calls import CallMetadata
 from rollout_gateway.init_body import INIT_EXAMPLE
 from rollout_gateway.intake import Intake, Overloaded
@@ -208,12 +208,15 @@ def faults(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_the_first_faults_are_listed_and_the_others_counted() -> None:
-    found = faults({**EXAMPLE, "messages": [1] * 5_000})
-    assert [each["loc"] for each in found[:20]] == [("body", "messages", number) for number in range(20)]
+    listed = [violation("x", (number,), "is wrong") for number in range(5_000)]
+    found = InvalidBody(listed).violations
+    assert found[:20] == listed[:20]
     assert found[20:] == [{"type": "too_many", "loc": ("body",), "msg": "4980 more are not listed"}]
+    assert InvalidBody(listed[:20]).violations == listed[:20]
 
 
-def test_lists_within_messages_are_looked_at_up_to_their_first_fault() -> None:
+def test_lists_are_looked_at_up_to_their_first_fault() -> None:
+    assert [each["loc"] for each in faults({**EXAMPLE, "messages": [1] * 5_000})] == [("body", "messages", 0)]
     message = {"role": "user", "content": [1] * 5_000, "tool_calls": [1] * 5_000}
     found = faults({**EXAMPLE, "messages": [message], "sampling_params": {"stop": [1] * 5_000}})
     assert len(found) == 4  # the content is also no text
