@@ -128,7 +128,7 @@ class Server:
         if settings.http:
             await self._start_http(socket, keys)
         self._repeat(self._roster.forget, settings.cleanup_seconds)
-        self._repeat(lambda: self._refresh(keys), KEYS_SECONDS)
+        self._repeat(lambda: keys.refresh(self._rpc.end_revoked), KEYS_SECONDS)
         tell_of_doors(settings, keys)
         self._watch_loop()  # last: nobody waits for what a start takes
 
@@ -166,10 +166,6 @@ class Server:
             port = serve_metrics(metrics, settings.metrics_port, settings.host)
             stack.push_async_callback(port.stop)
         return roster
-
-    def _refresh(self, keys: Keyring) -> None:
-        if keys.refresh():
-            self._rpc.end_revoked()
 
     def _watch_loop(self) -> None:
         if self.settings.loop_block_seconds:

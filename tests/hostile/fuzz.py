@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import httpx
@@ -22,7 +23,7 @@ from tests.hostile.attacks.http import PATHS, PLAIN, raw
 from tests.hostile.target import NOWHERE, Target, target
 
 _AT_ONCE = 16
-_SETTINGS = {"ROLLOUT_MAX_SECONDS": "0.1", "ROLLOUT_LOG_LEVEL": "warning", "ROLLOUT_MAX_RECORDS": "200"}
+_SETTINGS = {"ROLLOUT_MAX_SECONDS": "0.1", "ROLLOUT_MAX_RECORDS": "200"}
 _SERVICE = pb.DESCRIPTOR.services_by_name["RolloutService"]
 _FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE)
 _BODIES = [
@@ -58,7 +59,7 @@ Send = Callable[[Target, random.Random, grpc.aio.Channel], Awaitable[str]]
 def mutated(chance: random.Random, content: bytes) -> bytes:
     """The content with some of it replaced, repeated or cut."""
     made = bytearray(content)
-    for _ in range(chance.randint(1, 4)):
+    for _ in range(chance.randint(0, 3)):
         place = chance.randrange(len(made) + 1)
         end = place + chance.choice((0, 0, 1, 5, 50))
         made[place:end] = chance.choice((chance.choice(_PIECES), chance.randbytes(4), bytes(made[end : end + 20])))
@@ -77,8 +78,7 @@ async def _query(victim: Target, chance: random.Random, _: grpc.aio.Channel) -> 
     path = chance.choice(
         ("/v1/rollouts", "/v1/rollouts/u", "/v1/rollouts/u/events", "/tools", "/v1/agents", "/metrics")
     )
-    url = httpx.URL(victim.url + path).copy_with(query=query)
-    reply = await victim.client.get(url, headers=victim.headers)
+    reply = await victim.client.get(f"{path}?{quote(query, safe='=&%')}", headers=victim.headers)
     _judge_reply(reply)
     return f"query {reply.status_code}"
 

@@ -96,6 +96,6 @@ class Pulse:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        out, _err = await self._process.communicate()
+        out, _err = await self._process.communicate(b"")
         worst, count = out.split()
         self.worst, self.count = float(worst), int(count)

@@ -40,6 +40,11 @@ async def server(keys: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[C
         yield caller
 
 
+async def to_the_end(stream: grpc.aio.UnaryStreamCall) -> None:
+    while await stream.read() is not grpc.aio.EOF:
+        pass
+
+
 async def test_calls_under_way_end_with_their_key_and_no_others(server: Caller, keys: Path) -> None:
     uid = (await server.stub.StartRollout(start("r"), metadata=bearing(STAYS))).rollout.uid
     watched = pb.WatchRolloutRequest(uid=uid)
@@ -54,8 +59,7 @@ async def test_calls_under_way_end_with_their_key_and_no_others(server: Caller, 
     put(keys, entry_of("me", STAYS))
     for stream in ending:
         with pytest.raises(grpc.aio.AioRpcError, match="revoked"):
-            while await stream.read() is not grpc.aio.EOF:
-                pass
+            await to_the_end(stream)
         assert await stream.code() == UNAUTHENTICATED
     assert await waiting.code() == UNAUTHENTICATED
     assert not staying.done()

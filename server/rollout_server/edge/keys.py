@@ -11,7 +11,7 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,24 +111,24 @@ class Keyring:
             raise Unauthenticated("Invalid or missing API key")
         return found
 
-    def refresh(self) -> bool:
-        """Reads the file again if it changed, and returns whether it did. One that cannot be read leaves the keys as they were."""
+    def refresh(self, changed: Callable[[], None] = lambda: None) -> None:
+        """Reads the file again if it changed, then calls `changed`. One that cannot be read leaves the keys as they were."""
         if self._file is None:
-            return False
+            return
         try:
             stamp = _stamp(self._file)
             if stamp == self._stamp:
-                return False
+                return
             self._stamp = stamp
             self._filed = _read(self._file)
         except (OSError, ValueError) as error:
             if str(error) != self._complaint:  # a file that stays away is told of once
                 _log.error("API keys stay as they were: %s", error)
             self._complaint = str(error)
-            return False
+            return
         self._complaint = ""
         _log.info("API keys read again: %d of them", len(self._filed))
-        return True
+        changed()
 
 
 def fingerprint(authorization: str) -> str:
