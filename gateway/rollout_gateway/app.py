@@ -16,6 +16,7 @@ from rollout_gateway.counting import Counting, Meters
 from rollout_gateway.deadline import honour_deadline
 from rollout_gateway.fleet import stub_of
 from rollout_gateway.init_body import InitBody
+from rollout_gateway.intake import Intake
 from rollout_gateway.limits import BodyLimit
 from rollout_gateway.refusals import Refusals
 from rollout_gateway.resource.body import BODIES
@@ -28,6 +29,7 @@ from rollout_gateway.routes.rollouts import rollouts_router
 from rollout_gateway.routes.service import service_router
 from rollout_gateway.routes.synchronous import synchronous_router
 from rollout_gateway.settings import GatewaySettings
+from rollout_gateway.strangers import KeyCheck
 
 _DESCRIPTION: Final = """Runs agent rollouts for the training of language models.
 
@@ -44,7 +46,8 @@ _SECURITY: Final = {
     }
 }
 
-
+# Bodies of requests may take the memory of so many of the largest.
+_BODIES_UNDER_WAY: Final = 16
 _BODIES: Final = (RolloutBody, InitBody, *BODIES)
 _ERRORS: Final = (ErrorAnswer, InvalidBodyAnswer, UnhealthyAnswer, PlainError)
 
@@ -82,8 +85,10 @@ def create_app(
     settings = settings or GatewaySettings()
     channels = [servers] if isinstance(servers, grpc.aio.Channel) else servers
     rollouts, meters = Rollouts(stub_of(channels), settings), Meters()
-    dialects = [synchronous_router(rollouts), asynchronous_router(rollouts)]
-    plain = [rollouts_router(rollouts), events_router(rollouts), service_router(rollouts, meters, metrics)]
+    keys = KeyCheck(rollouts.server, settings.call_seconds)
+    intake = Intake(keys, _BODIES_UNDER_WAY * settings.max_body_bytes)
+    dialects = [synchronous_router(rollouts, intake), asynchronous_router(rollouts, intake)]
+    plain = [rollouts_router(rollouts, intake), events_router(rollouts), service_router(rollouts, meters, metrics)]
     app = GatewayApp(
         title="Rollout gateway",
         version="1",
@@ -97,7 +102,7 @@ def create_app(
         app.include_router(router)
     add_docs(app)
     is_plain = answered_plainly(route for router in dialects for route in router.routes)
-    Refusals(rollouts, is_plain).install(app)
+    Refusals(keys, is_plain).install(app)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
     app.add_middleware(Boundary, is_plain=is_plain)
     app.add_middleware(Counting, meters=meters)

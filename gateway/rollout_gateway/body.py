@@ -5,6 +5,7 @@ what travels on. Parsing and writing again would lose key order, white space, re
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -14,6 +15,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from starlette.requests import Request
 
 MAX_ROLLOUT_ID: Final = 256
+MAX_MESSAGES: Final = 10_000
+MAX_VIOLATIONS: Final = 20
 # CPython refuses to convert longer decimals; every bound is far below, so a value of the right sign stands for them.
 _MAX_DIGITS: Final = 4300
 _HUGE: Final = 10**30
@@ -34,14 +37,14 @@ EXAMPLE: Final[dict[str, Any]] = {
 
 
 class InvalidBody(ValueError):
-    """A body that does not validate; `violations` are FastAPI's `{"type", "loc", "msg"}`.
+    """A body that does not validate; `violations` are the first of FastAPI's `{"type", "loc", "msg"}`.
 
     What was sent is not repeated in them: it may be large, and it may hold the callback key.
     """
 
-    def __init__(self, violations: list[dict[str, Any]]) -> None:
+    def __init__(self, violations: Sequence[dict[str, Any]]) -> None:
         super().__init__("the body does not validate")
-        self.violations = violations
+        self.violations = first_of(violations)
 
 
 def not_blank(value: str) -> str:
@@ -96,8 +99,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
 
@@ -107,7 +110,7 @@ class SamplingParams(BaseModel):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
     max_tokens: int = Field(512, ge=1, le=32768, description="The most tokens of one answer.")
-    stop: list[str] | None = None
+    stop: Annotated[list[str], Field(fail_fast=True)] | None = None
     logprobs: bool = True
 
 
@@ -144,7 +147,7 @@ class RolloutBody(BaseModel):
 
     rollout_id: RolloutId
     server_url: ServerUrl = Field(description="The trainer; it answers POST {server_url}/v1/chat/completions.")
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     sampling_params: SamplingParams
     tokenizer_name: str = Field(description="The tokenizer of the trainer's model.")
     tokenizer_revision: str | None = None
@@ -202,12 +205,21 @@ def demand_json(request: Request) -> None:
 
 
 def validated(model: type[_Model], content: bytes) -> _Model:
-    """The values of a body. Raises InvalidBody, which names every fault but repeats no value."""
+    """The values of a body. Raises InvalidBody, which names its first faults but repeats no value."""
     values = _decoded(content)
+    if isinstance(values, dict):
+        bound_messages(values.get("messages"))
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise InvalidBody([_violation(each) for each in error.errors(include_url=False, include_input=False)]) from None
+        found = error.errors(include_url=False, include_input=False)
+        raise InvalidBody([_violation(each) for each in found]) from None
+
+
+def bound_messages(messages: Any) -> None:
+    """Raises InvalidBody for more messages than a rollout may begin with; each of them may be wrong."""
+    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+        raise InvalidBody([violation("too_long", ("messages",), f"At most {MAX_MESSAGES} messages")])
 
 
 def bound_metadata(text: bytes, most: int) -> None:
@@ -224,6 +236,12 @@ def sliced(messages: msgspec.Raw) -> tuple[str, ...]:
 def violation(kind: str, loc: tuple[str | int, ...], message: str) -> dict[str, Any]:
     """One entry of a 422's `detail`; `loc` is the place within the body."""
     return {"type": kind, "loc": ("body", *loc), "msg": message}
+
+
+def first_of(violations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first violations, and how many more there are."""
+    first, more = list(violations[:MAX_VIOLATIONS]), len(violations) - MAX_VIOLATIONS
+    return [*first, violation("too_many", (), f"{more} more are not listed")] if more > 0 else first
 
 
 def _violation(error: Any) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _trace(request: Request) -> CallMetadata:
 
 
 async def unless_hung_up(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Awaits `work`, but cancels it and raises HungUp when the client leaves; the body must have been read.
+    """Awaits `work`, but cancels it and raises HungUp when the client leaves. What is left of the body is dropped.
 
     FastAPI does not cancel a plain handler, so the client is watched here.
     """

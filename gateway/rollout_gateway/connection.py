@@ -17,6 +17,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+# Of two of these, a proxy before this port may have believed the other one.
+_ONCE: Final = (b"host", b"authorization")
 # Answered also when too many connections are open: who restarts a server because it is busy loses its work.
 _PROBES: Final = frozenset({b"/health", b"/healthz", b"/readyz"})
 _LEAVING_SECONDS: Final = 2.0
@@ -42,7 +44,7 @@ class ConnectionLimits:
     idle_seconds: int = 75
 
 
-class _OverLimit(Exception):
+class _Refused(Exception):
     """Stops the parser."""
 
 
@@ -64,6 +66,7 @@ class Connection(HttpToolsProtocol):
         # What was fed since the parser last reported something: it gathers a field until it is whole.
         self._unreported = 0
         self._refusal = HTTPStatus.BAD_REQUEST
+        self._reason = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Begins to wait for the first request."""
@@ -118,6 +121,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is whole: the application is called."""
+        if reason := _fault(self.parser.get_http_version(), self.headers):
+            self._stop(HTTPStatus.BAD_REQUEST, reason)
         self._unreported, self._in_body = 0, True
         self._wait(self._limits.body_seconds + _SLACK_SECONDS)
         crowded = len(self.connections) > self._limits.connections and self.url.partition(b"?")[0] not in _PROBES
@@ -142,9 +147,9 @@ class Connection(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Says nothing: clients offer HTTP/2 in passing, and go on with HTTP/1.1."""
 
-    def _stop(self, refusal: HTTPStatus) -> None:
-        self._refusal = refusal
-        raise _OverLimit
+    def _stop(self, refusal: HTTPStatus, reason: str = "") -> None:
+        self._refusal, self._reason = refusal, reason
+        raise _Refused
 
     def _wait(self, seconds: float | None) -> None:
         if self._timer is not None:
@@ -172,7 +177,7 @@ class Connection(HttpToolsProtocol):
         if self._is_answering():
             self.transport.close()
             return
-        content = json.dumps({"detail": status.phrase}).encode()
+        content = json.dumps({"detail": self._reason or status.phrase}).encode()
         self.transport.write(
             f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode()
@@ -182,6 +187,17 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(_LEAVING_SECONDS, self.transport.close)
+
+
+def _fault(version: str, headers: list[tuple[bytes, bytes]]) -> str:
+    """What no request may have; empty for a good one."""
+    if version not in ("1.0", "1.1"):
+        return f"HTTP/{version} is not supported: send HTTP/1.1"
+    names = [name for name, _ in headers if name in _ONCE]
+    for name in _ONCE:
+        if names.count(name) > 1:
+            return f"The header {name.decode().title()} was sent more than once"
+    return "The header Host is missing" if version == "1.1" and b"host" not in names else ""
 
 
 async def _crowded(scope: Scope, receive: Receive, send: Send) -> None:

@@ -56,7 +56,7 @@ class InitBody(BaseModel):
     server_url: ServerUrl = Field(
         description="The trainer; it answers POST {server_url}/v1/chat/completions and POST {server_url}/v1/rollout/completed."
     )
-    messages: list[FreeMessage] = Field(description="May be empty.")
+    messages: list[FreeMessage] = Field(description="May be empty.", fail_fast=True)
     completion_params: dict[str, Any] = Field(
         description="How the model samples: temperature (1.0 if absent), top_p (1.0), max_tokens (512), logprobs (true), "
         "stop (a text or a list of texts; none), and whatever else the trainer knows. A wrong value fails the rollout."

@@ -64,7 +64,7 @@ def _texts(value: Any) -> list[str]:
 
 
 _NUMBER: Final = TypeAdapter(Annotated[float, Field(allow_inf_nan=False)])
-_TEXTS: Final = TypeAdapter(list[str])
+_TEXTS: Final = TypeAdapter(Annotated[list[str], Field(fail_fast=True)])
 _PARAMETERS: Final = {
     "temperature": _Parameter(_NUMBER.validate_python, lambda value: 0 <= value <= 2, 1.0),
     "top_p": _Parameter(_NUMBER.validate_python, lambda value: 0 <= value <= 1, 1.0),

@@ -6,7 +6,6 @@ from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_gateway.stopping import Stoppable
@@ -20,9 +19,10 @@ _DISCARD_BYTES: Final = 64 * 1024 * 1024
 class BodyLimit:
     """ASGI middleware that answers 413 to bodies over `max_bytes` and 408 to those not whole after `seconds`.
 
-    A declared length is refused before anything is read. Otherwise a body is counted and timed as it arrives; the exception
-    raised then passes through the application to Starlette's handler, so at most `max_bytes` and one chunk are ever held. How
-    long the application takes is limited by the end of the gateway only, see `Stoppable`.
+    It does so once the application asks for the body, which it does after it has looked at the key. A declared length is
+    refused before anything is read; otherwise a body is counted and timed as it arrives. The exception passes through the
+    application to Starlette's handler, so at most `max_bytes` and one chunk are ever held. How long the application takes is
+    limited by the end of the gateway only, see `Stoppable`.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = 60.0) -> None:
@@ -35,26 +35,22 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
-            refusal = self._too_large()
-            if (
-                headers.get("expect", "").lower() != "100-continue"
-            ):  # that one has not begun, and reading would tell it to
-                await self._discard(receive)
-            response = JSONResponse({"detail": refusal.detail}, refusal.status_code, refusal.headers)
-            await response(scope, receive, send)
-            return
-        await self._app(scope, self._limited(receive), send)
+        await self._app(scope, self._limited(Headers(scope=scope), receive), send)
 
-    def _limited(self, receive: Receive) -> Receive:
+    def _limited(self, headers: Headers, receive: Receive) -> Receive:
         taken = 0
+        declared = headers.get("content-length", "")
+        too_large = declared.isdecimal() and int(declared[:20]) > self._max_bytes
         # None once the body is whole: what is waited for then is the end of the connection.
         ends: float | None = asyncio.get_running_loop().time() + self._seconds
 
         async def limited() -> Message:
             nonlocal taken, ends
+            if too_large:
+                # A client that waits to be told to send its body has not begun, and reading would tell it.
+                if headers.get("expect", "").lower() != "100-continue":
+                    await self._discard(receive)
+                raise self._too_large()
             try:
                 async with asyncio.timeout_at(ends):
                     message = await receive()

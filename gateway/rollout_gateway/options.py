@@ -86,7 +86,7 @@ class Options(BaseSettings):
         description="Largest metadata of a rollout.",
     )
     max_request_bytes: int = Field(
-        64 * 1024 * 1024,
+        16 * 1024 * 1024,
         ge=1024,
         validation_alias=_named("ROLLOUT_MAX_REQUEST_BYTES"),
         description="Largest body of a request.",

@@ -9,16 +9,17 @@ import grpc
 from fastapi import FastAPI
 from fastapi.exception_handlers import request_validation_exception_handler
 from fastapi.exceptions import RequestValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from rollout_gateway.body import InvalidBody
-from rollout_gateway.calls import HungUp, Rollouts, StreamEndedEarly
+from rollout_gateway.body import InvalidBody, first_of
+from rollout_gateway.calls import HungUp, StreamEndedEarly, call_metadata
+from rollout_gateway.intake import Overloaded
 from rollout_gateway.resource.errors import INVALID, plain_response
 from rollout_gateway.resource.request import BODY_FIELDS, QUERY_FIELDS
 from rollout_gateway.status import Problem, logged_problem
-from rollout_gateway.strangers import demand_key
+from rollout_gateway.strangers import STRANGER, KeyCheck
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 class Refusals:
     """Exception handlers. Requests for which `is_plain` are answered in the plain API's shape, the others in FastAPI's."""
 
-    rollouts: Rollouts
+    keys: KeyCheck
     is_plain: Callable[[Scope], bool]
 
     def install(self, app: FastAPI) -> None:
@@ -38,6 +39,8 @@ class Refusals:
             grpc.aio.AioRpcError: self.failed_call,
             StreamEndedEarly: self.ended_early,
             HungUp: self.hung_up,
+            ClientDisconnect: self.hung_up,
+            Overloaded: self.overloaded,
         }
         for kind, handler in handlers.items():
             app.add_exception_handler(kind, cast(Callable[[Request, Exception], Awaitable[Response]], handler))
@@ -50,7 +53,7 @@ class Refusals:
         """The same for what is wrong with a query or a path."""
         if not self.is_plain(request.scope):
             return await request_validation_exception_handler(request, error)
-        return await self._unless_stranger(request, Problem(422, list(error.errors()), code=INVALID))
+        return await self._unless_stranger(request, Problem(422, first_of(error.errors()), code=INVALID))
 
     async def failed_call(self, request: Request, error: grpc.aio.AioRpcError) -> Response:
         """What the server answered, in HTTP's terms and the body's or query's names."""
@@ -68,11 +71,19 @@ class Refusals:
         """Nobody is there to read it; the access log shows what happened."""
         return Response(status_code=499)
 
+    async def overloaded(self, request: Request, _: Overloaded) -> Response:
+        """503: the client comes back when other bodies have been parsed."""
+        text = "The bodies of other requests take all the memory there is for them: send it again after Retry-After"
+        return self._answer(request, Problem(503, text, {"retry-after": "1"}, "OVERLOADED", 1.0))
+
     async def _unless_stranger(self, request: Request, problem: Problem) -> Response:
+        """Where the server cannot be asked, what is wrong with the request says more than that."""
         try:
-            await demand_key(self.rollouts, request)
+            if not getattr(request.state, "key_accepted", False):
+                await self.keys.demand(call_metadata(request))
         except grpc.aio.AioRpcError as error:
-            return await self.failed_call(request, error)
+            if error.code() in STRANGER:
+                return await self.failed_call(request, error)
         return self._answer(request, problem)
 
     def _answer(self, request: Request, problem: Problem) -> Response:

@@ -10,7 +10,7 @@ class GatewaySettings:
     #: How long a rollout goes on after its HTTP client hung up; 0 cancels it at once.
     detach_grace_seconds: float = 10.0
     #: A larger request body is answered with 413.
-    max_body_bytes: int = 64 << 20
+    max_body_bytes: int = 16 << 20
     #: A body that has not arrived whole after this is answered with 408.
     body_seconds: float = 60.0
     #: A larger `metadata`, as it stands in the body, is answered with 422.

@@ -1,26 +1,54 @@
-"""Who may hear what is wrong with a request: a stranger hears about the key first."""
+"""Who may send a body, and hear what is wrong with a request: the server looks at the key first."""
 
-from typing import Final
+import asyncio
+import time
+from hashlib import sha256
+from typing import TYPE_CHECKING, Final
 
 import grpc
 from osmosis.rollout.v1.rollout_service_pb2 import ListAgentsRequest
-from starlette.requests import Request
 
-from rollout_gateway.calls import Rollouts, call_metadata
+from rollout_gateway.calls import CallMetadata
 
-_STRANGER: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+if TYPE_CHECKING:
+    from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
+
+#: The statuses of a call whose key is none of the server's.
+STRANGER: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+# The server looks at the key of each call again; this is only for how long bodies may still be sent under one that was revoked.
+_ACCEPTED_SECONDS: Final = 1.0
+_MOST_ACCEPTED: Final = 1024
 
 
-async def demand_key(rollouts: Rollouts, request: Request) -> None:
-    """Has the server look at the request's key, for a request that is wrong already and so will never reach it.
+class KeyCheck:
+    """Has the server look at keys. Those that it accepted are remembered for a second, by their hashes."""
 
-    Raises grpc.aio.AioRpcError with UNAUTHENTICATED or PERMISSION_DENIED. Any other failure passes: what is wrong with the
-    request says more than a server that cannot be reached.
-    """
-    try:
-        await rollouts.stub.ListAgents(
-            ListAgentsRequest(), metadata=call_metadata(request), timeout=rollouts.settings.call_seconds
-        )
-    except grpc.aio.AioRpcError as error:
-        if error.code() in _STRANGER:
-            raise
+    def __init__(self, server: "RolloutServiceAsyncStub", seconds: float) -> None:
+        self._server = server
+        self._seconds = seconds
+        self._accepted: dict[bytes, float] = {}
+        self._asking: dict[bytes, asyncio.Task[None]] = {}
+
+    async def demand(self, metadata: CallMetadata) -> None:
+        """Raises grpc.aio.AioRpcError where the server refuses the key, or cannot be asked within the seconds of a call."""
+        digest = sha256(dict(metadata).get("authorization", "").encode()).digest()
+        if self._accepted.get(digest, 0.0) > time.monotonic():
+            return
+        asking = self._asking.get(digest)
+        if asking is None:
+            asking = self._asking[digest] = asyncio.create_task(self._ask(digest, metadata))
+            asking.add_done_callback(lambda done: self._asked(digest, done))
+        # Others wait for it too, when this request's client leaves.
+        await asyncio.shield(asking)
+
+    async def _ask(self, digest: bytes, metadata: CallMetadata) -> None:
+        # Any call that wants a key will do.
+        await self._server.ListAgents(ListAgentsRequest(), metadata=metadata, timeout=self._seconds)
+        if len(self._accepted) >= _MOST_ACCEPTED:
+            self._accepted.clear()
+        self._accepted[digest] = time.monotonic() + _ACCEPTED_SECONDS
+
+    def _asked(self, digest: bytes, done: "asyncio.Task[None]") -> None:
+        del self._asking[digest]
+        if not done.cancelled():
+            done.exception()  # nobody may be left who waits for it

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
-from google.protobuf.duration_pb2 import Duration
 from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_OUTCOME
 from osmosis.rollout.v1.message_pb2 import Message, Tool
@@ -18,6 +17,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import (
 )
 
 from rollout_gateway.body import Hints, ParsedRollout
+from rollout_gateway.resource.request import duration
 from rollout_gateway.settings import GatewaySettings
 from rollout_gateway.status import Fields
 
@@ -91,7 +91,7 @@ def _spec(parsed: ParsedRollout, settings: GatewaySettings) -> spec_pb2.RolloutS
             template_kwargs_json=parsed.template_kwargs_json,
         ),
         on_drift=DRIFT[hints.on_drift],
-        cancel_after_detach=_duration(settings.detach_grace_seconds),
+        cancel_after_detach=duration(settings.detach_grace_seconds),
         metadata_json=parsed.metadata_json,
     )
 
@@ -103,7 +103,7 @@ def limits(turns: int, generated_tokens: int, hints: Hints) -> spec_pb2.Limits:
         turns=_clamped(_least(turns, hints.max_assistant_turns), _MAX_UINT32),
         generated_tokens=_clamped(_least(generated_tokens, hints.budget_tokens), _MAX_UINT64),
         tool_turns=None if hints.max_user_turns is None else _clamped(hints.max_user_turns, _MAX_UINT32),
-        time=None if time is None else _duration(time),
+        time=None if time is None else duration(time),
     )
 
 
@@ -120,10 +120,6 @@ def tool_target(url: str | None) -> spec_pb2.Target | None:
     if url is None or not url.lower().startswith(("grpc://", "grpcs://")):
         return None
     return spec_pb2.Target(url=url, dialect=spec_pb2.DIALECT_GRPC)
-
-
-def _duration(seconds: float) -> Duration:
-    return Duration(seconds=int(seconds), nanos=int(seconds % 1 * 1_000_000_000))
 
 
 def tools_answer(tools: Iterable[Tool]) -> bytes:

@@ -135,7 +135,7 @@ class Server:
         if settings.http:
             await self._start_http(socket, keys)
         self._repeat(self._roster.forget, settings.cleanup_seconds)
-        self._repeat(keys.refresh, KEYS_SECONDS)
+        self._repeat(lambda: keys.refresh(self._rpc.end_revoked), KEYS_SECONDS)
         log_exposure(settings, keys)
         self._watch_loop()  # last: nobody waits for what a start takes
 

@@ -70,12 +70,14 @@ class ScriptedServer(RolloutServiceServicer):
     watches: list[pb.WatchRolloutRequest] = field(default_factory=list)
     agents_asked: list[str] = field(default_factory=list)
     acknowledged: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.go.set()
 
     async def _enter(self, rpc: str, context: Any) -> None:
+        self.calls.append(rpc)
         self.metadata[rpc] = dict(context.invocation_metadata())
         if rpc in self.refusals:
             await self.refusals[rpc].abort(context)

@@ -313,12 +313,3 @@ async def test_the_synchronous_dialect_can_stay_open_where_a_key_is_demanded(gat
                 assert gateway.server.metadata[rpc]["authorization"] == expected
         assert (await gateway.client.post(f"{base}/v1/rollout/init", json=INIT_EXAMPLE)).status_code == 202
         assert "authorization" not in gateway.server.metadata["StartRollout"]
-
-
-async def test_in_the_open_dialect_only_those_who_bring_a_key_are_strangers(gateway: Gateway, address: str) -> None:
-    gateway.server.refusals["ListAgents"] = UNAUTHENTICATED
-    async with serving(address, GatewaySettings(synchronous_key="gateways-own")) as (host, port):
-        url = f"http://{host}:{port}/rollout"
-        assert (await gateway.client.post(url, json={})).status_code == 422
-        assert (await gateway.client.post(url, json={}, headers={"authorization": "wrong"})).status_code == 401
-    assert (await gateway.client.post("/rollout", json={})).status_code == 401

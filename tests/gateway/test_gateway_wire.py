@@ -5,9 +5,9 @@ import pytest
 from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_OUTCOME
 from osmosis.rollout.v1.rollout_service_pb2 import REQUEST_MEMORY_UNTIL_RECEIVED, RunRolloutRequest
-from rollout_gateway.body import EXAMPLE, parse_rollout
+from rollout_gateway.body import EXAMPLE, Hints, parse_rollout
 from rollout_gateway.settings import GatewaySettings
-from rollout_gateway.wire import run_request
+from rollout_gateway.wire import limits, run_request
 
 
 def asked(settings: GatewaySettings | None = None, **changes: Any) -> RunRolloutRequest:
@@ -80,3 +80,9 @@ def test_tool_servers_that_speak_no_grpc_are_ignored(url: str | None) -> None:
 def test_a_grpc_tool_server_is_passed_on() -> None:
     expected = spec_pb2.Target(url="grpcs://tools:1", dialect=spec_pb2.DIALECT_GRPC)
     assert spec(tool_server_url="grpcs://tools:1").tools == expected
+
+
+@pytest.mark.parametrize(("seconds", "nanos"), [(2.3, 2_300_000_000), (0.1, 100_000_000), (1e-9, 1), (1e8, 10**17)])
+def test_seconds_are_rounded_to_nanoseconds(seconds: float, nanos: int) -> None:
+    bounds = limits(1, 1, Hints(timeout_seconds=seconds))
+    assert bounds.time.ToNanoseconds() == nanos

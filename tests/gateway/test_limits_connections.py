@@ -88,6 +88,18 @@ OVER = {
     "many fields that do not end": (GET + b"a: b\r\n" * 50, 431),
     "method": (b"A" * 1500, 400),
     "no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00", 400),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n" + b" " * 20, 400),
+    "two hosts": (GET + b"Host: another\r\n\r\n", 400),
+    "two keys": (GET + b"authorization: Bearer a\r\nAuthorization: Bearer a\r\n\r\n", 400),
+    "HTTP/0.9": (b"GET /health\r\n\r\n" + b" " * 30, 400),
+    "HTTP/0.9 by name": (b"GET /health HTTP/0.9\r\nhost: gateway\r\n\r\n", 400),
+    "HTTP/2 by name": (b"GET /health HTTP/2.0\r\nhost: gateway\r\n\r\n", 400),
+}
+REASONS = {
+    "no host": "The header Host is missing",
+    "two hosts": "The header Host was sent more than once",
+    "two keys": "The header Authorization was sent more than once",
+    "HTTP/0.9": "HTTP/0.9 is not supported: send HTTP/1.1",
 }
 
 
@@ -104,6 +116,17 @@ async def test_a_head_over_a_limit_is_refused_and_the_connection_closed(
         client.writer.write(b"more" * 1000)
         assert await client.closed()
     assert server.metadata == {}
+
+
+@pytest.mark.parametrize("name", REASONS)
+async def test_a_head_that_is_refused_says_why(server: ScriptedServer, address: str, name: str) -> None:
+    async with gateway(address) as port, connected(port) as client:
+        assert json.loads((await client.ask(OVER[name][0]))[1]) == {"detail": REASONS[name]}
+
+
+async def test_http_1_0_needs_no_host(server: ScriptedServer, address: str) -> None:
+    async with gateway(address) as port, connected(port) as client:
+        assert (await client.ask(b"GET /health HTTP/1.0\r\n\r\n"))[0] == 200
 
 
 async def test_a_head_at_the_limits_is_served(server: ScriptedServer, address: str) -> None:

@@ -1,0 +1,1 @@
+"""Attacks on a real server: what it answers, and what they cost it."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
-from rollout_gateway.body import InvalidBody, violation
+from rollout_gateway.body import InvalidBody, bound_messages, violation
 from rollout_gateway.resource import words
 from rollout_gateway.resource.keys import message
 
@@ -19,6 +19,8 @@ MAX_UINT32: Final = 2**32 - 1
 MAX_SECONDS: Final = 10**9
 #: The largest integer that every JSON reader carries exactly.
 MAX_EXACT: Final = 2**53
+# None of the bodies' objects, labels included, has as many.
+_MOST_KEYS: Final = 100
 UID_PATTERN: Final = "^[A-Za-z0-9_-]{1,64}$"
 
 _OBJECT: Final = {"type": "object", "additionalProperties": True}
@@ -211,6 +213,7 @@ def _values(loc: tuple[str, ...], raw: msgspec.Raw) -> dict[str, Any]:
             values[key] = _values(place, part)
         elif place == ("messages",) and _begins(part, b"["):
             values[key] = _parsed(place, part, list[msgspec.Raw])
+            bound_messages(values[key])
         else:
             values[key] = _parsed(place, part, object)
     return values
@@ -218,9 +221,12 @@ def _values(loc: tuple[str, ...], raw: msgspec.Raw) -> dict[str, Any]:
 
 def _parsed(loc: tuple[str, ...], raw: msgspec.Raw, kind: Any) -> Any:
     try:
-        return msgspec.json.decode(raw, type=kind)
+        value = msgspec.json.decode(raw, type=kind)
     except msgspec.DecodeError as error:
         raise _not_json(loc, str(error)) from None
+    if isinstance(value, dict) and len(value) > _MOST_KEYS:
+        raise InvalidBody([violation("too_long", loc, f"At most {_MOST_KEYS} keys")])
+    return value
 
 
 def _not_json(loc: tuple[str | int, ...], reason: str) -> InvalidBody:

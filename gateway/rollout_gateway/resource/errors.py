@@ -17,7 +17,6 @@ from starlette.types import Scope
 from rollout_gateway.status import TOO_LARGE, Problem
 
 INVALID: Final = "INVALID_REQUEST"
-_MAX_FIELDS: Final = 100
 _MAX_FIELD: Final = 300
 _IN_MESSAGE: Final = 5
 
@@ -75,7 +74,7 @@ def reshaped(status: int, content: bytes, request_id: str) -> bytes:
 def _content(problem: Problem, request_id: str) -> bytes:
     error: dict[str, Any] = {"code": problem.code, "message": problem.detail, "request_id": request_id, "fields": []}
     if not isinstance(problem.detail, str):
-        fields = [_field(each) for each in problem.detail[:_MAX_FIELDS]]
+        fields = [_field(each) for each in problem.detail]
         error |= {"code": problem.code or INVALID, "message": _summary(fields), "fields": fields}
     elif problem.code in _ADVICE:
         error["message"] = f"{problem.detail}; {_ADVICE[problem.code]}"

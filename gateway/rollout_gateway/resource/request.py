@@ -50,7 +50,7 @@ QUERY_FIELDS: Final[Fields] = {
 
 
 def duration(seconds: float) -> Duration:
-    """Seconds as a duration."""
+    """Seconds as a duration, rounded to the nearest nanosecond."""
     whole, rest = divmod(round(seconds * 1e9), 1_000_000_000)
     return Duration(seconds=whole, nanos=rest)
 

@@ -5,15 +5,16 @@ from typing import Any, Final
 
 import grpc
 from fastapi import APIRouter
+from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rollout_gateway import answers
-from rollout_gateway.body import demand_json
 from rollout_gateway.calls import Rollouts, call_metadata
 from rollout_gateway.health import platform_health
 from rollout_gateway.init_body import INIT_EXAMPLE, InitBody, parse_init
 from rollout_gateway.init_wire import init_answer, init_fields, init_request
+from rollout_gateway.intake import Intake
 from rollout_gateway.status import Fields, Problem, logged_problem
 
 _INIT_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
@@ -37,7 +38,7 @@ _HEALTH_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
 _INIT_BODY: Final = answers.raw_body(InitBody, {"example": INIT_EXAMPLE})
 
 
-def asynchronous_router(rollouts: Rollouts) -> APIRouter:
+def asynchronous_router(rollouts: Rollouts, intake: Intake) -> APIRouter:
     """The routes of the asynchronous dialect."""
     router = APIRouter(tags=["asynchronous dialect"])
 
@@ -54,7 +55,7 @@ def asynchronous_router(rollouts: Rollouts) -> APIRouter:
         When the rollout has ended, POST {server_url}/v1/rollout/completed tells how. A repeated request gets the same
         answer and starts nothing.
         """
-        return await _init(request, rollouts)
+        return await _init(request, rollouts, intake)
 
     @router.get("/platform/health", response_class=JSONResponse, responses=_HEALTH_ANSWERS)
     async def keyed_health(request: Request) -> Response:
@@ -64,17 +65,21 @@ def asynchronous_router(rollouts: Rollouts) -> APIRouter:
     return router
 
 
-async def _init(request: Request, rollouts: Rollouts) -> Response:
-    content = await request.body()
-    demand_json(request)
-    parsed = parse_init(content, rollouts.settings.max_metadata_bytes)
+async def _init(request: Request, rollouts: Rollouts, intake: Intake) -> Response:
+    metadata = call_metadata(request)
+
+    def parse(content: bytes) -> tuple[StartRolloutRequest, Fields]:
+        parsed = parse_init(content, rollouts.settings.max_metadata_bytes)
+        return init_request(parsed), init_fields(parsed.body)
+
+    asked, fields = await intake.read(request, metadata, parse)
     try:
         # Without a deadline of ours: it would end the call and not the rollout, which an agent may take long to set up.
-        accepted = await rollouts.stub.StartRollout(init_request(parsed), metadata=call_metadata(request))
+        accepted = await rollouts.stub.StartRollout(asked, metadata=metadata)
     except grpc.aio.AioRpcError as error:
-        return _refusal(error, request.state.request_id, init_fields(parsed.body)).response()
+        return _refusal(error, request.state.request_id, fields).response()
     return Response(
-        init_answer(parsed.body.rollout_id, accepted),
+        init_answer(asked.spec.rollout_id, accepted),
         202,
         media_type="application/json",
         headers={"x-rollout-uid": accepted.rollout.uid},

@@ -118,8 +118,6 @@ def events_router(rollouts: Rollouts, patience: Patience = Patience()) -> APIRou
         asked = pb.WatchRolloutRequest(
             uid=uid, after_sequence=after, detail=words.value_of(words.DETAILS, query.detail)
         )
-        # Opening a connection waits for an answer, and a client may leave meanwhile.
-        await request.body()
         following = Following(rollouts, asked, call_metadata(request), patience.pauses)
         opened = await unless_hung_up(request, following.open())
         if opened is None:

@@ -1,6 +1,7 @@
 """The plain API: starting, reading and ending rollouts."""
 
-from typing import Annotated, Any, Final, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, Final
 
 import msgspec
 from fastapi import APIRouter, Depends, Path, Query
@@ -10,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollout_gateway.answers import raw_body
-from rollout_gateway.body import demand_json
 from rollout_gateway.calls import Rollouts, call_metadata, unless_hung_up
+from rollout_gateway.intake import Intake
 from rollout_gateway.resource import body, words
 from rollout_gateway.resource import described as shown
 from rollout_gateway.resource.examples import CANCEL_EXAMPLES, CANCEL_ONE_EXAMPLES, START_EXAMPLES
@@ -30,7 +31,6 @@ _JSON: Final = "application/json"
 _MAX_ASKED: Final = 100
 # One of a fleet has a part for each of its servers; it leaves room in the line of the request, see `ConnectionLimits`.
 _MAX_TOKEN: Final = 12_288
-_M = TypeVar("_M", bound=BaseModel)
 _Word = Annotated[str, Field(max_length=256)]
 
 Uid = Annotated[str, Path(pattern=body.UID_PATTERN, description="The server's id of the rollout.")]
@@ -84,16 +84,16 @@ async def _no_query(request: Request) -> None:
 NO_QUERY: Final = Depends(_no_query)
 
 
-def rollouts_router(rollouts: Rollouts) -> APIRouter:
+def rollouts_router(rollouts: Rollouts, intake: Intake) -> APIRouter:
     """The routes for rollouts."""
     router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"], default_response_class=Response)
     _add_reading(router, rollouts)
-    _add_starting(router, rollouts)
-    _add_ending(router, rollouts)
+    _add_starting(router, rollouts, intake)
+    _add_ending(router, rollouts, intake)
     return router
 
 
-def _add_starting(router: APIRouter, rollouts: Rollouts) -> None:
+def _add_starting(router: APIRouter, rollouts: Rollouts, intake: Intake) -> None:
     responses = {
         200: {
             "model": shown.Started,
@@ -108,12 +108,14 @@ def _add_starting(router: APIRouter, rollouts: Rollouts) -> None:
     @router.post("", status_code=201, responses=responses, openapi_extra=extra, dependencies=[NO_QUERY])
     async def start_rollout(request: Request) -> Response:
         """Starts a rollout, or finds the one that was started under the same request id: retries are safe with one."""
-        asked = await _read(request, body.StartRollout)
-        started = await rollouts.stub.StartRollout(
-            start_request(asked, request.headers.get(IDEMPOTENCY_KEY)),
-            # Without a deadline of ours: it would end the call and not the rollout, of which nobody then knew.
-            metadata=call_metadata(request),
-        )
+
+        def parse(content: bytes) -> pb.StartRolloutRequest:
+            return start_request(body.read_body(content, body.StartRollout), request.headers.get(IDEMPOTENCY_KEY))
+
+        metadata = call_metadata(request)
+        asked = await intake.read(request, metadata, parse)
+        # Without a deadline of ours: it would end the call and not the rollout, of which nobody then knew.
+        started = await rollouts.stub.StartRollout(asked, metadata=metadata)
         place = f"{request.scope.get('root_path', '')}/v1/rollouts/{started.rollout.uid}"
         status = 200 if started.attached else 201
         return Response(started_answer(started), status, {"location": place}, _JSON)
@@ -137,7 +139,6 @@ def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
         found: pb.GetRolloutResponse | pb.WaitRolloutResponse
         if query.wait:
             waited = pb.WaitRolloutRequest(uid=uid, timeout=duration(query.wait), view=view)
-            await request.body()
             call = rollouts.stub.WaitRollout(waited, metadata=metadata, timeout=query.wait + patience)
             found = await unless_hung_up(request, _answer_of(call))
         else:
@@ -146,13 +147,13 @@ def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
         return Response(rollout_answer(found.rollout, view), media_type=_JSON)
 
 
-def _add_ending(router: APIRouter, rollouts: Rollouts) -> None:
+def _add_ending(router: APIRouter, rollouts: Rollouts, intake: Intake) -> None:
     responses = {200: {"model": shown.Cancelled}, **shown.errors(404)}
 
-    async def cancel(request: Request, asked: pb.CancelRolloutsRequest) -> Response:
-        cancelled = await rollouts.stub.CancelRollouts(
-            asked, metadata=call_metadata(request), timeout=rollouts.settings.call_seconds
-        )
+    async def cancel(request: Request, parse: Callable[[bytes], pb.CancelRolloutsRequest]) -> Response:
+        metadata = call_metadata(request)
+        asked = await intake.read(request, metadata, parse)
+        cancelled = await rollouts.stub.CancelRollouts(asked, metadata=metadata, timeout=rollouts.settings.call_seconds)
         return Response(msgspec.json.encode({"uids": list(cancelled.uids)}), media_type=_JSON)
 
     many = raw_body(body.CancelRollouts, {"examples": CANCEL_EXAMPLES})
@@ -160,15 +161,19 @@ def _add_ending(router: APIRouter, rollouts: Rollouts) -> None:
     @router.post("/cancel", responses=responses, openapi_extra=many, dependencies=[NO_QUERY])
     async def cancel_rollouts(request: Request) -> Response:
         """Asks the selected rollouts to end. Those that have finished stay as they are."""
-        return await cancel(request, cancel_request(await _read(request, body.CancelRollouts)))
+        return await cancel(request, lambda content: cancel_request(body.read_body(content, body.CancelRollouts)))
 
     one = raw_body(body.CancelOne, {"examples": CANCEL_ONE_EXAMPLES}, required=False)
 
     @router.post("/{uid}/cancel", responses=responses, openapi_extra=one, dependencies=[NO_QUERY])
     async def cancel_rollout(request: Request, uid: Uid) -> Response:
         """Asks one rollout to end. One that has finished stays as it is."""
-        asked = await _read(request, body.CancelOne) if await request.body() else body.CancelOne(reason=None)
-        return await cancel(request, cancel_request(body.CancelRollouts(uids=[uid], reason=asked.reason)))
+
+        def parse(content: bytes) -> pb.CancelRolloutsRequest:
+            reason = body.read_body(content, body.CancelOne).reason if content else None
+            return cancel_request(body.CancelRollouts(uids=[uid], reason=reason))
+
+        return await cancel(request, parse)
 
     @router.post("/{uid}/acknowledge", status_code=204, responses=shown.errors(404), dependencies=[NO_QUERY])
     async def acknowledge_outcome(request: Request, uid: Uid) -> Response:
@@ -184,12 +189,6 @@ def _add_ending(router: APIRouter, rollouts: Rollouts) -> None:
 async def _answer_of(call: Any) -> pb.WaitRolloutResponse:
     found: pb.WaitRolloutResponse = await call
     return found
-
-
-async def _read(request: Request, model: type[_M]) -> _M:
-    content = await request.body()
-    demand_json(request)
-    return body.read_body(content, model)
 
 
 def _list_request(query: ListQuery) -> pb.ListRolloutsRequest:

@@ -4,16 +4,17 @@ from typing import Any, Final
 
 import grpc
 from fastapi import APIRouter
-from osmosis.rollout.v1.rollout_service_pb2 import ListToolsRequest
+from osmosis.rollout.v1.rollout_service_pb2 import ListToolsRequest, RunRolloutRequest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rollout_gateway import answers
-from rollout_gateway.body import EXAMPLE, InvalidBody, ParsedRollout, RolloutBody, demand_json, parse_rollout
+from rollout_gateway.body import EXAMPLE, RolloutBody, parse_rollout
 from rollout_gateway.calls import CallMetadata, Rollouts, call_metadata, unless_hung_up
 from rollout_gateway.health import health
+from rollout_gateway.intake import Intake
 from rollout_gateway.outcome import rollout_answer
-from rollout_gateway.status import Problem, answer_failed_call
+from rollout_gateway.status import answer_failed_call
 from rollout_gateway.trace import read_trace
 from rollout_gateway.wire import FIELDS, run_request, tools_answer
 
@@ -35,7 +36,7 @@ _ROLLOUT_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
 _ROLLOUT_BODY: Final = answers.raw_body(RolloutBody, {"example": EXAMPLE})
 
 
-def synchronous_router(rollouts: Rollouts) -> APIRouter:
+def synchronous_router(rollouts: Rollouts, intake: Intake) -> APIRouter:
     """The routes of the synchronous dialect."""
     router = APIRouter(tags=["synchronous dialect"])
 
@@ -46,7 +47,7 @@ def synchronous_router(rollouts: Rollouts) -> APIRouter:
         While it runs, the same id with the same payload attaches to it. Hanging up detaches; with nobody attached the
         rollout is cancelled after a grace time.
         """
-        return await _run_rollout(request, rollouts)
+        return await _run_rollout(request, rollouts, intake)
 
     @router.get("/tools", response_class=JSONResponse, responses={200: {"model": answers.ToolsAnswer}, **_COMMON})
     async def list_tools(request: Request, agent: str = "") -> Response:
@@ -74,29 +75,20 @@ def _metadata(request: Request, rollouts: Rollouts) -> CallMetadata:
     return call_metadata(request, rollouts.settings.synchronous_key)
 
 
-async def _parsed(request: Request, rollouts: Rollouts) -> ParsedRollout | Problem:
-    content = await request.body()
-    try:
-        demand_json(request)
-        return parse_rollout(content, rollouts.settings.max_metadata_bytes)
-    except InvalidBody as error:
-        if rollouts.settings.synchronous_key and "authorization" not in request.headers:
-            return Problem(422, error.violations)
-        # The application has the server look at the key first: a stranger is not told of the body.
-        raise
+async def _run_rollout(request: Request, rollouts: Rollouts, intake: Intake) -> Response:
+    metadata = _metadata(request, rollouts)
 
+    def parse(content: bytes) -> tuple[RunRolloutRequest, bool]:
+        parsed = parse_rollout(content, rollouts.settings.max_metadata_bytes)
+        return run_request(parsed, rollouts.settings), parsed.body.metadata.debug_trace is True
 
-async def _run_rollout(request: Request, rollouts: Rollouts) -> Response:
-    parsed = await _parsed(request, rollouts)
-    if isinstance(parsed, Problem):
-        return parsed.response()
-    asked, metadata = run_request(parsed, rollouts.settings), _metadata(request, rollouts)
-    traced = parsed.body.metadata.debug_trace is True
+    asked, traced = await intake.read(request, metadata, parse)
+    rollout_id = asked.start.spec.rollout_id
 
     async def run() -> tuple[str, bytes]:
         uid, outcome = await rollouts.run(asked, metadata)
         trace = await read_trace(rollouts, uid, metadata) if traced else None
-        return uid, rollout_answer(parsed.body.rollout_id, outcome, trace)
+        return uid, rollout_answer(rollout_id, outcome, trace)
 
     try:
         uid, answer = await unless_hung_up(request, run())

@@ -11,7 +11,7 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,8 +111,8 @@ class Keyring:
             raise Unauthenticated("Invalid or missing API key")
         return found
 
-    def refresh(self) -> None:
-        """Reads the file again if it changed. One that cannot be read leaves the keys as they were."""
+    def refresh(self, changed: Callable[[], None] = lambda: None) -> None:
+        """Reads the file again if it changed, then calls `changed`. One that cannot be read leaves the keys as they were."""
         if self._file is None:
             return
         try:
@@ -125,9 +125,15 @@ class Keyring:
             if str(error) != self._complaint:  # a file that stays away is told of once
                 _log.error("API keys stay as they were: %s", error)
             self._complaint = str(error)
-        else:
-            self._complaint = ""
-            _log.info("API keys read again: %d of them", len(self._filed))
+            return
+        self._complaint = ""
+        _log.info("API keys read again: %d of them", len(self._filed))
+        changed()
+
+
+def fingerprint(authorization: str) -> str:
+    """The beginning of the hash of a header's key: enough to find the key among entries, and too little to be one."""
+    return _digest(_bare(authorization)).hex()[:12]
 
 
 def _bare(authorization: str) -> str:

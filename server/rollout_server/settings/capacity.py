@@ -112,7 +112,7 @@ class CapacitySettings(BaseSettings):
         description="Largest metadata of a rollout.",
     )
     max_request_bytes: int = Field(
-        64 * 1024 * 1024,
+        16 * 1024 * 1024,
         ge=1024,
         validation_alias=named("ROLLOUT_MAX_REQUEST_BYTES"),
         description="Largest request, HTTP and gRPC.",

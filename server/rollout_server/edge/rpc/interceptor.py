@@ -14,10 +14,12 @@ from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
-from rollout_server.core.error import InvalidRequest, RolloutError, Violation
+from rollout_server.core.error import InvalidRequest, RolloutError, Unauthenticated, Violation
 from rollout_server.edge.rpc.caller import Admit, admit
 from rollout_server.edge.rpc.fields import MAX_FIELDS, TooManyFields, check_fields
+from rollout_server.edge.rpc.open_calls import OpenCalls
 from rollout_server.edge.rpc.status import internal, status_of
+from rollout_server.edge.wrong_keys import WrongKeys
 
 _log = logging.getLogger(__name__)
 REQUEST_ID = "x-request-id"
@@ -32,6 +34,12 @@ class Boundary(grpc.aio.ServerInterceptor):
 
     def __init__(self, admit: Admit) -> None:
         self._admit = admit
+        self._wrong_keys = WrongKeys()
+        self._calls = OpenCalls()
+
+    def end_revoked(self) -> None:
+        """Ends the calls whose keys are not accepted any more."""
+        self._calls.end_revoked()
 
     async def intercept_service(
         self,
@@ -42,12 +50,14 @@ class Boundary(grpc.aio.ServerInterceptor):
         handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None or (handler.request_streaming and not handler.response_streaming):
             return handler
+        metadata = tuple(handler_call_details.invocation_metadata or ())
         try:
-            admit(self._admit, method, handler_call_details.invocation_metadata or ())
+            admit(self._admit, method, metadata)
         except (Exception, asyncio.CancelledError) as error:
             # As a handler of streams it is called before a message is received, which this one never is.
-            return grpc.stream_stream_rpc_method_handler(_Refused(error, method, handler.response_streaming).refuse)
-        wrapped = _Wrapped(handler, method)
+            refused = _Refused(error, method, handler.response_streaming, self._wrong_keys)
+            return grpc.stream_stream_rpc_method_handler(refused.refuse)
+        wrapped = _Wrapped(handler, method, self._calls, lambda: admit(self._admit, method, metadata))
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 wrapped.streams, request_deserializer=None, response_serializer=handler.response_serializer
@@ -66,23 +76,29 @@ class Boundary(grpc.aio.ServerInterceptor):
 class _Refused:
     """What ends a call that is not let in."""
 
-    def __init__(self, error: BaseException, method: str, streams: bool) -> None:
+    def __init__(self, error: BaseException, method: str, streams: bool, wrong_keys: WrongKeys) -> None:
         self._error = error
         self._method = method
         self._streams = streams
+        self._wrong_keys = wrong_keys
 
     async def refuse(self, _: object, context: _Context) -> None:
         """Ends the call and reads nothing of it."""
         request_id = _identify(context)
         if self._streams:
             await context.send_initial_metadata(((REQUEST_ID, request_id),))
+        if isinstance(self._error, Unauthenticated):
+            header = dict(context.invocation_metadata() or ()).get("authorization")
+            await asyncio.sleep(self._wrong_keys.note(header if isinstance(header, str) else None, context.peer()))
         await _end(context, self._error, self._method, request_id)
 
 
 class _Wrapped:
-    """The handler of one rpc."""
+    """The handler of one call. `check` raises `Unauthenticated` once the call's key is revoked."""
 
-    def __init__(self, handler: _Handler, method: str) -> None:
+    def __init__(self, handler: _Handler, method: str, calls: OpenCalls, check: Callable[[], None]) -> None:
+        self._calls = calls
+        self._check = check
         self._parse: Any = handler.request_deserializer
         self._unary: Any = handler.unary_unary
         self._stream: Any = handler.unary_stream or handler.stream_stream
@@ -93,7 +109,8 @@ class _Wrapped:
         request_id = _identify(context)
         context.set_trailing_metadata(((REQUEST_ID, request_id),))
         try:
-            return await self._unary(self._parsed(payload), context)
+            with self._calls.entered(self._check) as call:
+                return await call.wait(self._unary(self._parsed(payload), context))
         except (Exception, asyncio.CancelledError) as error:
             payload = b""  # see `_abort`
             await _end(context, error, self._method, request_id)
@@ -115,13 +132,14 @@ class _Wrapped:
         request_id = _identify(context)
         await context.send_initial_metadata(((REQUEST_ID, request_id),))
         try:
-            responses = self._stream(given(), context)
-            if isinstance(responses, Awaitable):  # a handler that writes to the context
-                await responses
-                return
-            async with aclosing(responses):
-                async for response in responses:
-                    yield response
+            with self._calls.entered(self._check) as call:
+                responses = self._stream(given(), context)
+                if isinstance(responses, Awaitable):  # a handler that writes to the context
+                    await call.wait(responses)
+                    return
+                async with aclosing(responses):
+                    while (response := await call.wait(anext(responses, None))) is not None:
+                        yield response
         except (Exception, asyncio.CancelledError) as error:
             await _end(context, error, self._method, request_id)
 

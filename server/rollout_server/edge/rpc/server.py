@@ -56,7 +56,8 @@ class RpcServer:
     ) -> None:
         self._settings = settings
         self._health = HealthServicer()
-        self._server = grpc.aio.server(interceptors=[Boundary(admit)], options=_options(settings))
+        self._boundary = Boundary(admit)
+        self._server = grpc.aio.server(interceptors=[self._boundary], options=_options(settings))
         rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(service, self._server)
         self._names = [SERVICE]
         if trainers is not None:
@@ -82,6 +83,10 @@ class RpcServer:
     async def say_not_serving(self) -> None:
         """Tells health checks that this server is going away."""
         await self._health.enter_graceful_shutdown()
+
+    def end_revoked(self) -> None:
+        """Ends the calls whose keys are not in force any more."""
+        self._boundary.end_revoked()
 
     async def stop(self, grace: float) -> None:
         """Ends the calls that are left after `grace` seconds."""

@@ -1,0 +1,92 @@
+"""Bodies of requests: the key first, then bytes within a budget, then what is large parsed off the event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Final, TypeVar
+
+from starlette.requests import Request
+
+from rollout_gateway.body import InvalidBody, demand_json, violation
+from rollout_gateway.calls import CallMetadata
+from rollout_gateway.extent import TooMuch, demand_bounded, most_values
+from rollout_gateway.strangers import KeyCheck
+
+# What is parsed on the event loop takes no more than some milliseconds.
+_SMALL_BYTES: Final = 64 * 1024
+_SMALL_VALUES: Final = 2_000
+_T = TypeVar("_T")
+
+
+class Overloaded(Exception):
+    """The bodies under way take all the memory that they may."""
+
+
+class Intake:
+    """Reads the bodies of all requests.
+
+    Bodies that are being read or parsed hold `budget` bytes together; one that would hold more is refused. Large ones are
+    parsed one at a time: threads take turns at Python anyway, and so the memory of one parsed body is what is needed.
+    """
+
+    def __init__(self, keys: KeyCheck, budget: int) -> None:
+        self._keys = keys
+        self._budget = budget
+        self._held = 0
+        self._parsing = asyncio.Lock()
+
+    async def read(self, request: Request, metadata: CallMetadata, parse: Callable[[bytes], _T]) -> _T:
+        """Reads a body and returns what `parse` makes of it, maybe in a thread.
+
+        Nothing of the body is looked at before the server accepted the key in `metadata`. Raises grpc.aio.AioRpcError where it
+        does not or cannot be asked, Overloaded, InvalidBody, and what the request's stream raises.
+        """
+        pieces = await self._admitted(request, metadata)
+        request.state.key_accepted = True
+        content = bytearray()
+        try:
+            async for chunk in pieces:
+                if self._held + len(chunk) > self._budget:
+                    raise Overloaded
+                self._held += len(chunk)
+                content += chunk
+            demand_json(request)
+            return await self._parsed(content, parse)
+        finally:
+            self._held -= len(content)
+
+    async def _admitted(self, request: Request, metadata: CallMetadata) -> AsyncIterator[bytes]:
+        """The pieces of the body, once the key was accepted."""
+        stream = request.stream()
+        if "expect" in request.headers:  # reading would tell this client to send its body
+            await self._keys.demand(metadata)
+            return stream
+        # uvicorn drops what has arrived when the client leaves, so it is taken while the server looks at the key.
+        first = asyncio.ensure_future(anext(stream))
+        try:
+            await self._keys.demand(metadata)
+        except BaseException:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            raise
+        return _chained(first, stream)
+
+    async def _parsed(self, content: bytearray, parse: Callable[[bytes], _T]) -> _T:
+        if len(content) <= _SMALL_BYTES and most_values(content) <= _SMALL_VALUES:
+            return _bounded(content, parse)
+        async with self._parsing:
+            return await asyncio.to_thread(_bounded, content, parse)
+
+
+async def _chained(first: Awaitable[bytes], others: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield await first
+    async for piece in others:
+        yield piece
+
+
+def _bounded(received: bytearray, parse: Callable[[bytes], _T]) -> _T:
+    content = bytes(received)
+    try:
+        demand_bounded(content)
+    except TooMuch as error:
+        raise InvalidBody([violation("too_long", (), f"The body is too large: {error}")]) from None
+    return parse(content)

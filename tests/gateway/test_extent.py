@@ -1,0 +1,64 @@
+"""What a JSON text holds is counted exactly where it matters, however its strings look."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout_gateway import extent
+from rollout_gateway.extent import TooMuch, demand_bounded
+
+TEXTS = st.text(alphabet='[]{}",\\:ab\n', max_size=12)
+JSON = st.recursive(
+    st.none() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS, inner, max_size=5),
+    max_leaves=40,
+)
+
+
+def counted(value: Any) -> int:
+    """Containers, and members beyond the first of each."""
+    if not isinstance(value, list | dict):
+        return 0
+    members = list(value.values()) if isinstance(value, dict) else value
+    return 1 + max(0, len(members) - 1) + sum(map(counted, members))
+
+
+def deepest(value: Any) -> int:
+    if not isinstance(value, list | dict):
+        return 0
+    members = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(deepest, members), default=0)
+
+
+def passes(content: bytes, **bounds: int) -> bool:
+    try:
+        demand_bounded(content, **bounds)
+    except TooMuch:
+        return False
+    return True
+
+
+@given(value=JSON, ascii_only=st.booleans(), piece=st.integers(1, 9))
+def test_values_and_depth_are_counted_exactly(value: Any, ascii_only: bool, piece: int) -> None:
+    content = json.dumps(value, ensure_ascii=ascii_only).encode()
+    values, depth = 1 + counted(value), deepest(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extent, "_PIECE", piece)
+        assert passes(content, max_values=values, max_depth=depth)
+        assert not passes(content, max_values=values - 1, max_depth=depth)
+        assert depth == 0 or not passes(content, max_values=values, max_depth=depth - 1)
+
+
+def test_counting_stops_at_the_piece_where_it_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    whole = extent.most_values
+    monkeypatch.setattr(extent, "most_values", lambda content: looked.append(len(content)) or whole(content))
+    assert not passes(b"[" + b"1," * 4_000_000 + b"1]", max_values=1000)
+    assert len(looked) == 2  # the whole text at a glance, and one piece of it
+
+
+def test_what_is_no_json_is_the_parsers_to_refuse() -> None:
+    for content in (b"", b"]]]]", b'"', b'\\"[', b"\xff[", b'{"a":"\\'):
+        assert passes(content, max_values=3, max_depth=2)

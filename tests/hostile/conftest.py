@@ -1,0 +1,26 @@
+"""A server process of its own for each test, with keys, and a trainer for those that need one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from rollout_server.testing.calculator_model import CalculatorModel
+from rollout_server.testing.trainer import StrictTrainer
+
+from tests.hostile import target as targets
+from tests.hostile.target import Target
+
+
+@pytest.fixture
+async def target() -> AsyncIterator[Target]:
+    """A fresh server that demands `targets.KEY`."""
+    async with targets.target() as fresh:
+        yield fresh
+
+
+@pytest.fixture
+async def trainer(target: Target) -> AsyncIterator[StrictTrainer]:
+    """A trainer that judges what the server asks of it."""
+    async with StrictTrainer(model=CalculatorModel(), tools_from=target.url) as strict:
+        yield strict

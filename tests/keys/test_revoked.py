@@ -1,0 +1,109 @@
+"""Calls end when their key is revoked, on both protocols; wrong keys are logged by their hash and slowed down."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from rollout_server import app
+from rollout_server.edge import wrong_keys
+from rollout_server.edge.keys import entry_of
+from rollout_server.edge.wrong_keys import BURST, DELAY_SECONDS, WrongKeys
+
+from tests.keys.test_callers import bearing
+from tests.keys.test_keyring import put
+from tests.rpc.agents import Gated
+from tests.rpc.asking import start
+from tests.rpc.caller import Caller, serving
+
+STAYS, GOES = "key-that-stays-0123", "key-that-goes-4567"
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    file = tmp_path / "keys"
+    file.write_text("\n".join((entry_of("me", STAYS), entry_of("me", GOES))))
+    return file
+
+
+@pytest.fixture
+async def server(keys: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Caller]:
+    monkeypatch.setattr(app, "KEYS_SECONDS", 0.02)
+    async with serving(Gated(), http=True, api_keys_file=keys) as caller:
+        yield caller
+
+
+async def to_the_end(stream: grpc.aio.UnaryStreamCall) -> None:
+    while await stream.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_calls_under_way_end_with_their_key_and_no_others(server: Caller, keys: Path) -> None:
+    uid = (await server.stub.StartRollout(start("r"), metadata=bearing(STAYS))).rollout.uid
+    watched = pb.WatchRolloutRequest(uid=uid)
+    ending = [
+        server.stub.WatchRollout(watched, metadata=bearing(GOES)),
+        server.stub.RunRollout(pb.RunRolloutRequest(start=start("s")), metadata=bearing(GOES)),
+    ]
+    staying = server.stub.WatchRollout(watched, metadata=bearing(STAYS))
+    for stream in (*ending, staying):
+        await stream.read()
+    waiting = server.stub.WaitRollout(pb.WaitRolloutRequest(uid=uid), metadata=bearing(GOES))
+    put(keys, entry_of("me", STAYS))
+    for stream in ending:
+        with pytest.raises(grpc.aio.AioRpcError, match="revoked"):
+            await to_the_end(stream)
+        assert await stream.code() == UNAUTHENTICATED
+    assert await waiting.code() == UNAUTHENTICATED
+    assert not staying.done()
+    await server.stub.CancelRollouts(
+        pb.CancelRolloutsRequest(selection=pb.Selection(all=True)), metadata=bearing(STAYS)
+    )
+    while (item := await staying.read()) is not grpc.aio.EOF:
+        last = item.event.WhichOneof("event")
+    assert last == "finished"
+
+
+async def test_server_sent_events_end_with_their_key(server: Caller, keys: Path) -> None:
+    uid = (await server.stub.StartRollout(start("r"), metadata=bearing(STAYS))).rollout.uid
+    url = f"http://127.0.0.1:{server.server.http_port}"
+    headers = {"authorization": f"Bearer {GOES}"}
+    async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as client:
+        async with client.stream("GET", f"/v1/rollouts/{uid}/events", headers=headers) as stream:
+            lines = stream.aiter_lines()
+            async for line in lines:
+                if line.startswith("data"):
+                    break
+            put(keys, entry_of("me", STAYS))
+            assert [line async for line in lines if line.startswith("event: finished")] == []
+        assert (await client.get(f"/v1/rollouts/{uid}/events", headers=headers)).status_code == 401
+
+
+async def test_wrong_keys_are_logged_by_their_hash_alone(server: Caller, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    url = f"http://127.0.0.1:{server.server.http_port}"
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        for headers in ({"authorization": "Bearer wrong-one"}, {}):
+            assert (await client.post("/v1/rollouts", json={}, headers=headers)).status_code == 401
+    (record,) = (each for each in caplog.records if each.name == wrong_keys.__name__)
+    assert hashlib.sha256(b"wrong-one").hexdigest()[:12] in record.getMessage()
+    assert "wrong-one" not in caplog.text
+
+
+def test_many_wrong_keys_are_slowed_down_and_logged_together(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    wrong = WrongKeys(lambda: now)
+    delays = [wrong.note(f"Bearer {number}", "peer") for number in range(BURST + 500)]
+    assert delays == [0.0] * BURST + [DELAY_SECONDS] * 500
+    assert len(caplog.records) == BURST
+    assert wrong.note(None, "peer") == 0.0
+    now += 1000
+    assert wrong.note("Bearer later", "peer") == 0.0
+    assert "500 more were refused before it" in caplog.records[-1].getMessage()
