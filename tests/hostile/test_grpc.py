@@ -136,7 +136,7 @@ async def test_millions_of_empty_messages_cost_little_compressed_or_not(tmp_path
 @pytest.mark.parametrize("rpc", ["StartRollout", "RunRollout"])
 async def test_large_requests_that_are_refused_leave_nothing_behind(tmp_path: Path, rpc: str) -> None:
     message = json_message('{"role":"user","content":"' + "x" * 7 * MIB + '"}')
-    request = start(messages=[message] * 3, agent="nobody")
+    request = start(messages=[message] * 2, agent="nobody")
     whole = pb.RunRolloutRequest(start=request) if rpc == "RunRollout" else request
     async with serve(cwd=tmp_path) as serving:
         before = peak(serving)
