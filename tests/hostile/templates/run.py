@@ -59,21 +59,30 @@ class Renders(Protocol):
         """What follows the answer."""
 
 
-Opens = Callable[[LoadedTokenizer, Sequence[Any]], Renders]
-"""Makes the renderer of a rollout with these tools."""
-
-
-def open_renderer(loaded: LoadedTokenizer, tools: Sequence[Any]) -> Renders:
-    """The real one."""
-    return Renderer(loaded, tools, {}, date=DATE)
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
     """What can be played again: a template and a conversation."""
 
     template: Template
     conversation: Conversation
+
+    @property
+    def tools(self) -> Sequence[Any]:
+        """What the rollout is given."""
+        return TOOLS if self.conversation.tools else ()
+
+    def oracle(self, date: datetime = DATE) -> Oracle:
+        """Who knows what follows the answers."""
+        return Oracle(self.template, list(self.tools) or None, date)
+
+
+Opens = Callable[[Case, LoadedTokenizer], Renders]
+"""Makes the renderer of a rollout."""
+
+
+def open_renderer(case: Case, loaded: LoadedTokenizer) -> Renders:
+    """The real one."""
+    return Renderer(loaded, case.tools, {}, date=DATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +131,9 @@ class Inline(Executor):
         return future
 
 
-def play_numbered(seed: int, number: int, opens: Opens | None = None) -> Played:
+def play_numbered(seed: int, number: int) -> Played:
     """Plays template `number` of a seed."""
-    return play(list(cases(seed, number)), opens or open_renderer)
+    return play(list(cases(seed, number)))
 
 
 def cases(seed: int, number: int, each: int = _EACH) -> Iterator[Case]:
@@ -157,9 +166,8 @@ class _Game:
 
     def __init__(self, case: Case, loaded: LoadedTokenizer, opens: Opens) -> None:
         self._case, self._loaded = case, loaded
-        tools = TOOLS if case.conversation.tools else ()
-        self._oracle = Oracle(case.template, list(tools) or None, DATE)
-        self._renderers = {path: opens(loaded, tools) for path in PATHS}
+        self._oracle = case.oracle()
+        self._renderers = {path: opens(case, loaded) for path in PATHS}
         self._texts: list[str] = []
         self._lengths = 0  # of the prompt before, in tokens
         self._played = Played()
