@@ -31,15 +31,20 @@ def main() -> int:
     options = parser.parse_args()
     if options.only is not None:
         found = play_numbered(options.seed, options.only)
-        print(next(cases(options.seed, options.only, 1)).template.text)
+        _print(next(cases(options.seed, options.only, 1)).template.text)
     else:
         found = _many(options.seed, options.boundaries, options.jobs)
-    print(table(found.boundaries))
-    for difference, number in kinds(found.differences, options.classes):
-        print(f"\n== {number} like this: {signature(difference)}\n{shown(difference)}", flush=True)
+    _print(table(found.boundaries))
+    for difference in kinds(found.differences, options.classes):
+        _print(f"\n== {signature(difference)}\n{shown(difference)}")
     silent = len(found.differences)
-    print(f"{len(found.boundaries)} boundaries, {silent} silent differences (seed {options.seed})")
+    _print(f"{len(found.boundaries)} boundaries, {silent} silent differences (seed {options.seed})")
     return 1 if silent else 0
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def _many(seed: int, boundaries: int, jobs: int) -> Played:
@@ -61,17 +66,30 @@ def table(boundaries: Sequence[Boundary]) -> str:
         rows["all", ""].append(boundary)
         for trait in boundary.traits:
             rows[trait].append(boundary)
-    heads = ("trait", "boundaries", *(f"exact {path}" for path in PATHS), "declined", "refused", "undecid.", "claimed", "silent")
+    heads = (
+        "trait",
+        "boundaries",
+        *(f"exact {path}" for path in PATHS),
+        "declined",
+        "refused",
+        "undecid.",
+        "claimed",
+        "silent",
+    )
     lines = ["{:32}{:>11}{:>14}{:>15}{:>10}{:>9}{:>10}{:>9}{:>8}".format(*heads)]
     for (name, word), of_it in sorted(rows.items()):
         per = {path: Counter(dict(each.verdicts)[path] for each in of_it) for path in PATHS}
         both = sum(per.values(), Counter[Verdict]())
-        possible = {path: sum(per[path][v] for v in (Verdict.RIGHT, Verdict.DECLINED, Verdict.DIFFERENT)) for path in PATHS}
+        possible = {
+            path: sum(per[path][v] for v in (Verdict.RIGHT, Verdict.DECLINED, Verdict.DIFFERENT)) for path in PATHS
+        }
         shares = [f"{per[path][Verdict.RIGHT]}/{possible[path]}" for path in PATHS]
         others = (both[v] for v in (Verdict.DECLINED, Verdict.REFUSED, Verdict.UNDECIDABLE, Verdict.CLAIMED))
         silent = sum(both[verdict] for verdict in SILENT)
         row = f"{name}={word}" if word else name
-        lines.append("{:32}{:>11}{:>14}{:>15}{:>10}{:>9}{:>10}{:>9}{:>8}".format(row, len(of_it), *shares, *others, silent))
+        lines.append(
+            "{:32}{:>11}{:>14}{:>15}{:>10}{:>9}{:>10}{:>9}{:>8}".format(row, len(of_it), *shares, *others, silent)
+        )
     return "\n".join(lines)
 
 
@@ -79,7 +97,8 @@ def shown(difference: Difference) -> str:
     """A difference as text that says all that is needed to see it again."""
     template, conversation = difference.case.template, difference.case.conversation
     turns = [
-        f"  turn {number}: {json.dumps(turn.answer, ensure_ascii=False)} ending={turn.ending} free={turn.free} kept={turn.kept:.2f}\n"
+        f"  turn {number}: {json.dumps(turn.answer, ensure_ascii=False)}\n"
+        f"    ending={turn.ending} free={turn.free} kept={turn.kept:.2f}\n"
         + "".join(f"    {json.dumps(message, ensure_ascii=False)}\n" for message in turn.environment)
         for number, turn in enumerate(conversation.turns, 1)
     ]

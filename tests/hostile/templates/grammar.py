@@ -9,117 +9,16 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, TypeAlias
 
-from tests.hostile.templates.vocabulary import BOS, EOS, VOCABULARIES, Words, tokenizer
+from tests.hostile.templates.framing import FRAMINGS, Framing
+from tests.hostile.templates.vocabulary import BOS, VOCABULARIES, Words, tokenizer
 
 MARK: Final = re.compile("\ue000([ASE])(\\d+)\ue001")
 """A mark of a twin: what begins or ends there (answer, stop, end of stop), and the index of the assistant message."""
 
-
-@dataclass(frozen=True, slots=True)
-class Framing:
-    """What stands around messages.
-
-    Args:
-        heads: before the content, by role.
-        tails: behind the content, by role; `tail` for the others.
-        stop: closes answers; `calls_stop` closes those with calls. Empty: nothing does.
-        after: behind the stop.
-        next_begins: answers are closed by the token with which the next message begins.
-        part: opens and closes a part of an answer, as "channels" do.
-    """
-
-    heads: Mapping[str, str]
-    tail: str = ""
-    tails: Mapping[str, str] = None  # type: ignore[assignment]
-    stop: str = ""
-    calls_stop: str = ""
-    after: str = ""
-    next_begins: bool = False
-    part: tuple[str, str] = ("", "")
-    words: Words = Words(())
-
-    def ending(self, role: str) -> str:
-        """What stands behind the content of a message that is no answer."""
-        return (self.tails or {}).get(role, self.tail)
-
-
-def _named(pattern: str, **other: str) -> dict[str, str]:
-    roles = ("system", "user", "assistant", "tool")
-    return {role: pattern.format(other.get(role, role)) for role in roles}
-
-
-_ROLES: Final = tuple(f"<|{role}|>" for role in ("system", "user", "assistant", "observation", "tool"))
-
-FRAMINGS: Final[Mapping[str, Framing]] = {
-    "chatml": Framing(
-        heads=_named("<|im_start|>{}\n"),
-        tail="<|im_end|>\n",
-        stop="<|im_end|>",
-        calls_stop="<|im_end|>",
-        after="\n",
-        words=Words(("<|im_start|>", "<|im_end|>"), eos="<|im_end|>"),
-    ),
-    "headers": Framing(
-        heads=_named("<|start_header|>{}<|end_header|>\n\n", tool="ipython"),
-        tail="<|eot|>",
-        stop="<|eot|>",
-        calls_stop="<|eom|>",
-        words=Words(("<|start_header|>", "<|end_header|>", "<|eot|>", "<|eom|>")),
-    ),
-    "stripping": Framing(
-        heads=_named("<|{}|>\n"),
-        tail="<|end|>\n",
-        stop="<|end|>",
-        calls_stop="<|end|>",
-        after="\n",
-        words=Words((*_ROLES, "<|end|>"), frozenset({*_ROLES, "<|end|>"})),
-    ),
-    "channels": Framing(
-        heads={**_named("<|start|>{}<|message|>"), "assistant": "<|start|>assistant"},
-        tail="<|end|>",
-        stop="<|end|>",
-        calls_stop="<|call|>",
-        part=("<|channel|>{}<|message|>", "<|end|><|start|>assistant"),
-        words=Words(("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"), eos="<|return|>"),
-    ),
-    "next_begins": Framing(
-        heads=_named("<|{}|>\n", tool="observation"),
-        stop="<|user|>",
-        calls_stop="<|observation|>",
-        next_begins=True,
-        words=Words(_ROLES),
-    ),
-    "inst": Framing(
-        heads={"system": "<<SYS>>\n", "user": "[INST] ", "assistant": " ", "tool": "[RESULT] "},
-        tails={"system": "\n<</SYS>>\n\n", "user": " [/INST]", "tool": " [/RESULT]"},
-        stop="</s>",
-        calls_stop="</s>",
-        words=Words(("[INST]", "[/INST]", "[RESULT]", "[/RESULT]", "</s>"), eos="</s>"),
-    ),
-    "one_sided": Framing(
-        heads={"system": "", "user": "<|User|>", "assistant": "<|Assistant|>", "tool": "<|Result|>"},
-        tails={"system": "\n\n", "tool": "<|/Result|>"},
-        stop="<|eos|>",
-        calls_stop="<|eos|>",
-        words=Words(("<|User|>", "<|Assistant|>", "<|Result|>", "<|/Result|>", "<|eos|>"), eos="<|eos|>"),
-    ),
-    "no_stop": Framing(
-        heads={"system": "System: ", "user": "User: ", "assistant": "Assistant: ", "tool": "Result: "},
-        tail="\n\n",
-        after="\n\n",
-    ),
-    "only_eos": Framing(
-        heads={"system": "System: ", "user": "User: ", "assistant": "Assistant: ", "tool": "Result: "},
-        tail="\n",
-        stop=EOS,
-        calls_stop=EOS,
-        after="\n",
-    ),
-}
 
 Style: TypeAlias = str
 
@@ -168,7 +67,15 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "calls": ("json", "text", "text_only", "pythonic", "special_closer", "wrapped", "numbered", "unseen"),
     "results": ("own_role", "user_turn", "merged", "named_by_id", "numbered", "listed", "of_calls"),
     "reasoning": ("none", "shown", "dropped", "stripped"),
-    "prompt": ("plain", "open_think", "empty_think", "after_results", "not_after_answer", "counts_messages", "counts_calls"),
+    "prompt": (
+        "plain",
+        "open_think",
+        "empty_think",
+        "after_results",
+        "not_after_answer",
+        "counts_messages",
+        "counts_calls",
+    ),
     "switch": ("none", "any_user", "first_user", "last_user", "system", "answer"),
     "switch_effect": ("prompt", "user"),
     "counts": ("none", "third", "fifth", "index", "first_result", "even", "result_number"),
@@ -177,12 +84,33 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "order": ("free", "alternates", "results_after_calls"),
     "date": ("none", "system", "prompt", "user"),
     "trim": ("none", "users", "results", "all"),
-    "looks_back": ("none", "reasoning", "content", "names", "arguments", "first_question", "first_answer", "null", "length"),
+    "looks_back": (
+        "none",
+        "reasoning",
+        "content",
+        "names",
+        "arguments",
+        "first_question",
+        "first_answer",
+        "null",
+        "length",
+    ),
     "merges": ("none", "answers", "users"),
     "empty": ("rendered", "skipped"),
     "last": ("closed", "open"),
 }
-DATES: Final = ("%d %b %Y", "%Y-%m-%d", "%A, %-d %B %Y", "%B %d, %Y %H:%M", "%j/%y 100%%", "%x %p", "%D", "%C-%g", "%e %h %Y", "%-m/%-d, %-I%p")
+DATES: Final = (
+    "%d %b %Y",
+    "%Y-%m-%d",
+    "%A, %-d %B %Y",
+    "%B %d, %Y %H:%M",
+    "%j/%y 100%%",
+    "%x %p",
+    "%D",
+    "%C-%g",
+    "%e %h %Y",
+    "%-m/%-d, %-I%p",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,21 +256,13 @@ class _Writer:
     def _scan(self) -> str:
         first = _set(
             "ns = namespace(open=-1, first_user=-1, last_user=-1, calls=0, results=0, listing=false, quiet=false, "
-            "once=false, folded='', hoisted='', question='', answer='', name='', number=0, expected='user')"
+            "once=false, folded='', hoisted='', question='', answer='', name='', number=0)"
         )
-        user = (
-            _if("ns.first_user < 0", _set("ns.first_user = loop.index0") + _set("ns.question = text(m)"))
-            + _set("ns.last_user = loop.index0")
-            + {
-                "any_user": _if(_ASKS_QUIET.format("m"), _set("ns.quiet = true"))
-                + _if("'/think' in text(m)", _set("ns.quiet = false")),
-                "first_user": _if("ns.first_user == loop.index0", _set("ns.quiet = " + _ASKS_QUIET.format("m"))),
-                "last_user": _set("ns.quiet = " + _ASKS_QUIET.format("m")),
-            }.get(self._is.switch, "")
-        )
-        answer = _if("not ns.answer", _set("ns.answer = text(m)")) + _if(
-            _CALLING, _set("ns.calls = ns.calls + m.tool_calls | length")
-        )
+        user, answer = self._scan_user(), ""
+        if self._is.looks_back == "first_answer":
+            answer += _if("not ns.answer", _set("ns.answer = text(m)"))
+        if "counts_calls" in self._is.prompt or self._is.results == "of_calls":
+            answer += _if(_CALLING, _set("ns.calls = ns.calls + m.tool_calls | length"))
         if self._is.switch == "answer":
             answer += _if(_ASKS_QUIET.format("m"), _set("ns.quiet = true"))
         system = ""
@@ -350,10 +270,25 @@ class _Writer:
             system += _if(f"loop.first and {_ASKS_QUIET.format('m')}", _set("ns.quiet = true"))
         if self._is.later_system == "hoisted":
             system += _if("not loop.first", _set("ns.hoisted = ns.hoisted ~ '\\n' ~ text(m)"))
-        scan = _if("m.role == 'user'", user) + _if("m.role == 'assistant'", answer)
-        if system:
-            scan += _if("m.role in ('system', 'developer')", system)
-        return first + _each("m in messages", scan)
+        by_role = (("== 'user'", user), ("== 'assistant'", answer), ("in ('system', 'developer')", system))
+        scan = "".join(_if(f"m.role {role}", body) for role, body in by_role if body)
+        return first + (_each("m in messages", scan) if scan else "")
+
+    def _scan_user(self) -> str:
+        first = _if("ns.first_user < 0", _set("ns.first_user = loop.index0") + _set("ns.question = text(m)"))
+        last = _set("ns.last_user = loop.index0")
+        quiet = _set("ns.quiet = " + _ASKS_QUIET.format("m"))
+        switched = {
+            "any_user": _if(_ASKS_QUIET.format("m"), _set("ns.quiet = true"))
+            + _if("'/think' in text(m)", _set("ns.quiet = false")),
+            "first_user": first + _if("ns.first_user == loop.index0", quiet),
+            "last_user": quiet,
+        }.get(self._is.switch, "")
+        if self._is.tools_at == "first_user" or self._is.looks_back == "first_question":
+            switched += first
+        return switched + (
+            last if self._is.tools_at == "last_user" or self._is.reasoning in ("dropped", "stripped") else ""
+        )
 
     def _opening(self) -> str:
         """What stands before the first message that is no system message."""
@@ -451,9 +386,12 @@ class _Writer:
         return {
             "reasoning": _if(before + f"{_BEFORE}.reasoning_content", _put("(You thought.) ")),
             "content": _if(before + f"text({_BEFORE}).endswith('?')", _put("(You asked.) ")),
-            "names": _if(before + f"{_BEFORE}.tool_calls", _put("for ") + _say(f"{_BEFORE}.tool_calls[0].function.name")),
+            "names": _if(
+                before + f"{_BEFORE}.tool_calls", _put("for ") + _say(f"{_BEFORE}.tool_calls[0].function.name")
+            ),
             "arguments": _if(
-                before + f"{_BEFORE}.tool_calls", _put("of ") + _say(f"{_BEFORE}.tool_calls[0].function.arguments | string")
+                before + f"{_BEFORE}.tool_calls",
+                _put("of ") + _say(f"{_BEFORE}.tool_calls[0].function.arguments | string"),
             ),
             "first_question": _put("(Asked: ") + _say("ns.question | length") + _put(") "),
             "first_answer": _put("(Said first: ") + _say("ns.answer[:6]") + _put(") "),
@@ -509,16 +447,16 @@ class _Writer:
         if self._is.reasoning not in ("shown", "dropped"):
             return ""
         thought = "m.reasoning_content"
-        if self._framing.part[0]:
-            shown = self._inner(_say(thought))
-        else:
-            shown = _put("<think>\n") + _say(thought) + _put("\n</think>\n\n")
+        tagged = _put("<think>\n") + _say(thought) + _put("\n</think>\n\n")
+        shown = self._inner(_say(thought)) if self._framing.part[0] else tagged
         condition = f"{thought} is defined and {thought}"
         return _if(condition + (" and i > ns.last_user" if self._is.reasoning == "dropped" else ""), shown)
 
     def _calls(self) -> str:
         name, arguments = "call.function.name", "call.function.arguments"
-        json_call = _put('{"name": ') + _say(f"{name} | tojson") + _put(', "arguments": ') + _say(f"{arguments} | tojson")
+        json_call = (
+            _put('{"name": ') + _say(f"{name} | tojson") + _put(', "arguments": ') + _say(f"{arguments} | tojson")
+        )
         one = {
             "json": _put("<tool_call>\n") + json_call + _put("}\n</tool_call>"),
             "text": _put("<tool_call>")
@@ -595,16 +533,15 @@ class _Writer:
         )
 
     def _prompt(self) -> str:
-        thinking: Callable[[str], str] = lambda inside: _put(f"<think>\n{inside}")  # noqa: E731
         behind = {
-            "open_think": thinking(""),
-            "empty_think": thinking("\n</think>\n\n"),
+            "open_think": _put("<think>\n"),
+            "empty_think": _put("<think>\n\n</think>\n\n"),
             "after_results": _if("messages[-1].role == 'tool'", _put("(results read)\n")),
             "counts_messages": _put("(") + _say("messages | length") + _put(") "),
             "counts_calls": _put("(") + _say("ns.calls") + _put(" calls) "),
         }.get(self._is.prompt, "")
         if self._is.switch != "none" and self._is.switch_effect == "prompt":
-            behind += _if("ns.quiet", thinking("\n</think>\n\n"))
+            behind += _if("ns.quiet", _put("<think>\n\n</think>\n\n"))
         if self._is.date == "prompt":
             behind += self._date
         condition = "add_generation_prompt"

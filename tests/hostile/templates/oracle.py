@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, TypeAlias
 
+from tests.hostile.templates.framing import FRAMINGS
 from tests.hostile.templates.grammar import MARK, Template
 from tests.hostile.templates.vocabulary import single
 
@@ -120,13 +121,7 @@ class Oracle:
         """
         if not ids or ids[-1] not in self.ends:
             return False
-        return ids[-1] == closing or not self._opens
-
-    @property
-    def _opens(self) -> bool:
-        from tests.hostile.templates.grammar import FRAMINGS
-
-        return FRAMINGS[self.template.traits.framing].next_begins
+        return ids[-1] == closing or not FRAMINGS[self.template.traits.framing].next_begins
 
     def _given(self, text: str) -> Message:
         """A message as a trainer gives it to its template: arguments as they came, or as objects if nothing else will do."""

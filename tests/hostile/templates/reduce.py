@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tests.hostile.templates import grammar
 from tests.hostile.templates.conversations import Conversation, Turn
+from tests.hostile.templates.grammar import Traits
 from tests.hostile.templates.run import Case, Difference, Opens, open_renderer, play
 
 
-def kinds(differences: Sequence[Difference], most: int, opens: Opens = open_renderer) -> list[tuple[Difference, int]]:
-    """A reduced example of each kind of difference, at most so many, and how many of all it may explain."""
-    found: dict[str, tuple[Difference, set[str]]] = {}
-    numbers: Counter[str] = Counter()
+def kinds(differences: Sequence[Difference], most: int, opens: Opens = open_renderer) -> Iterator[Difference]:
+    """A reduced example of each kind of difference, as it is found, at most so many."""
+    found: dict[str, set[str]] = {}
     for difference in differences:
+        if len(found) >= most:
+            return
         features = _needed(difference) | {difference.path}
-        known = next((name for name, (_, needed) in found.items() if needed <= features), None)
-        if known is None and len(found) < most:
-            small = reduced(difference, opens)
-            known = signature(small)
-            found.setdefault(known, (small, _needed(small) | {small.path}))
-        numbers[known or ""] += 1
-    return [(small, numbers[name]) for name, (small, _) in found.items()]
+        if any(needed <= features for needed in found.values()):
+            continue
+        small = reduced(difference, opens)
+        if (name := signature(small)) not in found:
+            found[name] = _needed(small) | {small.path}
+            yield small
 
 
 def signature(difference: Difference) -> str:
@@ -80,14 +80,23 @@ def _smaller(difference: Difference) -> Iterator[Case]:
     template, conversation = difference.case.template, difference.case.conversation
     if difference.turn < len(conversation.turns):
         yield Case(template, replace(conversation, turns=conversation.turns[: difference.turn]))
-    for name in template.traits.unusual():
-        traits = replace(template.traits, **{name: grammar.OPTIONS[name][0]})
-        if grammar.settle(traits) != template.traits:
-            yield Case(grammar.build(traits, template.date), conversation)
+    if difference.turn > 1:
+        yield Case(template, replace(conversation, turns=conversation.turns[difference.turn - 1 :]))
+    for traits in _fewer(template.traits):
+        if (settled := grammar.settle(traits)) != template.traits:
+            yield Case(grammar.build(settled, template.date), conversation)
     if template.date != grammar.DATES[0]:
         yield Case(grammar.build(template.traits), conversation)
     for other in _shorter(conversation):
         yield Case(template, other)
+
+
+def _fewer(traits: Traits) -> Iterator[Traits]:
+    """One unusual trait of several, as most differences need no more; then all but one."""
+    unusual = traits.unusual()
+    if len(unusual) > 1:
+        yield from (Traits(**{name: word}) for name, word in unusual.items())
+    yield from (replace(traits, **{name: grammar.OPTIONS[name][0]}) for name in unusual)
 
 
 def _shorter(whole: Conversation) -> Iterator[Conversation]:
@@ -128,9 +137,5 @@ def _plainer(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if len(calls) > 1:
         yield from ({**message, "tool_calls": [call]} for call in calls)
     content = message.get("content")
-    if isinstance(content, str) and content not in ("x", ""):
+    if "content" in message and content not in ("x", ""):
         yield {**message, "content": "x"}
-    elif not isinstance(content, str) and "content" in message:
-        yield {**message, "content": "x"}
-
-

@@ -138,7 +138,7 @@ def play_numbered(seed: int, number: int) -> Played:
 
 def cases(seed: int, number: int, each: int = _EACH) -> Iterator[Case]:
     """The conversations that are played with template `number` of a seed."""
-    rng = random.Random(f"{seed}:{number}")  # noqa: S311
+    rng = random.Random(f"{seed}:{number}")
     template = grammar.generate(rng)
     for _ in range(each):
         yield Case(template, conversations.generate(rng))
@@ -214,7 +214,13 @@ class _Game:
             verdicts.append((path, verdict))
             going = going and got is not None
             if verdict in SILENT:
-                self._differs(path, number, verdict, self._shown(split, truth, longer), "" if got is None else got.shown(self._oracle))
+                self._differs(
+                    path,
+                    number,
+                    verdict,
+                    self._shown(split, truth, longer),
+                    "" if got is None else got.shown(self._oracle),
+                )
         traits = (*self._case.template.traits.items(), ("ending", turn.ending))
         self._played.boundaries.append(Boundary(tuple(traits), tuple(verdicts)))
         return going
@@ -284,7 +290,7 @@ class _Game:
 
     def _body(self, turn: Turn, asked: int) -> Sequence[int]:
         if turn.free:
-            rng = random.Random(f"{turn.kept}")  # noqa: S311
+            rng = random.Random(f"{turn.kept}")
             return [rng.randrange(256, 600) for _ in range(rng.randrange(12))]
         try:
             messages = [*self._texts, self._case.conversation.spelled(turn.answer)]
@@ -308,7 +314,9 @@ class _Got:
     counts: bool = False
 
     @classmethod
-    def of(cls, predicted: Prediction, exact: bool = True, mask_length: int | None = None, *, counts: bool = False) -> _Got:
+    def of(
+        cls, predicted: Prediction, exact: bool = True, mask_length: int | None = None, *, counts: bool = False
+    ) -> _Got:
         environment = tuple(predicted.environment)
         return cls((*predicted.closing, *environment), environment, exact, mask_length, counts)
 

@@ -11,8 +11,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-VOCABULARIES = ("gpt2", "isolated", "nfc")
-"""Line breaks that merge with what stands beside them; line breaks and digits on their own; text that is normalized first."""
+VOCABULARIES = ("gpt2", "isolated", "nfc", "lstrip")
+"""Line breaks that merge with what stands beside them; line breaks and digits on their own; text that is normalized first; special
+tokens that take the space before them."""
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Added tokens that are not special, in every vocabulary."""
@@ -45,7 +46,10 @@ def tokenizer(kind: str, words: Words) -> Any:
     backend = Tokenizer.from_str(_trained(kind))
     special = dict.fromkeys((PAD, BOS, EOS, words.eos, *words.special, *CALL_TOKENS))
     backend.add_special_tokens(
-        [AddedToken(text, normalized=False, special=True, rstrip=text in words.stripping) for text in special]
+        [
+            AddedToken(text, normalized=False, special=True, rstrip=text in words.stripping, lstrip=kind == "lstrip")
+            for text in special
+        ]
     )
     backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in TAGS])
     return PreTrainedTokenizerFast(
