@@ -132,6 +132,18 @@ def test_the_judge_adds_a_stop_where_the_answer_lacks_it_and_only_there() -> Non
     assert oracle.truth(split, None) == Exact(oracle.encode(behind))
 
 
+def test_without_a_generation_config_special_tokens_end_answers_unless_they_stand_inside_or_the_answer_was_cut() -> (
+    None
+):
+    oracle = Oracle(build(Traits(calls="special_closer", config="unknown")), None, DATE)
+    split = oracle.split(spelled(USER, CALLING, RESULT), 1)
+    closed = Exact(oracle.encode(split.behind or ""))
+    assert oracle.truth(split, oracle.encode("<|pad|>")) == closed
+    assert oracle.truth(split, oracle.encode("<|pad|>"), cut=True) != closed
+    assert oracle.truth(split, oracle.encode("<|call_end|>")) != closed
+    assert oracle.truth(split, oracle.encode("<|im_end|>"), cut=True) == closed
+
+
 def test_the_judge_lets_no_other_end_stand_for_the_begin_of_a_message() -> None:
     oracle = Oracle(build(Traits("next_begins")), None, DATE)
     split = oracle.split(spelled(USER, ANSWER, RESULT), 1)
@@ -152,7 +164,7 @@ def test_every_trait_makes_a_template_that_says_something_else() -> None:
     plain = build(Traits()).text
     for name, options in grammar.OPTIONS.items():
         for word in options[1:]:
-            if name in ("vocabulary", "switch_effect"):
+            if name in ("vocabulary", "config"):
                 continue
             switched = {"switch": "any_user"} if name == "switch_effect" else {}
             assert build(Traits(**{name: word}, **switched)).text != plain, f"{name}={word}"
@@ -168,34 +180,17 @@ class Planted:
         self._oracle, self._fault = oracle, fault
         self._before = 0
 
-    async def append(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Prediction | None:
-        if self._fault == "declines":
-            return None
-        texts = [message.text for message in messages]
-        try:
-            if last is None:
-                return Prediction(pack_tokens(), pack_tokens(self._oracle.prompt(texts)))
-            split = self._oracle.split(texts, last_messages)
-        except Refused as error:
-            if self._fault == "goes on" and last is not None:
-                return Prediction(pack_tokens(), pack_tokens([1]))
-            raise Failed(Failure(Category.TOKENIZER, str(error))) from error
-        if self._fault == "forgets the history" and last_messages > 1:
-            texts, last_messages = texts[last_messages - 1 :], 1
-            split = self._oracle.split(texts, last_messages)
-        ids = None if last.token_ids is None else list(last.token_ids)
-        if self._fault == "never closes":
-            ids = None
-        truth = self._oracle.truth(split, ids)
-        if isinstance(truth, Undecidable):
-            return None if self._fault != "says too much" else Prediction(pack_tokens(), pack_tokens([1]))
-        added = self._oracle.encode("Yes.") if self._fault == "says too much" else ()
-        return Prediction(pack_tokens(), pack_tokens((*added, *truth.ids)))
+    async def append(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
+        predicted = self._expected([message.text for message in messages], last, last_messages)
+        if predicted is None:
+            raise Failed(Failure(Category.TOKENIZER, "no place to cut"))
+        return Rendered(predicted)
 
     async def predict(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
-        predicted = await self.append(messages, last, last_messages)
+        texts = [message.text for message in messages]
+        predicted = self._expected(texts, last, last_messages)
         try:
-            length = len(self._oracle.prompt([message.text for message in messages]))
+            length = len(self._oracle.prompt(texts))
         except Refused:
             length = self._before
         written = None if last is None or last.token_ids is None else len(last.token_ids)
@@ -204,6 +199,27 @@ class Planted:
         if longer is not None and self._fault == "counts wrong":
             longer += 1
         return Rendered(predicted or Prediction(pack_tokens(), pack_tokens()), longer, exact=predicted is not None)
+
+    def _expected(self, texts: list[str], last: Answered | None, asked: int) -> Prediction | None:
+        if self._fault == "declines":
+            return None
+        try:
+            if last is None:
+                return Prediction(pack_tokens(), pack_tokens(self._oracle.prompt(texts)))
+            split = self._oracle.split(texts, asked)
+        except Refused as error:
+            if self._fault == "goes on" and last is not None:
+                return Prediction(pack_tokens(), pack_tokens([1]))
+            raise Failed(Failure(Category.TOKENIZER, str(error))) from error
+        if self._fault == "forgets the history" and asked > 1:
+            split = self._oracle.split(texts[asked - 1 :], 1)
+        ids = None if last.token_ids is None or self._fault == "never closes" else list(last.token_ids)
+        truth = self._oracle.truth(split, ids, cut=last.finish_reason == "length")
+        too_much = self._fault == "says too much"
+        if isinstance(truth, Undecidable):
+            return Prediction(pack_tokens(), pack_tokens([1])) if too_much else None
+        added = self._oracle.encode("Yes.") if too_much else ()
+        return Prediction(pack_tokens(), pack_tokens((*added, *truth.ids)))
 
 
 def planted(fault: str = "") -> Opens:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from tests.hostile.templates.framing import FRAMINGS, Framing
-from tests.hostile.templates.vocabulary import BOS, VOCABULARIES, Words, tokenizer
+from tests.hostile.templates.vocabulary import BOS, CALL_TOKENS, VOCABULARIES, Words, tokenizer
 
 MARK: Final = re.compile("\ue000([ASE])(\\d+)\ue001")
 """A mark of a twin: what begins or ends there (answer, stop, end of stop), and the index of the assistant message."""
@@ -29,6 +29,7 @@ class Traits:
 
     framing: Style = "chatml"
     vocabulary: Style = "gpt2"
+    config: Style = "known"
     bos: Style = "none"
     default_system: Style = "none"
     tools_at: Style = "system"
@@ -61,6 +62,7 @@ class Traits:
 OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "framing": tuple(FRAMINGS),
     "vocabulary": VOCABULARIES,
+    "config": ("known", "unknown"),
     "bos": ("none", "first"),
     "default_system": ("none", "written"),
     "tools_at": ("system", "nowhere", "block", "first_user", "last_user"),
@@ -130,6 +132,18 @@ class Template:
     stops: tuple[str, str]
     words: Words
     date: str = DATES[0]
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """The tokens at which the model's generation config, if there is one, says that answers end."""
+        return frozenset({*self.stops, self.words.eos} - {""})
+
+    @property
+    def inside(self) -> frozenset[str]:
+        """The special tokens that it may write inside an answer."""
+        written = self.text.partition("m.role == 'assistant'")[2] if self.traits.framing == "channels" else ""
+        calls = {"special_closer": CALL_TOKENS[:2], "wrapped": CALL_TOKENS}.get(self.traits.calls, ())
+        return frozenset({*calls, *(text for text in self.words.special if text in written)})
 
     @property
     def vocabulary(self) -> Any:

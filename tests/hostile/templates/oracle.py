@@ -61,8 +61,9 @@ class Oracle:
 
         self._plain = _DATE.sub(dated, template.text)
         self._twin = _DATE.sub(dated, template.twin)
-        ends = [text for text in (*template.stops, template.words.eos) if text]
-        self.ends = frozenset(single(self._tokenizer, ends).values())
+        self._ends = frozenset(single(self._tokenizer, template.ends).values())
+        others = [] if template.traits.config == "known" else set(template.words.every) - template.inside
+        self._may_end = frozenset(single(self._tokenizer, others).values())
 
     def prompt(self, messages: Sequence[str]) -> tuple[int, ...]:
         """The ids of a whole conversation with a generation prompt. Raises `Refused`."""
@@ -91,8 +92,11 @@ class Oracle:
         own, closing, rest = marked[begins:ends], marked[stop:stopped], marked[behind:]
         return Split(full, *(MARK.sub("", text) for text in (own, closing, rest)))
 
-    def truth(self, split: Split, ids: Sequence[int] | None) -> Truth:
-        """What follows an answer of these ids; None: the trainer sent none, so that nobody knows whether it has its stop."""
+    def truth(self, split: Split, ids: Sequence[int] | None, *, cut: bool = False) -> Truth:
+        """What follows an answer of these ids; None: the trainer sent none, so that nobody knows whether it has its stop.
+
+        `cut`: it ended because of its length.
+        """
         if split.stop is None or split.behind is None:
             return Undecidable("the answer is not rendered")
         if not any(self.template.stops):
@@ -102,7 +106,7 @@ class Oracle:
         closing, *environment = self.encode(split.stop + split.behind)
         if self.encode(split.stop) != (closing,):
             raise AssertionError(f"{split.stop!r} is not one token")
-        if ids is not None and not self._closed(ids, closing):
+        if ids is not None and not self._closed(ids, closing, cut):
             return Exact((closing, *environment))
         return Exact(tuple(environment))
 
@@ -114,12 +118,13 @@ class Oracle:
         """The text of ids."""
         return str(self._tokenizer.decode(list(ids)))
 
-    def _closed(self, ids: Sequence[int], closing: int) -> bool:
+    def _closed(self, ids: Sequence[int], closing: int, cut: bool) -> bool:
         """Whether the answer has its stop, or another end that stands for it.
 
+        Where no generation config says what does, each special token does that templates do not write inside answers.
         The token with which the next message begins says whose message that is, so no other end can stand for it.
         """
-        if not ids or ids[-1] not in self.ends:
+        if not ids or not (ids[-1] in self._ends or (ids[-1] in self._may_end and not cut)):
             return False
         return ids[-1] == closing or not FRAMINGS[self.template.traits.framing].next_begins
 

@@ -13,7 +13,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
-from rollout_server.core.ledger import Prediction, pack_tokens
+from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
 from rollout_server.edge.tokens.loaded import LoadedTokenizer
@@ -55,7 +55,7 @@ class Renders(Protocol):
     async def predict(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
         """The whole."""
 
-    async def append(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Prediction | None:
+    async def append(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
         """What follows the answer."""
 
 
@@ -149,7 +149,8 @@ def load(template: Template) -> LoadedTokenizer:
     """The template, loaded as the server does it."""
     tokenizer = copy.copy(template.vocabulary)
     tokenizer.chat_template = template.text
-    return LoadedTokenizer("fuzzed", tokenizer, Inline())
+    ends = template.ends if template.traits.config == "known" else ()
+    return LoadedTokenizer("fuzzed", tokenizer, Inline(), list(single(tokenizer, ends).values()))
 
 
 def play(all_of_them: Sequence[Case], opens: Opens = open_renderer) -> Played:
@@ -189,16 +190,13 @@ class _Game:
         except Refused:
             expected = None
         self._lengths = len(expected or ())
-        going = True
         for path in PATHS:
             got = await self._ask(path, None, 0)
-            if got is None or expected is None:
-                going = False
             if got is not None and expected is None:
                 self._differs(path, 0, Verdict.WENT_ON, "a refusal", got.shown(self._oracle))
             elif got is not None and got.ids != expected:
                 self._differs(path, 0, Verdict.DIFFERENT, self._oracle.decode(expected or ()), got.shown(self._oracle))
-        return going
+        return expected is not None
 
     async def _turn(self, number: int, turn: Turn) -> bool:
         asked = len(self._texts)
@@ -206,13 +204,12 @@ class _Game:
         spelled = self._case.conversation.spelled
         self._texts += [spelled(turn.answer), *map(spelled, turn.environment)]
         last = Answered(number, Message.parse(self._texts[asked]), finish, None if ids is None else pack_tokens(ids))
-        split, truth, longer = self._judge(asked, ids)
-        verdicts, going = [], split is not None
+        split, truth, longer = self._judge(asked, ids, finish)
+        verdicts = []
         for path in PATHS:
             got = await self._ask(path, last, asked)
             verdict = self._verdict(got, split, truth, longer)
             verdicts.append((path, verdict))
-            going = going and got is not None
             if verdict in SILENT:
                 self._differs(
                     path,
@@ -223,9 +220,11 @@ class _Game:
                 )
         traits = (*self._case.template.traits.items(), ("ending", turn.ending))
         self._played.boundaries.append(Boundary(tuple(traits), tuple(verdicts)))
-        return going
+        return split is not None
 
-    def _judge(self, asked: int, ids: Sequence[int] | None) -> tuple[Split | None, Truth | None, int | None]:
+    def _judge(
+        self, asked: int, ids: Sequence[int] | None, finish: str
+    ) -> tuple[Split | None, Truth | None, int | None]:
         """The rendering, what follows the answer, and how much longer the rendering got; None for what there is not."""
         try:
             split = self._oracle.split(self._texts, asked)
@@ -234,7 +233,7 @@ class _Game:
         length = len(self._oracle.encode(split.full))
         longer = None if ids is None else length - self._lengths - len(ids)
         self._lengths = length
-        return split, self._oracle.truth(split, ids), longer
+        return split, self._oracle.truth(split, ids, cut=finish == "length"), longer
 
     def _verdict(self, got: _Got | None, split: Split | None, truth: Truth | None, longer: int | None) -> Verdict:
         if split is None or truth is None:
@@ -242,7 +241,7 @@ class _Game:
         if got is not None and got.counts and got.mask_length != longer:
             return Verdict.COUNT
         nothing = Verdict.UNDECIDABLE if isinstance(truth, Undecidable) else Verdict.DECLINED
-        if got is None or got.ids is None:
+        if got is None:
             return nothing
         if not got.exact:
             return nothing if self._ends(split, got.ids) else Verdict.FOREIGN
@@ -263,14 +262,12 @@ class _Game:
     async def _ask(self, path: str, last: Answered | None, asked: int) -> _Got | None:
         """What the renderer expects; None: it fails."""
         messages = [Message.parse(text) for text in self._texts]
+        renderer = self._renderers[path]
         try:
-            if path == "predict":
-                rendered = await self._renderers[path].predict(messages, last, asked)
-                return _Got.of(rendered.predicted, rendered.exact, rendered.mask_length, counts=last is not None)
-            predicted = await self._renderers[path].append(messages, last, asked)
-            return _Got(None) if predicted is None else _Got.of(predicted)
+            rendered = await getattr(renderer, path)(messages, last, asked)
         except Failed:
             return None
+        return _Got.of(rendered, counts=path == "predict" and last is not None)
 
     def _generated(self, turn: Turn, asked: int) -> tuple[list[int] | None, str]:
         """What the model wrote for an answer, and why it ended."""
@@ -305,21 +302,20 @@ class _Game:
 
 @dataclass(frozen=True, slots=True)
 class _Got:
-    """What the renderer expects: closing and environment in one, or nothing."""
+    """What the renderer expects: closing and environment in one."""
 
-    ids: tuple[int, ...] | None
+    ids: tuple[int, ...]
     environment: tuple[int, ...] = ()
     exact: bool = True
     mask_length: int | None = None
     counts: bool = False
 
     @classmethod
-    def of(
-        cls, predicted: Prediction, exact: bool = True, mask_length: int | None = None, *, counts: bool = False
-    ) -> _Got:
-        environment = tuple(predicted.environment)
-        return cls((*predicted.closing, *environment), environment, exact, mask_length, counts)
+    def of(cls, rendered: Rendered, *, counts: bool) -> _Got:
+        environment = tuple(rendered.predicted.environment)
+        ids = (*rendered.predicted.closing, *environment)
+        return cls(ids, environment, rendered.exact, rendered.mask_length, counts)
 
     def shown(self, oracle: Oracle) -> str:
         """As text."""
-        return "nothing" if self.ids is None else f"{oracle.decode(self.ids)} ({self.mask_length} tokens longer)"
+        return f"{oracle.decode(self.ids)} ({self.mask_length} tokens longer)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -39,12 +39,17 @@ class Words:
     stripping: frozenset[str] = frozenset()
     eos: str = EOS
 
+    @property
+    def every(self) -> tuple[str, ...]:
+        """All special tokens, also those that each vocabulary has."""
+        return tuple(dict.fromkeys((PAD, BOS, EOS, self.eos, *self.special, *CALL_TOKENS)))
+
 
 @cache
 def tokenizer(kind: str, words: Words) -> Any:
     """A transformers tokenizer without a template. Shared: copy it before setting one."""
     backend = Tokenizer.from_str(_trained(kind))
-    special = dict.fromkeys((PAD, BOS, EOS, words.eos, *words.special, *CALL_TOKENS))
+    special = words.every
     backend.add_special_tokens(
         [
             AddedToken(text, normalized=False, special=True, rstrip=text in words.stripping, lstrip=kind == "lstrip")
@@ -61,7 +66,7 @@ def tokenizer(kind: str, words: Words) -> Any:
     )
 
 
-def single(vocabulary: Any, texts: Sequence[str]) -> dict[str, int]:
+def single(vocabulary: Any, texts: Iterable[str]) -> dict[str, int]:
     """The ids of texts that are one token each."""
     return {text: vocabulary.convert_tokens_to_ids(text) for text in texts}
 
