@@ -174,8 +174,7 @@ def settle(traits: Traits) -> Traits:
     if framing.next_begins:
         # The stop is what the next message begins with: what else may begin there, a model would have learnt too.
         traits = replace(traits, merges="none" if traits.merges == "answers" else traits.merges)
-        traits = replace(traits, reminder="none" if traits.reminder == "before_results" else traits.reminder)
-        traits = replace(traits, last="closed")
+        traits = replace(traits, reminder="none", last="closed")
         if traits.results in ("user_turn", "merged"):
             traits = replace(traits, results="own_role")
     if traits.last == "open" and traits.merges == "answers":
