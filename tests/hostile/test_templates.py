@@ -152,6 +152,14 @@ def test_the_judge_lets_no_other_end_stand_for_the_begin_of_a_message() -> None:
         assert oracle.truth(split, oracle.encode(other)) == Exact(oracle.encode("<|observation|>\nseen<|assistant|>\n"))
 
 
+def test_without_ids_an_answer_is_taken_to_have_the_stop_of_its_kind() -> None:
+    oracle = Oracle(build(Traits("next_begins")), None, DATE)
+    assert oracle.truth(oracle.split(spelled(USER, ANSWER, USER), 1), None) == Exact(
+        oracle.encode("\nHello<|assistant|>\n")
+    )
+    assert oracle.truth(oracle.split(spelled(USER, ANSWER), 1), None) == Exact(oracle.encode("<|assistant|>\n"))
+
+
 def test_there_is_no_truth_where_the_answer_is_not_rendered_or_not_closed() -> None:
     skipping = Oracle(build(Traits(empty="skipped")), None, DATE)
     empty = {"role": "assistant", "content": ""}

@@ -106,7 +106,8 @@ class Oracle:
         closing, *environment = self.encode(split.stop + split.behind)
         if self.encode(split.stop) != (closing,):
             raise AssertionError(f"{split.stop!r} is not one token")
-        if ids is not None and not self._closed(ids, closing, cut):
+        # Without ids, the answer is taken to have the stop of its kind.
+        if not (closing in self._ends if ids is None else self._closed(ids, closing, cut)):
             return Exact((closing, *environment))
         return Exact(tuple(environment))
 

@@ -288,7 +288,8 @@ class _Game:
     def _body(self, turn: Turn, asked: int) -> Sequence[int]:
         if turn.free:
             rng = random.Random(f"{turn.kept}")
-            return [rng.randrange(256, 600) for _ in range(rng.randrange(12))]
+            plain = min(single(self._case.template.vocabulary, self._case.template.words.every).values())
+            return [rng.randrange(plain) for _ in range(rng.randrange(12))]
         try:
             messages = [*self._texts, self._case.conversation.spelled(turn.answer)]
             text = self._oracle.split(messages, asked, generation_prompt=False).answer
