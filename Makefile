@@ -11,7 +11,7 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs, each of which would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments demo up down test bench bench-tokens bench-dialects mutants mutants-tokens hostile check format lint types oldest transformers4 deploy-checks docs protos release-protos lock clean
+.PHONY: help setup environments demo up down test bench bench-tokens bench-dialects mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 deploy-checks docs protos release-protos lock clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -78,6 +78,9 @@ bench-dialects: setup ## Measure a turn in each form that trainers speak (DIRS=:
 
 hostile: setup ## Attack a fresh server with everything in tests/hostile/attacks, then with 100,000 fuzzed inputs (ARGS="...")
 	$(BIN)/python -m tests.hostile $(ARGS)
+
+hostile-templates: setup ## Play random chat templates and conversations against the renderer (SEED=, BOUNDARIES=)
+	$(BIN)/python -m tests.hostile.templates --boundaries $(or $(BOUNDARIES),20000) --seed $(or $(SEED),1) --jobs 2
 
 format: setup ## Check the format of Python and protos
 	$(BIN)/ruff format --check .

@@ -177,8 +177,9 @@ def _end_of_answer(turn: RenderedTurn) -> int | None:
     mark = new_mark()
     for marked in _marked_answers(turn.messages[turn.answered], mark):
         text = turn.with_message(turn.answered, marked)
-        if text is None or (at := text.find(mark)) < 0:
+        if text is None or text.count(mark) != 1:  # a template that quotes the answer shows it elsewhere, too
             continue
+        at = text.find(mark)
         place = common_prefix(text, turn.full)
         if at - _NEAR <= place:  # else the mark changed something before the answer
             return place

@@ -100,7 +100,8 @@ def probe(
     texts = {form: _try(tooled, [_ASKED, *messages]) for form, messages in rounds.items()}
     accepted = frozenset(form for form, text in texts.items() if text is not None)
     shown = [rounds[form] for form, text in texts.items() if _SAID in (text or "")]
-    found = (closers.stop(tooled, [_ASKED, call], result) for call, result in shown)
+    opens_next = final is not None and final.opens_next
+    found = (closers.stop(tooled, [_ASKED, call], result, opens_next=opens_next) for call, result in shown)
     calls = next((stop for stop in found if stop is not None), None) if shown else final
     first = Probed(final, calls, accepted, refusal=refusal)
     short = literals is not None and all(_short_form_holds(each, first, literals) for each in {render, tooled})
@@ -117,12 +118,15 @@ class _Closers:
         longest_first = sorted(self._stops, key=len, reverse=True)
         self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def stop(self, render: Render, said: Sequence[Fields], following: Fields) -> Stop | None:
+    def stop(
+        self, render: Render, said: Sequence[Fields], following: Fields, *, opens_next: bool = False
+    ) -> Stop | None:
         """The special token with which a model ends what it `said`; None where it ends with none.
 
         Behind what was said a template may write several, those that end a call and the one that ends the answer: they
         are there whether something follows or not. `eos` is the last of them, if it is among them. Some models (GLM) end
-        with the token with which the next message begins; it is the first that stands in front of that message's content.
+        with the token with which the next message begins; it is the first that stands in front of that message's content. With
+        `opens_next` that is known of final answers: then special tokens at the end of a call only end the call.
         """
         text = _behind(_try(render, [*said, following]))
         if text is None:
@@ -131,10 +135,14 @@ class _Closers:
         alone = _try(render, said, generation_prompt=False) or ""
         ends = self._any.findall(_behind(alone) or "")
         own = [match[0] for match, end in takewhile(lambda pair: pair[0][0] == pair[1], zip(found, ends, strict=False))]
-        if not own:
+        if not own or opens_next:
             begins = text.find(str(following["content"]))
-            opening = next((self._stops[match[0]] for match in found if match.end() <= begins), None)
-            return None if opening is None else replace(opening, opens_next=True)
+            behind = (self._stops[match[0]] for match in found[len(own) :] if match.end() <= begins)
+            opening = next(behind, None)
+            if opening is not None:
+                return replace(opening, opens_next=True)
+            if not own:
+                return None
         if self._eos in own:
             return self._stops[self._eos]
         closing = own[: max(1, len(ends) - len(self._any.findall(_opening(render, alone, said))))]

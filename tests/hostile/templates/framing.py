@@ -1,0 +1,112 @@
+"""What real templates put around messages, and what closes answers there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from tests.hostile.templates.vocabulary import EOS, Words
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """What stands around messages.
+
+    Args:
+        heads: before the content, by role.
+        tails: behind the content, by role; `tail` for the others.
+        stop: closes answers; `calls_stop` closes those with calls. Empty: nothing does.
+        after: behind the stop.
+        next_begins: answers are closed by the token with which the next message begins.
+        part: opens and closes a part of an answer, as "channels" do.
+    """
+
+    heads: Mapping[str, str]
+    tail: str = ""
+    tails: Mapping[str, str] = field(default_factory=dict)
+    stop: str = ""
+    calls_stop: str = ""
+    after: str = ""
+    next_begins: bool = False
+    part: tuple[str, str] = ("", "")
+    words: Words = field(default_factory=lambda: Words(()))
+
+    def ending(self, role: str) -> str:
+        """What stands behind the content of a message that is no answer."""
+        return self.tails.get(role, self.tail)
+
+
+def _named(pattern: str, **other: str) -> dict[str, str]:
+    roles = ("system", "user", "assistant", "tool")
+    return {role: pattern.format(other.get(role, role)) for role in roles}
+
+
+_ROLES: Final = tuple(f"<|{role}|>" for role in ("system", "user", "assistant", "observation", "tool"))
+
+FRAMINGS: Final[Mapping[str, Framing]] = {
+    "chatml": Framing(
+        heads=_named("<|im_start|>{}\n"),
+        tail="<|im_end|>\n",
+        stop="<|im_end|>",
+        calls_stop="<|im_end|>",
+        after="\n",
+        words=Words(("<|im_start|>", "<|im_end|>"), eos="<|im_end|>"),
+    ),
+    "headers": Framing(
+        heads=_named("<|start_header|>{}<|end_header|>\n\n", tool="ipython"),
+        tail="<|eot|>",
+        stop="<|eot|>",
+        calls_stop="<|eom|>",
+        words=Words(("<|start_header|>", "<|end_header|>", "<|eot|>", "<|eom|>")),
+    ),
+    "stripping": Framing(
+        heads=_named("<|{}|>\n"),
+        tail="<|end|>\n",
+        stop="<|end|>",
+        calls_stop="<|end|>",
+        after="\n",
+        words=Words((*_ROLES, "<|end|>"), frozenset({*_ROLES, "<|end|>"})),
+    ),
+    "channels": Framing(
+        heads={**_named("<|start|>{}<|message|>"), "assistant": "<|start|>assistant"},
+        tail="<|end|>",
+        stop="<|end|>",
+        calls_stop="<|call|>",
+        part=("<|channel|>{}<|message|>", "<|end|><|start|>assistant"),
+        words=Words(("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"), eos="<|return|>"),
+    ),
+    "next_begins": Framing(
+        heads=_named("<|{}|>\n", tool="observation"),
+        stop="<|user|>",
+        calls_stop="<|observation|>",
+        next_begins=True,
+        words=Words(_ROLES),
+    ),
+    "inst": Framing(
+        heads={"system": "<<SYS>>\n", "user": "[INST] ", "assistant": " ", "tool": "[RESULT] "},
+        tails={"system": "\n<</SYS>>\n\n", "user": " [/INST]", "tool": " [/RESULT]"},
+        stop="</s>",
+        calls_stop="</s>",
+        words=Words(("[INST]", "[/INST]", "[RESULT]", "[/RESULT]", "</s>"), eos="</s>"),
+    ),
+    "one_sided": Framing(
+        heads={"system": "", "user": "<|User|>", "assistant": "<|Assistant|>", "tool": "<|Result|>"},
+        tails={"system": "\n\n", "tool": "<|/Result|>"},
+        stop="<|eos|>",
+        calls_stop="<|eos|>",
+        words=Words(("<|User|>", "<|Assistant|>", "<|Result|>", "<|/Result|>", "<|eos|>"), eos="<|eos|>"),
+    ),
+    "no_stop": Framing(
+        heads={"system": "System: ", "user": "User: ", "assistant": "Assistant: ", "tool": "Result: "},
+        tail="\n\n",
+        after="\n\n",
+    ),
+    "only_eos": Framing(
+        heads={"system": "System: ", "user": "User: ", "assistant": "Assistant: ", "tool": "Result: "},
+        tail="\n",
+        stop=EOS,
+        calls_stop=EOS,
+        after="\n",
+    ),
+}

@@ -1,0 +1,153 @@
+"""What follows an answer, by a template's twin. Nothing of the renderer under test is used, only transformers and Jinja."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final, TypeAlias
+
+from tests.hostile.templates.framing import FRAMINGS
+from tests.hostile.templates.grammar import MARK, Template
+from tests.hostile.templates.vocabulary import single
+
+Message: TypeAlias = Mapping[str, Any]
+_DATE: Final = re.compile(r'strftime_now\(("(?:[^"\\]|\\.)*")\)')
+
+
+class Refused(Exception):
+    """The template refuses the conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """What follows an answer in ids: the stop that it lacks, if it does, and the environment."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Undecidable:
+    """The template renders the conversation, but gives the end of this answer no place."""
+
+    reason: str
+
+
+Truth: TypeAlias = Exact | Undecidable
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A rendering, split at an answer: its own text, its stop, and what follows. All are None where there is no such place."""
+
+    full: str
+    answer: str | None = None
+    stop: str | None = None
+    behind: str | None = None
+
+
+class Oracle:
+    """Judges one template. Messages are given as texts of JSON, as they travel."""
+
+    def __init__(self, template: Template, tools: Sequence[Message] | None, date: datetime) -> None:
+        self.template, self._tools = template, tools
+        self._tokenizer = copy.copy(template.vocabulary)
+
+        def dated(match: re.Match[str]) -> str:
+            return json.dumps(date.strftime(json.loads(match[1])), ensure_ascii=False)
+
+        self._plain = _DATE.sub(dated, template.text)
+        self._twin = _DATE.sub(dated, template.twin)
+        self._ends = frozenset(single(self._tokenizer, template.ends).values())
+        others = [] if template.traits.config == "known" else set(template.words.every) - template.inside
+        self._may_end = frozenset(single(self._tokenizer, others).values())
+
+    def prompt(self, messages: Sequence[str]) -> tuple[int, ...]:
+        """The ids of a whole conversation with a generation prompt. Raises `Refused`."""
+        return self.encode(self.text(messages))
+
+    def text(self, messages: Sequence[str], *, twin: bool = False, generation_prompt: bool = True) -> str:
+        """The conversation as the template, or its twin, writes it. Raises `Refused`."""
+        given = [self._given(text) for text in messages]
+        source = self._twin if twin else self._plain
+        options: Any = {"tools": self._tools, "tokenize": False, "add_generation_prompt": generation_prompt}
+        try:
+            return str(self._tokenizer.apply_chat_template(given, chat_template=source, **options))
+        except Exception as error:  # a template raises what it likes
+            raise Refused(f"{type(error).__name__}: {error}") from error
+
+    def split(self, messages: Sequence[str], answered: int, *, generation_prompt: bool = True) -> Split:
+        """The rendering at the answer `messages[answered]`. Raises `Refused`."""
+        full = self.text(messages, generation_prompt=generation_prompt)
+        marked = self.text(messages, twin=True, generation_prompt=generation_prompt)
+        if MARK.sub("", marked) != full:
+            raise AssertionError("a twin renders something else than its template")
+        places = {match[1]: match.span() for match in MARK.finditer(marked) if int(match[2]) == answered}
+        if len(places) < 3:
+            return Split(full, MARK.sub("", marked[places["A"][1] :]) if "A" in places else None)
+        (_, begins), (ends, stop), (stopped, behind) = (places[name] for name in "ASE")
+        own, closing, rest = marked[begins:ends], marked[stop:stopped], marked[behind:]
+        return Split(full, *(MARK.sub("", text) for text in (own, closing, rest)))
+
+    def truth(self, split: Split, ids: Sequence[int] | None, *, cut: bool = False) -> Truth:
+        """What follows an answer of these ids; None: the trainer sent none, so that nobody knows whether it has its stop.
+
+        `cut`: it ended because of its length.
+        """
+        if split.stop is None or split.behind is None:
+            return Undecidable("the answer is not rendered")
+        if not any(self.template.stops):
+            return Exact(self.encode(split.behind))
+        if not split.stop:
+            return Undecidable("the answer is not closed where it ends")
+        closing, *environment = self.encode(split.stop + split.behind)
+        if self.encode(split.stop) != (closing,):
+            raise AssertionError(f"{split.stop!r} is not one token")
+        if ids and ids[-1] in self._ends and ids[-1] != closing and self._opens_next:
+            return Undecidable("it ended with another end than the token that also begins the next message")
+        # Without ids, the answer is taken to have the stop of its kind.
+        if not (closing in self._ends if ids is None else self._closed(ids, closing, cut)):
+            return Exact((closing, *environment))
+        return Exact(tuple(environment))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The ids of a text as it stands."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        return str(self._tokenizer.decode(list(ids)))
+
+    def _closed(self, ids: Sequence[int], closing: int, cut: bool) -> bool:
+        """Whether the answer has its stop, or another end that stands for it.
+
+        Where no generation config says what does, each special token does that templates do not write inside answers.
+        The token with which the next message begins says whose message that is, so no other end can stand for it.
+        """
+        if not ids or not (ids[-1] in self._ends or (ids[-1] in self._may_end and not cut)):
+            return False
+        return ids[-1] == closing or not self._opens_next
+
+    @property
+    def _opens_next(self) -> bool:
+        return FRAMINGS[self.template.traits.framing].next_begins
+
+    def _given(self, text: str) -> Message:
+        """A message as a trainer gives it to its template: arguments as they came, or as objects if nothing else will do."""
+        message: dict[str, Any] = json.loads(text)
+        calls = message.get("tool_calls")
+        if self.template.arguments == "object" and calls:
+            message["tool_calls"] = [_with_object(call) for call in calls]
+        return message
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        value = json.loads(function["arguments"])
+    except (TypeError, ValueError):
+        return call
+    return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else call
