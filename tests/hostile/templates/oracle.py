@@ -108,6 +108,9 @@ class Oracle:
             raise AssertionError(f"{split.stop!r} is not one token")
         if ids and ids[-1] in self._ends and ids[-1] != closing and self._opens_next:
             return Undecidable("it ended with another end than the token that also begins the next message")
+        unknown = bool(ids) and not cut and ids is not None and ids[-1] in self._may_end and ids[-1] not in self._ends
+        if unknown and self.template.traits.last == "open":
+            return Undecidable("nothing says whether the token at its end ends it: the template closes no last answer")
         # Without ids, the answer is taken to have the stop of its kind.
         if not (closing in self._ends if ids is None else self._closed(ids, closing, cut)):
             return Exact((closing, *environment))

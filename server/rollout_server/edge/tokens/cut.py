@@ -59,8 +59,8 @@ class RenderedTurn:
 
 
 def new_mark() -> str:
-    """A word of letters and digits that no conversation and no template contains."""
-    return f"Zq{secrets.token_hex(8)}"
+    """A word that no conversation and no template contains. It stands behind most others in any order of words."""
+    return f"zq{secrets.token_hex(8)}"
 
 
 def environment_text(turn: RenderedTurn, stop: str, hint: str | None = None) -> str | None:
@@ -142,11 +142,11 @@ def _behind_last_stop(turn: RenderedTurn, stop: str) -> str | None:
                 return found
         if shown:
             return None
-    # Nothing was added, or nothing that is shown.
-    said = turn.messages[: turn.answered + 1]
-    if said != turn.messages and _try(turn.render, said, True) != turn.full:
+    # Nothing was added, or only system messages that are not shown. A model that sees no tool result cannot go on.
+    said, added = turn.messages[: turn.answered + 1], turn.messages[turn.answered + 1 :]
+    if any(message.get("role") not in ("system", "developer") for message in added):
         return None
-    return _generation_prompt(turn, stop)
+    return _generation_prompt(turn, stop) if not added or _try(turn.render, said, True) == turn.full else None
 
 
 def _before_mark(text: str | None, mark: str, number: int, stop: str, full: str) -> str | None:
@@ -203,12 +203,8 @@ def _marked_answers(answer: Fields, mark: str) -> Iterator[Fields]:
 
 
 def _with_mark(arguments: JSON, mark: str) -> JSON:
-    if not isinstance(arguments, Mapping):
-        return f"{arguments or ''}".rstrip() + mark
-    texts = [name for name, value in arguments.items() if isinstance(value, str)]
-    if not texts:
-        return {**arguments, mark: mark}
-    return {**arguments, texts[-1]: f"{arguments[texts[-1]]}{mark}"}
+    """The arguments with the mark behind all others, also where a template sorts them."""
+    return {**arguments, mark: 0} if isinstance(arguments, Mapping) else f"{arguments or ''}".rstrip() + mark
 
 
 def _shows(turn: RenderedTurn, index: int, length: int) -> bool:

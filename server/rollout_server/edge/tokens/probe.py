@@ -32,7 +32,7 @@ TOOL: Final[Fields] = {"type": "function", "function": _LOOK}
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The special token that a template writes after an answer. `opens_next`: it is the first token of the next message."""
+    """The special token that a template writes after an answer. `opens_next`: only where another message follows."""
 
     text: str
     id: int
@@ -140,7 +140,7 @@ class _Closers:
             behind = (self._stops[match[0]] for match in found[len(own) :] if match.end() <= begins)
             opening = next(behind, None)
             if opening is not None:
-                return replace(opening, opens_next=True)
+                return replace(opening, opens_next=opens_next or not ends)
             if not own:
                 return None
         if self._eos in own:
