@@ -47,7 +47,7 @@ _SECURITY: Final = {
 }
 
 # Bodies of requests may take the memory of so many of the largest.
-_BODIES_UNDER_WAY: Final = 16
+_BODIES_UNDER_WAY: Final = 8
 _BODIES: Final = (RolloutBody, InitBody, *BODIES)
 _ERRORS: Final = (ErrorAnswer, InvalidBodyAnswer, UnhealthyAnswer, PlainError)
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from rollout_server.edge.keys import fingerprint
 
 _log = logging.getLogger(__name__)
-BURST = 10
-"""So many wrong keys are answered at once and logged one by one, and then one a second more."""
+BURST = 20
+PER_SECOND = 10
+"""So many wrong keys, and then so many more each second, are answered at once and logged one by one."""
 DELAY_SECONDS = 1.0
 
 
@@ -31,7 +32,7 @@ class WrongKeys:
         if authorization is None:
             return 0.0
         now = self._clock()
-        self._recent = max(0.0, self._recent - (now - self._counted)) + 1
+        self._recent = max(0.0, self._recent - PER_SECOND * (now - self._counted)) + 1
         self._counted = now
         if self._recent > BURST:
             self._unlogged += 1

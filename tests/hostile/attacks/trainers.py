@@ -42,12 +42,16 @@ async def trainer(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> 
 
 async def outcome(target: Target, url: str) -> str:
     """Runs a rollout with this trainer; how it ended."""
-    asked = {**PLAIN, "completions": {"url": url}, "limits": {"turns": 2, "seconds": 60}}
+    asked = {
+        "messages": PLAIN["messages"],
+        "completions": {"url": url, "dialect": "openai", "model": "m"},
+        "limits": {"turns": 2, "seconds": 60},
+    }
     started = (await target.post("/v1/rollouts", json.dumps(asked).encode())).json()
     assert "rollout" in started, started
     path = f"/v1/rollouts/{started['rollout']['uid']}"
     reply = await target.client.get(path, params={"wait": "120"}, headers=target.headers)
-    return str(reply.json()["rollout"].get("outcome"))[:160]
+    return str(reply.json().get("outcome"))[:160]
 
 
 def completion(message: str) -> bytes:
