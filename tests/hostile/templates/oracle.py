@@ -106,15 +106,22 @@ class Oracle:
         closing, *environment = self.encode(split.stop + split.behind)
         if self.encode(split.stop) != (closing,):
             raise AssertionError(f"{split.stop!r} is not one token")
-        if ids and ids[-1] in self._ends and ids[-1] != closing and self._opens_next:
-            return Undecidable("it ended with another end than the token that also begins the next message")
-        unknown = bool(ids) and not cut and ids is not None and ids[-1] in self._may_end and ids[-1] not in self._ends
-        if unknown and self.template.traits.last == "open":
-            return Undecidable("nothing says whether the token at its end ends it: the template closes no last answer")
+        if reason := self._open_question(ids, closing, cut):
+            return Undecidable(reason)
         # Without ids, the answer is taken to have the stop of its kind.
         if not (closing in self._ends if ids is None else self._closed(ids, closing, cut)):
             return Exact((closing, *environment))
         return Exact(tuple(environment))
+
+    def _open_question(self, ids: Sequence[int] | None, closing: int, cut: bool) -> str:
+        """Why nobody can say whether an answer of these ids has its stop; empty where one can."""
+        if not ids:
+            return ""
+        if ids[-1] in self._ends:
+            other = ids[-1] != closing and self._opens_next
+            return "it ended with another end than the token that also begins the next message" if other else ""
+        unknown = ids[-1] in self._may_end and not cut and self.template.traits.last == "open"
+        return "nothing says whether the token at its end ends it: the last answer is left open" if unknown else ""
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The ids of a text as it stands."""
