@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from rollout_server.runtime.roster import Roster
 
 from tests.rpc.agents import Gated, Idle
 from tests.rpc.asking import start
@@ -52,3 +57,21 @@ async def test_a_burst_beyond_the_queue_is_refused_call_by_call(open_server: Ope
     gated.gate.set()
     for response in taken:
         assert (await caller.finished(response.rollout.uid, pb.ROLLOUT_VIEW_BASIC)).outcome.stop.reason == "stop"
+
+
+async def test_a_large_request_is_read_in_a_thread(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it takes seconds, in which other calls are to be answered."""
+    on_loop: list[bool] = []
+    admit = Roster.admit
+
+    def watched(self: Roster, wish: Any, also_wrong: Iterable[Any] = ()) -> Any:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return admit(self, wish, also_wrong)
+
+    monkeypatch.setattr(Roster, "admit", watched)
+    metadata = '{"rows":[' + ",".join(["{}"] * 30_000) + "]}"
+    large, small = start("one", metadata_json=metadata), start("two")
+    for request in (large, small):
+        await caller.stub.StartRollout(request)
+        assert [event async for event in caller.stub.RunRollout(pb.RunRolloutRequest(start=request))]
+    assert on_loop == [False, False, True, True]

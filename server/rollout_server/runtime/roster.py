@@ -103,10 +103,13 @@ class Roster:
 
         `also_wrong` is what the caller of this method found, told of together with what is found here: one word for each field.
         """
-        admitted = self._admit(wish, also_wrong)
+        return self.start_admitted(self.admit(wish, also_wrong))
+
+    def start_admitted(self, admitted: Admitted) -> tuple[Rollout, bool]:
+        """The same for a wish that `admit` has looked at."""
         known = self._known.find(admitted)
         if known is not None:
-            return self._found(known, wish), True
+            return self._found(known, admitted.wish), True
         self._check_room((admitted,))
         return self._take(admitted, admitted.tools()), False
 
@@ -121,7 +124,7 @@ class Roster:
         wrong, tools = tuple(also_wrong), dict[int, Sequence[Tool]]()
         admitted: list[Admitted] = []
         for wish in wishes:
-            admitted.append(self._admit(wish, wrong))
+            admitted.append(self.admit(wish, wrong))
             if self._known.find(admitted[-1]) is None:
                 tools[len(admitted) - 1] = admitted[-1].tools()
             await asyncio.sleep(0)
@@ -187,8 +190,8 @@ class Roster:
         while self._tasks and (left := deadline - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
-    def _admit(self, wish: Wish, also_wrong: Iterable[Violation]) -> Admitted:
-        """Looks at everything that a wish says. Raises `RolloutError`."""
+    def admit(self, wish: Wish, also_wrong: Iterable[Violation] = ()) -> Admitted:
+        """Looks at everything that a wish says. It changes nothing, so any thread may call it. Raises `RolloutError`."""
         wrong = [*violations(wish.spec, self.bounds)]
         named = {violation.field for violation in wrong}
         wrong += [violation for violation in also_wrong if violation.field not in named]

@@ -20,6 +20,8 @@ from rollout_server.edge.rpc.wire.event import event, timestamp
 from rollout_server.edge.rpc.wire.message import tool_to_proto
 from rollout_server.edge.rpc.wire.rollout import agent_to_proto, rollout_to_proto, started
 from rollout_server.edge.rpc.wire.spec import duration
+from rollout_server.edge.trainer.bounds import aside
+from rollout_server.runtime.admitted import Admitted
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.wish import Wish
@@ -55,7 +57,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def StartRollout(self, request: pb.StartRolloutRequest, context: _Context) -> pb.StartRolloutResponse:
         """Accepts a rollout or finds it."""
-        rollout, attached = self._start(request)
+        rollout, attached = await self._start(request)
         return started(rollout, attached=attached)
 
     async def RunRollout(
@@ -65,7 +67,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         detail = wire.known(request.detail, event_pb2.EventDetail, "detail")
         if not request.HasField("start"):
             raise InvalidRequest(Violation("start", "is missing: request_id, spec and credentials belong in it"))
-        rollout, attached = self._start(request.start)
+        rollout, attached = await self._start(request.start)
         with rollout.attached():
             yield pb.RunRolloutResponse(started=started(rollout, attached=attached))
             async for shown in _events(rollout, request.after_sequence, detail):
@@ -160,9 +162,15 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             keys_required=facts.keys_required(),
         )
 
-    def _start(self, request: pb.StartRolloutRequest) -> tuple[Rollout, bool]:
-        wish = wire.wish(request, caller())
-        return self._roster.start(wish, self._facts.violations(wish))
+    async def _start(self, request: pb.StartRolloutRequest) -> tuple[Rollout, bool]:
+        """Starts a rollout, or finds it. A large request is read in a thread, so that other calls do not wait for it."""
+        who = caller()
+
+        def admitted() -> Admitted:
+            wish = wire.wish(request, who)
+            return self._roster.admit(wish, self._facts.violations(wish))
+
+        return self._roster.start_admitted(await aside(admitted, request.ByteSize()))
 
 
 async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[event_pb2.RolloutEvent]:
