@@ -85,7 +85,7 @@ def environment_text(turn: RenderedTurn, stop: str, hint: str | None = None) -> 
     said = _end_of_answer(turn)
     closed = None if said is None else _first_stop(turn.full, stop, said)
     if closed is None:
-        return text
+        return text if plain else None
     return turn.full[closed:] if start < closed <= end else None
 
 
@@ -175,31 +175,34 @@ def _generation_prompt(turn: RenderedTurn, stop: str) -> str | None:
 def _end_of_answer(turn: RenderedTurn) -> int | None:
     """A place in the full rendering where the answer's own text has ended; None where the template shows none of it."""
     mark = new_mark()
-    for marked in _marked_answers(turn.messages[turn.answered], mark):
+    for marked, syntax in _marked_answers(turn.messages[turn.answered], mark):
         text = turn.with_message(turn.answered, marked)
         if text is None or text.count(mark) != 1:  # a template that quotes the answer shows it elsewhere, too
             continue
         at = text.find(mark)
         place = common_prefix(text, turn.full)
-        if at - _NEAR <= place:  # else the mark changed something before the answer
+        if at - syntax <= place:  # else the mark changed something before the answer
             return place
     return None
 
 
-def _marked_answers(answer: Fields, mark: str) -> Iterator[Fields]:
-    """The answer with the mark at the end of what a template writes last: the last call, the content, the reasoning."""
+def _marked_answers(answer: Fields, mark: str) -> Iterator[tuple[Fields, int]]:
+    """The answer with the mark at the end of what a template writes last: the last call, the content, the reasoning.
+
+    The number says how many characters of the template's own may come with the mark, in front of it.
+    """
     calls = answer.get("tool_calls")
     if isinstance(calls, list) and calls and isinstance(call := calls[-1], Mapping):
         function = call.get("function")
         if isinstance(function, Mapping):
             changed: JSON = {**call, "function": {**function, "arguments": _with_mark(function.get("arguments"), mark)}}
-            yield {**answer, "tool_calls": [*calls[:-1], changed]}
+            yield {**answer, "tool_calls": [*calls[:-1], changed]}, _NEAR
     content = answer.get("content")
     if content is None or isinstance(content, str):
-        yield {**answer, "content": (content or "").rstrip() + mark}
+        yield {**answer, "content": (content or "").rstrip() + mark}, 0 if content else _NEAR
     for name in ("reasoning_content", "reasoning", "thinking"):
         if isinstance(text := answer.get(name), str):
-            yield {**answer, name: text.rstrip() + mark}
+            yield {**answer, name: text.rstrip() + mark}, 0 if text else _NEAR
 
 
 def _with_mark(arguments: JSON, mark: str) -> JSON:

@@ -55,7 +55,7 @@ class ShortFormProof:
     every 16th turn. The shape is what a template can depend on without growing with each turn: the kinds of the answer and of the
     messages behind it, the kinds of messages that the short history drops, which strings of the template's own occur in messages of
     which role among these, behind the answer and in the user message that is kept, and which of its numbers the count of messages
-    has passed.
+    has passed. The strings of tool results only count when they come for the first time: their contents change in each turn.
     """
 
     def __init__(self, literals: Literals) -> None:
@@ -83,7 +83,16 @@ class ShortFormProof:
         self._note(self._following, following)
         self._looked_at = answered
         passed = bisect_right(self._literals.numbers, len(messages))
-        self._shape = passed, self._asked, _kind(answer, None), tuple(_kind(message, answer) for message in following)
+        said = frozenset(
+            word for message in following if message.get("role") != "tool" for word in self._words(message)
+        )
+        self._shape = (
+            passed,
+            self._asked,
+            said,
+            _kind(answer, None),
+            tuple(_kind(message, answer) for message in following),
+        )
         return self._turns <= _FIRST_TURNS or self._since >= _EVERY or self._shape not in self._proved
 
     def equal(self) -> None:
