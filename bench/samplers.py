@@ -92,7 +92,7 @@ class _CountingChannel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
 
-    def unary_unary(self, method: str, request_serializer: Callable[[Any], bytes], **options: Any) -> Any:
+    def unary_unary(self, method: str, request_serializer: Callable[[Any], bytes] = bytes, **options: Any) -> Any:
         def counted(request: Any) -> bytes:
             content = request_serializer(request)
             self._sent(len(content))

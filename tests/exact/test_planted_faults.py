@@ -220,7 +220,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         stop_said,
         Fault("the first stop is always taken", "cut", "if end == first and plain:", "if (text := turn.full[first:]):"),
     ),
-    (reminded, Fault("the last stop is always taken", "cut", "said = _end_of_answer(turn)", "said = None")),
+    (reminded, Fault("the last stop is always taken", "cut", "else _first_stop(turn.full, stop, said)", "else end")),
     (
         closing_calls,
         Fault("what ends a call ends an answer", "loaded", " and token_id not in self.probed.inside", ""),

@@ -22,5 +22,5 @@ async def target() -> AsyncIterator[Target]:
 @pytest.fixture
 async def trainer(target: Target) -> AsyncIterator[StrictTrainer]:
     """A trainer that judges what the server asks of it."""
-    async with StrictTrainer(model=CalculatorModel(), tools_from=target.url) as strict:
+    async with StrictTrainer(model=CalculatorModel(), tools_from=target.url, tools_key=targets.KEY) as strict:
         yield strict

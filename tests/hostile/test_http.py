@@ -34,7 +34,8 @@ async def test_an_attack_is_answered_within_bounds(attack: Attack) -> None:
 async def test_a_rollout_runs_before_and_after_an_attack(target: Target, trainer: StrictTrainer) -> None:
     for number in range(2):
         asked = json.dumps(body(f"r{number}", trainer.url)).encode()
-        assert (await target.post("/rollout", asked)).json()["status"] == "COMPLETED"
+        answer = (await target.post("/rollout", asked)).json()
+        assert answer["status"] == "COMPLETED", answer["error_message"]
         assert (await target.post("/v1/rollout/init", ones(MIB), key=False)).status_code == 401
 
 

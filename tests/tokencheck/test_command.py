@@ -33,7 +33,7 @@ def test_json_is_all_there_is_on_standard_output(tmp_path: Path) -> None:
     assert (code, err, told["stable"], told["usable"]) == (1, "", False, True)
     assert [finding["fault"] for finding in told["faults"]] == ["white space changed"]
     assert told["template"] == str(template)
-    assert told["stops"]["final"] == {"text": "<|im_end|>", "id": 793}
+    assert told["stops"]["final"] == {"text": "<|im_end|>", "id": 793, "opens_next": False}
     assert told["traits"]["arguments"] == {"received": "as they are", "parsed": "as they are"}
 
 

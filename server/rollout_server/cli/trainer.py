@@ -33,6 +33,9 @@ class TrainerFlags:
     tools_from: Annotated[
         str | None, typer.Option(help="Base URL of the gateway whose tools the trainer renders; empty: none.")
     ] = "http://127.0.0.1:9000"
+    tools_key: Annotated[
+        str | None, typer.Option(envvar="ROLLOUT_API_KEY", help="API key for the tools, if the gateway demands one.")
+    ] = None
     api_key: Annotated[str | None, typer.Option(envvar="MOCK_TRAINER_API_KEY", help="Demand this bearer token.")] = None
     dialect: Annotated[
         Dialect, typer.Option(help="Expect response masks, never, or as each rollout's first call says.")
@@ -83,6 +86,7 @@ def _trainer(flags: TrainerFlags, answers: Answers) -> StrictTrainer:
         host=flags.host,
         port=flags.port,
         tools_from=flags.tools_from or None,
+        tools_key=flags.tools_key,
         api_key=flags.api_key,
         dialect=flags.dialect,
         reuses_ids=True,

@@ -26,10 +26,11 @@ class ToolsTold:
     An empty list is no list: templates differ in what they make of one.
     """
 
-    def __init__(self, tools: Tools | None, tools_from: str | None, *, rendered: bool) -> None:
+    def __init__(self, tools: Tools | None, tools_from: str | None, key: str | None = None, *, rendered: bool) -> None:
         self.rendered = rendered
         self._tools = tools
         self._tools_from = tools_from
+        self._key = key
         self._fetching = asyncio.Lock()
 
     async def get(self) -> Tools | None:
@@ -38,7 +39,7 @@ class ToolsTold:
             return None
         async with self._fetching:
             if self._tools is None and self._tools_from is not None:
-                self._tools = await _fetch(f"{self._tools_from.rstrip('/')}/tools")
+                self._tools = await _fetch(f"{self._tools_from.rstrip('/')}/tools", self._key)
         return self._tools or None
 
 
@@ -66,15 +67,17 @@ class Desk:
         return await asyncio.get_running_loop().run_in_executor(self._thread, job)
 
 
-async def _fetch(url: str) -> Tools:
+async def _fetch(url: str, key: str | None) -> Tools:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         async with httpx.AsyncClient(timeout=30.0, trust_env=False) as client:  # a gateway nearby is behind no proxy
-            response = await client.get(url)
+            response = await client.get(url, headers=headers)
             response.raise_for_status()
             tools = response.json()["tools"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise ToolsUnavailableError(
-            f"no tools from {url}: {type(error).__name__}: {error}; `rollout trainer --tools-from URL` names where they are"
+            f"no tools from {url}: {type(error).__name__}: {error}; `rollout trainer --tools-from URL` names where they are, "
+            "and --tools-key the API key for them"
         ) from error
     if not isinstance(tools, list):
         raise ToolsUnavailableError(f"no tools from {url}: 'tools' is not a list")

@@ -59,7 +59,8 @@ class StrictTrainer:
     * `reuses_ids`: an id of that dialect may begin anew once its outcome is settled; else a rollout is refused after it.
     * `settled` is called with the verdict of each rollout whose outcome is acknowledged or refused for good.
     * `tools` are rendered into every prompt; or those of `tools_from`, the base URL of a gateway whose ``GET /tools`` is
-      asked once, on first use. With neither, or with `render_tools` off, prompts are rendered without tools.
+      asked once, on first use, with the API key `tools_key`. With neither, or with `render_tools` off, prompts are rendered
+      without tools.
     * `api_key`: demanded as ``Authorization: Bearer`` for completions (over gRPC in the metadata) and for outcomes, and
       for nothing else.
     * `parse_arguments`: tool call arguments that came as JSON text are rendered as objects, as vLLM-style fronts do.
@@ -81,6 +82,7 @@ class StrictTrainer:
     model: Model = field(default_factory=CalculatorModel)
     tools: Tools | None = None
     tools_from: str | None = None
+    tools_key: str | None = None
     render_tools: bool = True
     api_key: str | None = None
     host: str = "127.0.0.1"
@@ -220,4 +222,10 @@ class StrictTrainer:
         judge = Judge(await load, reuses_ids=self.reuses_ids)
         scripts = Scripts(self.scripts, self.script)
         engine = Engine(judge, self.model, scripts, replays_keys=bool(self.replays_keys))
-        return Desk(judge, engine, scripts, ToolsTold(self.tools, self.tools_from, rendered=self.render_tools), thread)
+        return Desk(
+            judge,
+            engine,
+            scripts,
+            ToolsTold(self.tools, self.tools_from, self.tools_key, rendered=self.render_tools),
+            thread,
+        )

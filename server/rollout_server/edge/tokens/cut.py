@@ -82,11 +82,9 @@ def environment_text(turn: RenderedTurn, stop: str, hint: str | None = None) -> 
         return None  # the stop of an earlier message: templates may leave an answer open where they close others
     if end == first and plain:
         return text
-    said = _end_of_answer(turn)
+    said = _end_of_answer(turn, calls_only=not plain)
     closed = None if said is None else _first_stop(turn.full, stop, said)
-    if closed is None:
-        return text if plain else None
-    return turn.full[closed:] if start < closed <= end else None
+    return turn.full[closed:] if closed is not None and start < closed <= end else None
 
 
 def likely_environment(turn: RenderedTurn, stop: str) -> str | None:
@@ -172,10 +170,16 @@ def _generation_prompt(turn: RenderedTurn, stop: str) -> str | None:
     return text
 
 
-def _end_of_answer(turn: RenderedTurn) -> int | None:
-    """A place in the full rendering where the answer's own text has ended; None where the template shows none of it."""
+def _end_of_answer(turn: RenderedTurn, *, calls_only: bool) -> int | None:
+    """A place in the full rendering where the answer's own text has ended; None where the template does not tell.
+
+    `calls_only`: of an answer with calls only their end counts, because they contain the stop and may stand behind the rest.
+    """
     mark = new_mark()
-    for marked, syntax in _marked_answers(turn.messages[turn.answered], mark):
+    answer = turn.messages[turn.answered]
+    for marked, syntax in _marked_answers(answer, mark):
+        if calls_only and answer.get("tool_calls") and marked["tool_calls"] is answer["tool_calls"]:
+            break
         text = turn.with_message(turn.answered, marked)
         if text is None or text.count(mark) != 1:  # a template that quotes the answer shows it elsewhere, too
             continue
