@@ -422,3 +422,13 @@ async def test_as_much_is_told_around_a_parting_as_is_said(ours: Any) -> None:
     reported = ids[:20] + pack_tokens([0]) + ids[21:]
     expected = await parting.around(Prediction(pack_tokens(), ids), reported, pack_tokens())
     assert expected == (loaded.decode(ids[12:36]), loaded.decode(reported[12:36]))
+
+
+def test_a_stop_in_the_parts_of_an_answer() -> None:
+    def each(message: Fields) -> str:
+        content = message["content"]
+        return (content if isinstance(content, str) else "".join(part["text"] for part in content)) + f"{STOP}\n"
+
+    said = {"role": "assistant", "content": [{"type": "text", "text": "Eight"}, {"type": "text", "text": f"{STOP}?"}]}
+    assert environment(template(each), ASKED, said) == "\nassistant:"
+    assert environment(template(each), ASKED, said, MORE) == f"\nAnd twice that?{STOP}\nassistant:"

@@ -204,6 +204,9 @@ def _marked_answers(answer: Fields, mark: str) -> Iterator[tuple[Fields, int]]:
     content = answer.get("content")
     if content is None or isinstance(content, str):
         yield {**answer, "content": (content or "").rstrip() + mark}, 0 if content else _NEAR
+    elif isinstance(content, list) and content and isinstance(part := content[-1], Mapping):
+        last = str(part.get("text", "")).rstrip()
+        yield {**answer, "content": [*content[:-1], {**part, "text": last + mark}]}, 0 if last else _NEAR
     for name in ("reasoning_content", "reasoning", "thinking"):
         if isinstance(text := answer.get(name), str):
             yield {**answer, name: text.rstrip() + mark}, 0 if text else _NEAR
