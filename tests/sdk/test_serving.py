@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import httpx
+from rollout_server.testing.dialect import Dialect
+from rollout_server.testing.trainer import StrictTrainer
 
+from tests.system.bodies import TOKENIZER, body
 from tests.system.processes import Serving, environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +34,7 @@ async def running(program: str) -> asyncio.subprocess.Process:
         "-c",
         program,
         cwd=ROOT,
-        env=environment(ROLLOUT_GRPC_PORT="0"),
+        env=environment(ROLLOUT_GRPC_PORT="0", ROLLOUT_TOKENIZERS=f"{TOKENIZER}=toy"),
         stdin=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -50,6 +53,23 @@ async def test_a_loop_is_served_until_it_is_told_to_stop() -> None:
     finally:
         if served.process.returncode is None:
             served.process.kill()
+
+
+async def test_by_default_a_trainer_on_the_same_machine_is_called() -> None:
+    """The earlier SDK's examples run so: the agent listens everywhere, and its trainer beside it."""
+    served = Serving(await running(PROGRAM.replace('host="127.0.0.1", ', "").replace(', api_key="server-key"', "")))
+    try:
+        await served.start()
+        async with (
+            StrictTrainer(tools_from=served.url, dialect=Dialect.EITHER) as trainer,
+            httpx.AsyncClient(base_url=served.url, trust_env=False, timeout=60) as client,
+        ):
+            answer = (await client.post("/rollout", json=body("r", trainer.url))).json()
+        assert answer["status"] == "COMPLETED", answer["error_message"]
+    finally:
+        if served.process.returncode is None:
+            served.process.kill()
+        await served.ended()
 
 
 async def test_uvicorn_runs_the_app() -> None:

@@ -17,6 +17,8 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_HOST = "0.0.0.0"
 DEFAULT_PORT = 9000
+ANY_TARGET = ("0.0.0.0/0", "::/0", "127.0.0.0/8", "::1")
+"""All that may be called at all, loopback included: the earlier SDK's trainers often run on the machine of the agent."""
 
 
 class ServeError(Exception):
@@ -54,12 +56,13 @@ def serve_agent_loop(
 ) -> None:
     """Serves the loop over HTTP and gRPC until SIGTERM or Ctrl-C. Raises `AgentLoopValidationError` or `ServeError`.
 
-    As in the earlier SDK other machines reach it by default; then it calls trainers at loopback addresses only where
-    ROLLOUT_TARGETS lists them. With `host="127.0.0.1"` it calls them.
+    As in the earlier SDK, by default other machines reach it, and it calls trainers anywhere, on this machine too; ROLLOUT_TARGETS
+    limits that.
     """
     check_options("serve_agent_loop", options, ServeOptions)
     from rollout_server import app  # gRPC takes its time
     from rollout_server.sdk.server.app import settings_given
+    from rollout_server.settings import load
 
     if options.get("reload"):
         raise ServeError("reload: use `rollout serve FILE.py:OBJECT --reload`, which restarts the whole service")
@@ -71,6 +74,8 @@ def serve_agent_loop(
     given = settings_given(options.get("settings"))
     if not options.get("local_debug") and options.get("api_key"):
         given["api_key"] = options["api_key"]
+    if "targets" not in given and not load(**given).targets:
+        given["targets"] = ANY_TARGET
     level = options.get("log_level", "info").lower()
     app.serve(as_agent(agent_loop, debug_dir=directory), host=host, http_port=port, log_level=level, **given)
 
