@@ -207,7 +207,7 @@ async def test_values_of_messages_are_limited_together(open_server: OpenServer, 
     half = '{"role":"user","content":"","x":[' + ",".join([value] * (MAX_VALUES // 2)) + "]}"
     refused = await refusal(caller.stub.StartRollout(start(messages=[json_message(half)] * 3)))
     assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert f"the {MAX_VALUES} that all messages may hold" in refused.text
+    assert f"all messages hold more than {MAX_VALUES} JSON values" in refused.text
     whole = '{"x":[' + ",".join([value] * MAX_VALUES) + "]}"
     refused = await refusal(caller.stub.StartRollout(start(metadata_json=whole)))
     assert [*refused.fields] == ["spec.metadata_json"]
@@ -217,6 +217,8 @@ async def test_marks_within_texts_are_not_taken_for_values(open_server: OpenServ
     caller: Caller = await open_server()
     prose = json_message('{"role":"user","content":"' + 'a, \\" [b] {c}, ' * MAX_VALUES + '"}')
     await caller.start(start(messages=[prose]))
+    paragraph = json_message('{"role":"user","content":"' + "a, [b] " * 50 + '"}')
+    await caller.start(start(messages=[paragraph] * (MAX_VALUES // 50)))
 
 
 def _opened_and_reset(stream: int, opening: bytes) -> bytes:

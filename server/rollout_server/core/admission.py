@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from rollout_server.core.error import Violation
 from rollout_server.core.limits import CALLS_PER_TURN, MOST_CALLS_PER_TURN, Limits
-from rollout_server.core.message import MAX_VALUES, MalformedMessage, count_values, parse_object
+from rollout_server.core.message import MAX_VALUES, MalformedMessage, first_too_many, parse_object
 from rollout_server.core.spec import ENGINES, Dialect, DriftPolicy, Sampling, Spec, Target
 
 ID_LENGTH = 256
@@ -181,7 +181,7 @@ def _metadata(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
 def _json_object(text: str, where: str) -> Iterator[Violation]:
     if not text:
         return
-    if count_values(text) > MAX_VALUES:
+    if first_too_many((text,)) is not None:
         yield Violation(where, f"holds more than {MAX_VALUES} JSON values")
         return
     try:

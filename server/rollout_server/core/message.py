@@ -108,15 +108,20 @@ def utf8_length(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def count_values(text: str) -> int:
-    """About how many values JSON holds, counted up to a little over `MAX_VALUES`. Parses nothing.
+def first_too_many(texts: Sequence[str]) -> int | None:
+    """The index of the JSON text with which all of them hold more than `MAX_VALUES` values; None where they do not.
 
-    Every value follows a comma, or begins a list or an object. Where even those in texts are few, they are not told apart.
+    Every value follows a comma, or begins a list or an object. Nothing is parsed, and nothing is told apart where even with those
+    within strings there are few. A value has at most a name, a text and a mark, so what is looked at is bounded, too.
     """
-    marks = text.count(",") + text.count("[") + text.count("{")
-    if marks > MAX_VALUES:
-        marks = sum(match[0] in "[{," for match in islice(_MARKS.finditer(text), 2 * MAX_VALUES))
-    return marks
+    if sum(text.count(",") + text.count("[") + text.count("{") for text in texts) <= MAX_VALUES:
+        return None
+    values = 0
+    for index, text in enumerate(texts):
+        values += sum(match[0] in "[{," for match in islice(_MARKS.finditer(text), 4 * MAX_VALUES))
+        if values > MAX_VALUES:
+            return index
+    return None
 
 
 def _is_deep(text: str) -> bool:

@@ -18,7 +18,7 @@ from rollout_server.core.message import (
     MAX_VALUES,
     MalformedMessage,
     Message,
-    count_values,
+    first_too_many,
     parse_object,
     utf8_length,
 )
@@ -40,12 +40,11 @@ def messages_from_proto(
     forms = {message.WhichOneof("form") for message in messages}
     if len(forms - {None}) > 1:
         wrong.append(Violation(where, "are in two forms; send all as `json` or all as `chat`"))
-    values = 0
+    too_many = first_too_many([message.json for message in messages])
+    if too_many is not None:
+        text = f"is the first with which all messages hold more than {MAX_VALUES} JSON values, the most that is taken"
+        return (), False, [Violation(f"{where}[{too_many}]", text)]
     for index, message in enumerate(messages):
-        values += count_values(message.json)
-        if values > MAX_VALUES:
-            text = f"holds more JSON values than the {MAX_VALUES} that all messages may hold together"
-            return (), False, [Violation(f"{where}[{index}]", text)]
         try:
             parsed.append(message_from_proto(message))
         except MalformedMessage as error:
