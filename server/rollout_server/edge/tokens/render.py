@@ -128,6 +128,7 @@ class Renderer:
         self._frame = Frame(None, template_kwargs, date or datetime.now())
         self._seen = _Prompt()
         self._parsed: tuple[tuple[Message, ...], tuple[Fields, ...]] = (), ()
+        self._text: tuple[tuple[Message, ...], str] = (), ""
         self._proof = ShortFormProof(self.loaded.literals or Literals())
         self._filler = new_mark()
         self._taught = False
@@ -176,7 +177,7 @@ class Renderer:
         self._forget()
 
     def _forget(self) -> None:
-        self._seen, self._parsed = _Prompt(), ((), ())
+        self._seen, self._parsed, self._text = _Prompt(), ((), ()), ((), "")
 
     def _predict(self, turn: Turn) -> Rendered:
         before, last = self._seen, turn.last
@@ -213,9 +214,7 @@ class Renderer:
         if short is not None and likely is not None and not due:
             unseen = [index + answered - short.answered for index in unseen_messages(short, likely.text)]
             return self._appended(likely, last, unseen)
-        full = RenderedTurn(
-            self._render, fields, answered, self._render(fields, True), self._render(fields[:answered], True)
-        )
+        full = self._full_turn(turn, fields)
         found = self._environment(full, None if likely is None else likely.text)
         if found is None:
             raise Failed(_no_place())
@@ -227,6 +226,15 @@ class Renderer:
             return rendered
         self._proof.differs()
         return replace(rendered, short_form_dropped=True)
+
+    def _full_turn(self, turn: Turn, fields: Sequence[Fields]) -> RenderedTurn:
+        """The whole conversation as text. The prompt of the last answer is known where the turn before was rendered in full."""
+        known, prompt = self._text
+        if known != turn.messages[: turn.answered]:
+            prompt = self._render(fields[: turn.answered], True)
+        text = self._render(fields, True)
+        self._text = turn.messages, text
+        return RenderedTurn(self._render, fields, turn.answered, text, prompt)
 
     def _appended(self, found: _Environment, last: Answered, unseen: Sequence[int]) -> Rendered:
         truth = self._prediction(found, last)
