@@ -67,7 +67,11 @@ async def play() -> tuple[list[Outcome], Exposed, Table]:
         target = Target(f"http://{NAME}:{urlsplit(strict.url).port}", Dialect.HTTP_MASKED)
         outcomes = await asyncio.gather(
             *(
-                outcome_of(roster.start(Wish(Spec(f"r{n}", (USER,), target, tokenizer=TokenizerName("toy")), "me"))[0])
+                outcome_of(
+                    roster.start(
+                        roster.admit(Wish(Spec(f"r{n}", (USER,), target, tokenizer=TokenizerName("toy")), "me"))
+                    )[0]
+                )
                 for n in range(ROLLOUTS)
             )
         )

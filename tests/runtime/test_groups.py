@@ -45,7 +45,7 @@ class Groups(World):
     async def begin(self, wishes: Sequence[Wish], check: Check = accepting) -> list[bool]:
         """Starts them. Whether each was found."""
         self.scripts |= {wish.spec.rollout_id: Script(Say(seconds=FOREVER)) for wish in wishes}
-        taken = await self.roster.start_all(wishes, (), check)
+        taken = await self.roster.start_all([self.roster.admit(wish) for wish in wishes], check)
         self.rollouts += [rollout for rollout, found in taken if not found]
         return [found for _, found in taken]
 
@@ -120,7 +120,7 @@ async def test_what_the_caller_finds_wrong_forbids_it_too() -> None:
     with pytest.raises(NotPossible):
         await world.begin(group(3), refusing)
     with pytest.raises(InvalidRequest, match=r"spec\.tools"):
-        await world.roster.start_all(group(3), (Violation("spec.tools", "are not served"),))
+        world.roster.admit(group(3)[0], (Violation("spec.tools", "are not served"),))
     assert world.names == []
     await world.close()
 

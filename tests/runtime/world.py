@@ -127,7 +127,7 @@ class World:
 
     def wish(self, wish: Wish) -> tuple[Rollout, bool]:
         """What the roster answers to a wish."""
-        rollout, found = self.roster.start(wish)
+        rollout, found = self.roster.start(self.roster.admit(wish))
         if not found:
             self.rollouts.append(rollout)
         return rollout, found

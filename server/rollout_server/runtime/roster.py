@@ -98,15 +98,11 @@ class Roster:
             raise NotFound(f"there is no agent {name!r}; there are {sorted(self.agents)}", reason="AGENT_NOT_FOUND")
         return agent
 
-    def start(self, wish: Wish, also_wrong: Iterable[Violation] = ()) -> tuple[Rollout, bool]:
-        """Takes a rollout, or finds the one that was taken under the same request id. The second value says: found.
+    def start(self, admitted: Admitted) -> tuple[Rollout, bool]:
+        """Takes a rollout that `admit` has looked at, or finds the one that was taken under the same request id.
 
-        `also_wrong` is what the caller of this method found, told of together with what is found here: one word for each field.
+        The second value says: found. Raises `RolloutError` where there is no room, or the request id is another rollout's.
         """
-        return self.start_admitted(self.admit(wish, also_wrong))
-
-    def start_admitted(self, admitted: Admitted) -> tuple[Rollout, bool]:
-        """The same for a wish that `admit` has looked at."""
         known = self._known.find(admitted)
         if known is not None:
             return self._found(known, admitted.wish), True
@@ -114,19 +110,17 @@ class Roster:
         return self._take(admitted, admitted.tools()), False
 
     async def start_all(
-        self, wishes: Sequence[Wish], also_wrong: Iterable[Violation] = (), check: Check = lambda found: None
+        self, admitted: Sequence[Admitted], check: Check = lambda found: None
     ) -> Sequence[tuple[Rollout, bool]]:
-        """Takes a rollout for each wish, or finds it, or takes none of them and raises what `start` raises.
+        """Takes a rollout for each that `admit` has looked at, or finds it, or takes none of them and raises what `start` raises.
 
-        Other work gets its turn while the wishes are looked at. Then all are taken in one go. Right before, `check` is given what
+        Other work gets its turn while agents choose the tools. Then all are taken in one go. Right before, `check` is given what
         was found for each and may raise; nothing else happens between that and the return.
         """
-        wrong, tools = tuple(also_wrong), dict[int, Sequence[Tool]]()
-        admitted: list[Admitted] = []
-        for wish in wishes:
-            admitted.append(self.admit(wish, wrong))
-            if self._known.find(admitted[-1]) is None:
-                tools[len(admitted) - 1] = admitted[-1].tools()
+        tools = dict[int, Sequence[Tool]]()
+        for at, each in enumerate(admitted):
+            if self._known.find(each) is None:
+                tools[at] = each.tools()
             await asyncio.sleep(0)
         found = [self._known.find(each) for each in admitted]
         check_alike(admitted)
@@ -191,7 +185,11 @@ class Roster:
             await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     def admit(self, wish: Wish, also_wrong: Iterable[Violation] = ()) -> Admitted:
-        """Looks at everything that a wish says. It changes nothing, so any thread may call it. Raises `RolloutError`."""
+        """Looks at everything that a request says. It changes nothing, so any thread may call it. Raises `RolloutError`.
+
+        `also_wrong` is what the caller of this method found. It is reported together with what is found here, one reason for each
+        field.
+        """
         wrong = [*violations(wish.spec, self.bounds)]
         named = {violation.field for violation in wrong}
         wrong += [violation for violation in also_wrong if violation.field not in named]

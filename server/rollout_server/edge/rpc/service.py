@@ -170,7 +170,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             wish = wire.wish(request, who)
             return self._roster.admit(wish, self._facts.violations(wish))
 
-        return self._roster.start_admitted(await aside(admitted, request.ByteSize()))
+        return self._roster.start(await aside(admitted, request.ByteSize()))
 
 
 async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[event_pb2.RolloutEvent]:

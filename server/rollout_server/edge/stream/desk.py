@@ -14,6 +14,8 @@ from rollout_server.edge.rpc.wire import train as wire
 from rollout_server.edge.stream.content import Refused, Started
 from rollout_server.edge.stream.stream import Stream
 from rollout_server.edge.stream.streams import Streams
+from rollout_server.edge.trainer.bounds import aside
+from rollout_server.runtime.admitted import Admitted
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.roster import Roster
 from rollout_server.runtime.wish import Caller, Wish
@@ -127,9 +129,8 @@ class Desk:
 
     async def _start(self, stream: Stream, sequence: int, start: wire.Start, caller: Caller) -> None:
         try:
-            wishes = wire.wishes(start, caller)
-            wrong = self._violations(wishes[0])
-            taken = await self.roster.start_all(wishes, wrong, partial(self._check, stream))
+            admitted = await aside(lambda: self._admitted(start, caller), start.ByteSize() * max(start.count, 1))
+            taken = await self.roster.start_all(admitted, partial(self._check, stream))
         except RolloutError as error:
             stream.reply(Refused(sequence, error))
             return
@@ -139,6 +140,11 @@ class Desk:
             return
         for rollout, attached in taken:
             stream.reply(Started(self.streams.sit(rollout, stream), attached))
+
+    def _admitted(self, start: wire.Start, caller: Caller) -> Sequence[Admitted]:
+        wishes = wire.wishes(start, caller)
+        wrong = self._violations(wishes[0])
+        return [self.roster.admit(wish, wrong) for wish in wishes]
 
     def _check(self, stream: Stream, found: Sequence[Rollout | None]) -> None:
         """Raises where these rollouts cannot be on a stream: `NotPossible`, `Busy`."""
