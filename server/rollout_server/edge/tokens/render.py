@@ -200,10 +200,10 @@ class Renderer:
         return Rendered(truth, longer, unseen=unseen_messages(full, found.text))
 
     def _append(self, turn: Turn) -> Rendered:
-        last, answered = turn.last, turn.answered
+        last, answered, fields = turn.last, turn.answered, self._fields(turn.messages)
         if last is None:
-            return self._predict(turn)
-        fields = self._fields(turn.messages)
+            self._text = turn.messages, self._render(fields, True)
+            return Rendered(Prediction(pack_tokens(), self.loaded.grow(Encoded(), self._text[1]).ids))
         short, due = None, True
         if self.loaded.probed.short_form and self._proof.usable:
             due = self._proof.due(fields, answered)
@@ -265,10 +265,8 @@ class Renderer:
         stop = found.stop
         if stop is None:
             ids = self.loaded.encode(found.text)
-            held = last.token_ids[-1:] if last.token_ids is not None else pack_tokens()
-            return Prediction(
-                pack_tokens(), ids[1:] if held and held == ids[:1] and self.loaded.is_special(ids[0]) else ids
-            )
+            is_there = last.token_ids and last.token_ids[-1:] == ids[:1] and self.loaded.is_special(ids[0])
+            return Prediction(pack_tokens(), ids[1:] if is_there else ids)
         start = 0 if prompt is None else len(prompt.text) - len(found.text) - len(stop.text)
         known = None if prompt is None else prompt.behind(stop.id, start)
         if known is not None:
