@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator
@@ -12,8 +13,10 @@ import httpx
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server import app
+from rollout_server.core.error import Unauthenticated
 from rollout_server.edge import wrong_keys
 from rollout_server.edge.keys import entry_of
+from rollout_server.edge.rpc.open_calls import OpenCalls
 from rollout_server.edge.wrong_keys import BURST, DELAY_SECONDS, WrongKeys
 
 from tests.keys.test_callers import bearing
@@ -69,6 +72,36 @@ async def test_calls_under_way_end_with_their_key_and_no_others(server: Caller, 
     while (item := await staying.read()) is not grpc.aio.EOF:
         last = item.event.WhichOneof("event")
     assert last == "finished"
+
+
+async def test_a_call_that_is_long_in_ending_holds_up_no_other_check() -> None:
+    calls, ending, may_end = OpenCalls(), asyncio.Event(), asyncio.Event()
+
+    def check() -> None:
+        raise Unauthenticated("revoked")
+
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await may_end.wait()
+
+    async def called() -> None:
+        with calls.entered(check) as call:
+            await call.wait(slow_to_end())
+
+    first = asyncio.create_task(called())
+    await asyncio.sleep(0)
+    calls.end_revoked()
+    await ending.wait()
+    second = asyncio.create_task(called())
+    await asyncio.sleep(0)
+    may_end.set()  # which `first` takes note of later
+    calls.end_revoked()
+    for task in (first, second):
+        with pytest.raises(Unauthenticated, match="revoked"):
+            await task
 
 
 async def test_server_sent_events_end_with_their_key(server: Caller, keys: Path) -> None:

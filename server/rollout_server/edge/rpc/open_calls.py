@@ -32,10 +32,10 @@ class OpenCall:
             self._waiting = None
 
     def revoke(self) -> None:
-        """Ends the call, now or when it next waits."""
+        """Ends the call, now or when it next waits. A call that is ending already is left to it."""
+        if not self._revoked and self._waiting is not None:
+            self._waiting.reschedule(0)  # raises once it has expired
         self._revoked = True
-        if self._waiting is not None:
-            self._waiting.reschedule(0)
 
 
 class OpenCalls:
