@@ -227,6 +227,23 @@ def test_a_broken_file_is_kept_out_and_told_of_once(
     assert [each.levelname for each in caplog.records] == ["ERROR", "INFO"]
 
 
+def test_a_file_that_could_not_be_opened_for_a_moment_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the process has too many files open: nothing about the file changes when that is over."""
+    file = tmp_path / "keys"
+    put(file, ENTRIES[0])
+    ring = Keyring((), file)
+    put(file, ENTRIES[1])
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+        ring.refresh()
+    assert ring.caller(ALICE) == Caller("alice")
+    ring.refresh()
+    refused(ring, ALICE)
+    assert ring.caller(BOB) == Caller("bob")
+
+
 def test_a_file_that_goes_away_is_told_of_once_and_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "keys"
     put(file, ENTRIES[0])

@@ -119,8 +119,8 @@ class Keyring:
             stamp = _stamp(self._file)
             if stamp == self._stamp:
                 return
-            self._stamp = stamp
             self._filed = _read(self._file)
+            self._stamp = stamp  # once it is read: what kept it from being read may pass without a trace in the file
         except (OSError, ValueError) as error:
             if str(error) != self._complaint:  # a file that stays away is told of once
                 _log.error("API keys stay as they were: %s", error)
