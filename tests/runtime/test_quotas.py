@@ -78,6 +78,22 @@ async def test_a_group_is_taken_whole_or_not_at_all() -> None:
     await world.close()
 
 
+async def test_what_was_cancelled_while_it_waited_is_not_kept_in_line(new_world: type[World]) -> None:
+    world = new_world(capacity=Capacity(running=1))
+    running = world.start(Say("8", seconds=10))
+    waiting = [world.start(priority=n % 3) for n in range(60)]
+    for rollout in waiting[5:]:
+        rollout.ask_to_end(Cancellation("not needed"))
+        await outcome_of(rollout)
+    await asyncio.sleep(0)
+    assert len(world.roster._queue._uses["me"].line) <= 10
+    await outcome_of(running)
+    for rollout in waiting[:5]:
+        await outcome_of(rollout)
+    # By priority, then in the order in which they came.
+    assert world.opened == [each.spec.rollout_id for each in (running, *(waiting[n] for n in (2, 1, 4, 0, 3)))]
+
+
 async def test_a_free_slot_goes_to_the_caller_with_the_fewest_that_run(new_world: type[World]) -> None:
     world = new_world(capacity=Capacity(running=4))
     first = [world.start(Say("8", seconds=10 + n), caller="many", priority=9) for n in range(20)]

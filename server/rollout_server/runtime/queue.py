@@ -40,7 +40,7 @@ class Queue:
         self.bytes = 0
 
     def __len__(self) -> int:
-        """Rollouts that wait."""
+        """How many rollouts wait for a slot, of all callers. Those that run are not among them: see `running`."""
         return len(self._waiting)
 
     def check(self, caller: str, sizes: Sequence[int]) -> None:
@@ -86,8 +86,9 @@ class Queue:
             return False
         use = self._use(rollout.caller)
         use.queued -= 1
-        if not use.queued:
-            use.line.clear()
+        if len(use.line) > 2 * use.queued:  # else a server without a free slot would keep all that were ever cancelled
+            use.line = [each for each in use.line if each[2] in self._waiting]
+            heapq.heapify(use.line)
         return True
 
     def leave(self, rollout: Rollout) -> None:
