@@ -181,6 +181,14 @@ async def test_minutes_at_most_where_the_rollout_has_a_day(
     assert failure.http_status == status
 
 
+@one_loop
+async def test_refusals_are_waited_for_from_the_first_of_them_on(client: HttpClient) -> None:
+    """Other failures before it take nothing of that time."""
+    trainers = PlainTrainers(client, Retries(first=0.3, refused=0.2))
+    async with raw_trainer(answer(b"", 500), answer(b"", 503, retry_after="0"), answer()) as trainer:
+        assert (await Asking(trainers, trainer.url).turn()).attempts == 3
+
+
 async def test_a_trainer_that_is_down_for_a_moment_costs_no_sibling(connect: Connect) -> None:
     trainers = PlainTrainers(connect(HttpSettings()), Retries(count=20, first=0.02, most=0.1))
     with socket.socket() as bound:

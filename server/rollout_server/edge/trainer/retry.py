@@ -98,13 +98,14 @@ async def fetch_again(
     each attempt that may have been answered before it is made again. Raises `Failed`.
     """
     attempts = siblings = failures = 0
-    patient = None
+    patient = None  # the errand with the time until which refusals are waited for, from the first one on
     while True:
         attempts += 1
         got = await _attempt(client, errand, attempts)
         if isinstance(got, HttpAnswer):
-            patient = patient or replace(errand, deadline=retries.refused_until(errand.deadline))
-            if _worth_waiting(got, patient):
+            if got.retry_after is not None and patient is None:
+                patient = replace(errand, deadline=retries.refused_until(errand.deadline))
+            if patient is not None and _worth_waiting(got, patient):
                 await asyncio.sleep(pause(got, attempts))
                 continue
             # A trainer that says when to come back, and says it too late, is not asked before that time either.
