@@ -189,6 +189,18 @@ async def test_there_are_no_more_processes_than_places() -> None:
     await bench.bench.close()
 
 
+async def test_of_two_processes_that_start_at_once_each_takes_the_place_of_an_idle_one() -> None:
+    bench = Bench(PoolLimits(processes=2))
+    counts = []
+    try:
+        for name in ("where", "fresh", "where"):
+            results = await asyncio.gather(bench(name), bench(name))
+            counts.append([json.loads(result.text)[1] for result in results])
+    finally:
+        await bench.bench.close()
+    assert counts == [[1, 1]] * 3  # a process that had stayed would have counted on
+
+
 async def test_an_idle_process_ends_after_a_while() -> None:
     bench = Bench(PoolLimits(idle_seconds=0.01))
     await gone(json.loads((await bench("where")).text)[0])

@@ -44,6 +44,7 @@ class ProcessPool:
         self._idle: dict[ToolProcess, tuple[_Key, asyncio.TimerHandle]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._running: set[ToolProcess] = set()
+        self._starting = 0
         self._closed = False
 
     @property
@@ -85,9 +86,13 @@ class ProcessPool:
                 return process
         if self._closed:
             raise ToolFailed("The server is stopping", "Closed")
-        if len(self._idle) + len(self._running) >= self._most and self._idle:
+        if len(self._idle) + len(self._running) + self._starting >= self._most and self._idle:
             self.end(next(iter(self._idle)))
-        process = await ToolProcess.start(policy.environment)
+        self._starting += 1
+        try:
+            process = await ToolProcess.start(policy.environment)
+        finally:
+            self._starting -= 1
         self._running.add(process)
         if self._closed:
             self.end(process)
