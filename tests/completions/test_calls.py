@@ -13,7 +13,14 @@ from google.rpc import error_details_pb2
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
 from rollout_client import AsyncClient, Target, samples
-from rollout_server.edge.channels import LARGEST_ANSWER
+from rollout_server.core.outcome import Category
+from rollout_server.edge.channels import LARGEST_ANSWER, Channels
+from rollout_server.edge.rpc.tls import ClientTls
+from rollout_server.edge.targets.lookup import CheckedLookup
+from rollout_server.edge.targets.rules import TargetRules
+from rollout_server.edge.trainer.calling import Call, Caller
+from rollout_server.edge.trainer.retry import Retries
+from rollout_server.runtime.port import Failed
 
 from tests.completions.raw_trainer import BASE_UNKNOWN, Act, Fault, RawTrainer, info, serving
 from tests.completions.talk import Talk, connected, noop
@@ -104,6 +111,18 @@ async def test_a_trainer_that_wants_to_be_asked_after_the_end_is_not_asked(clien
     assert "wants to be asked again in 3600 s, which is longer than the rollout waits" in outcome.failure.message
     assert "may have been generated" not in outcome.failure.message
     assert len(trainer.requests) == 1
+
+
+async def test_a_target_that_the_rules_refuse_is_not_asked_again() -> None:
+    lookup = CheckedLookup(TargetRules.parse("10.0.0.0/8"))
+    channels = Channels(lookup, ClientTls())
+    caller, call = Caller(channels, "grpc://127.0.0.1:1", Retries(), 1.0, False), Call(1, None)
+    with pytest.raises(Failed) as failed:
+        await caller.complete(pb.CompleteRequest(), call)
+    assert (failed.value.failure.category, call.attempts) == (Category.VALIDATION, 1)
+    assert "ROLLOUT_TARGETS do not allow" in failed.value.failure.message
+    assert "is it running" not in failed.value.failure.message
+    await lookup.close()
 
 
 async def test_being_put_off_does_not_use_up_the_retries(client: AsyncClient) -> None:

@@ -27,6 +27,7 @@ from rollout_server.edge.rpc.wire.completion import (
     response_aside,
 )
 from rollout_server.edge.rpc.wire.detail import ledger_mismatch, reason, retry_delay
+from rollout_server.edge.targets.rules import TargetRefused
 from rollout_server.edge.trainer.refusal import redacted
 from rollout_server.edge.trainer.retry import Retries
 from rollout_server.runtime.port import Credentials, Failed
@@ -141,6 +142,8 @@ class Caller:
             call.attempts += 1
             try:
                 return await _once(self, request, call)
+            except TargetRefused as error:
+                raise Failed(Failure(Category.VALIDATION, f"turn {call.turn}: {error}", call.turn)) from error
             except OSError as error:  # no connection came about
                 pause = _pause(call, self.retries, once_more=True)
                 if pause is None:
