@@ -304,16 +304,28 @@ def written(calls: int) -> Callable[[pb.CompleteRequest, pb.CompleteResponse], N
     return act
 
 
+def in_parts(*parts: object, text: str = "") -> Callable[[pb.CompleteRequest, pb.CompleteResponse], None]:
+    def act(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
+        response.message.chat.role = "assistant"
+        response.message.chat.parts.add(text=text)
+        for part in parts:
+            response.message.chat.parts.add(json=json.dumps(part))
+
+    return act
+
+
 @pytest.mark.parametrize(
     ("act", "said"),
     [
         (chatting(2000), f"tool_calls holds 2000 calls, at most {MOST} are read"),
         (written(2000), f"tool_calls holds 2000 calls, at most {MOST} are read"),
         (chatting(40_000), f"more than {MESSAGE_VALUES} fields"),
+        (in_parts(text="x" * (MESSAGE_BYTES + 1)), f"at most {MESSAGE_BYTES} are read"),
+        (in_parts(*[{"n": [1] * 40_000}] * 2), f"more than {MESSAGE_VALUES} values"),
         (lambda _, response: response.token_ids.extend([1] * 3 * LARGE), f"at most {ANSWER_VALUES} are read"),
         (lambda _, response: response.prompt_ids.values.extend([1] * 3 * LARGE), f"at most {ANSWER_VALUES} are read"),
     ],
-    ids=["chat", "json", "fields", "ids", "prompt"],
+    ids=["chat", "json", "fields", "text", "values", "ids", "prompt"],
 )
 async def test_grpc_trainers_are_held_to_the_same(
     client: AsyncClient, act: Callable[[pb.CompleteRequest, pb.CompleteResponse], None], said: str

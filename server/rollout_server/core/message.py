@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TypeAlias
 
 JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
@@ -23,7 +22,11 @@ MAX_VALUES = 100_000
 _MAX_DIGITS = 4300
 # Possessive, and content with a string that is not closed: it never goes back.
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[][{}]', re.DOTALL)
-_MARKS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{,]', re.DOTALL)
+# What is a text of JSON, and what stands between two.
+_PARTS = re.compile(rb'[^"]++|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_QUOTE = ord('"')
+_NO_SEPARATORS = bytes(code for code in range(256) if code not in b",[{")
+_PIECE = 1024 * 1024
 
 
 class MalformedMessage(ValueError):
@@ -108,20 +111,42 @@ def utf8_length(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def first_too_many(texts: Sequence[str]) -> int | None:
-    """The index of the JSON text with which all of them hold more than `MAX_VALUES` values; None where they do not.
+def has_more_values(data: bytes, most: int) -> bool:
+    """Whether some JSON holds more than `most` values. Its separators are counted, and nothing is built."""
+    # Those within strings among them, which nearly always are few.
+    return _separators(data) > most and _values(data, most) > most
 
-    Every value follows a comma, or begins a list or an object. Nothing is parsed, and nothing is told apart where even with those
-    within strings there are few. A value has at most a name, a text and a mark, so what is looked at is bounded, too.
-    """
-    if sum(text.count(",") + text.count("[") + text.count("{") for text in texts) <= MAX_VALUES:
+
+def first_too_many(texts: Sequence[str], most: int = MAX_VALUES) -> int | None:
+    """The index of the JSON text with which all of them hold more than `most` values; None where they do not."""
+    # Those within strings among them, which nearly always are few.
+    if sum(text.count(",") + text.count("[") + text.count("{") for text in texts) <= most:
         return None
     values = 0
     for index, text in enumerate(texts):
-        values += sum(match[0] in "[{," for match in islice(_MARKS.finditer(text), 4 * MAX_VALUES))
-        if values > MAX_VALUES:
+        values += _values(text.encode("utf-8", "surrogatepass"), most)
+        if values > most:
             return index
     return None
+
+
+def _values(data: bytes, most: int) -> int:
+    """The values of some JSON: each follows a comma, or begins a list or an object. Some number above `most`: there are more."""
+    found = 0
+    for number, part in enumerate(_PARTS.finditer(data)):
+        text = part[0]
+        if text[0] != _QUOTE:
+            found += _separators(text)
+        if found > most or number > 4 * most:  # a value has at most a name and a text, and something beside each
+            return most + 1
+    return found
+
+
+def _separators(data: bytes) -> int:
+    """How many there are, found in one pass. Piece by piece, since another thread gets the GIL only in between."""
+    if len(data) <= _PIECE:
+        return len(data.translate(None, _NO_SEPARATORS))
+    return sum(_separators(data[at : at + _PIECE]) for at in range(0, len(data), _PIECE))
 
 
 def _is_deep(text: str) -> bool:

@@ -6,7 +6,6 @@ Who answers is not under this server's control, so every answer, over HTTP and g
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
@@ -14,7 +13,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from rollout_server.core.limits import CALLS_READ
-from rollout_server.core.message import MalformedMessage
+from rollout_server.core.message import MalformedMessage, has_more_values
 
 ANSWER_BYTES: Final = 32 * 1024 * 1024
 """Bytes of one answer: four times what a million prompt ids and as many characters of text take as JSON."""
@@ -27,11 +26,6 @@ MESSAGE_VALUES: Final = 2**16
 
 _LARGE: Final = 64 * 1024
 """Bytes. Parsing less takes about as long as handing it to a thread."""
-_PIECE: Final = 1024 * 1024
-_NO_SEPARATORS: Final = bytes(code for code in range(256) if code not in b",[{")
-_QUOTE: Final = ord('"')
-_PARTS: Final = re.compile(rb'[^"]++|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""What is a text of JSON, and what stands between two."""
 
 _T = TypeVar("_T")
 
@@ -58,15 +52,9 @@ async def aside(read: Callable[[], _T], size: int) -> _T:
 
 
 def check_values(data: bytes, most: int) -> None:
-    """Raises `MalformedMessage` for JSON of more than `most` values. Counts what separates them; nothing is built."""
-    if _separators(data, 0, len(data)) <= most:  # those in texts among them, which nearly always are few
-        return
-    found = 0
-    for number, part in enumerate(_PARTS.finditer(data)):
-        start, end = part.span()
-        found += 0 if data[start] == _QUOTE else _separators(data, start, end)
-        if found > most or number > 4 * most:  # a value has at most a name and a text, and something beside each
-            raise MalformedMessage(f"it holds more than {most} values, which is the most that is read")
+    """Raises `MalformedMessage` for JSON of more than `most` values, without parsing it."""
+    if has_more_values(data, most):
+        raise MalformedMessage(f"it holds more than {most} values, which is the most that is read")
 
 
 def check_message(data: bytes, most_calls: int) -> None:
@@ -78,9 +66,14 @@ def check_message(data: bytes, most_calls: int) -> None:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             calls = ()  # the parser says what is wrong
         check_calls(len(calls), most_calls)
-    if len(data) > MESSAGE_BYTES:
-        raise MalformedMessage(f"it has {len(data)} bytes, at most {MESSAGE_BYTES} are read")
+    check_size(len(data))
     check_values(data, MESSAGE_VALUES)
+
+
+def check_size(size: int) -> None:
+    """Raises `MalformedMessage` for a message of more bytes than are read of an answer."""
+    if size > MESSAGE_BYTES:
+        raise MalformedMessage(f"it has {size} bytes, at most {MESSAGE_BYTES} are read")
 
 
 def check_calls(calls: int, most: int) -> None:
@@ -88,10 +81,3 @@ def check_calls(calls: int, most: int) -> None:
     if calls > most:
         where = f"{CALLS_READ} times `limits.calls_per_turn`, which the request or the agent sets"
         raise MalformedMessage(f"tool_calls holds {calls} calls, at most {most} are read: {where}")
-
-
-def _separators(data: bytes, start: int, end: int) -> int:
-    """How many there are, found in one pass. Piece by piece, since another thread gets the GIL only in between."""
-    return sum(
-        len(data[at : min(at + _PIECE, end)].translate(None, _NO_SEPARATORS)) for at in range(start, end, _PIECE)
-    )

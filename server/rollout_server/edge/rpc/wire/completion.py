@@ -23,7 +23,7 @@ from rollout_server.core.ledger import (
     pack_logprobs,
     pack_tokens,
 )
-from rollout_server.core.message import MalformedMessage, Message, tool_calls
+from rollout_server.core.message import MalformedMessage, Message, first_too_many, tool_calls, utf8_length
 from rollout_server.core.record import Asked
 from rollout_server.core.segment import Plane
 from rollout_server.core.spec import Sampling, Spec
@@ -34,7 +34,14 @@ from rollout_server.edge.rpc.wire.outcome import origin_to_proto
 from rollout_server.edge.rpc.wire.plane import extra_from_proto, planes_from_proto
 from rollout_server.edge.rpc.wire.spec import sampling_to_proto
 from rollout_server.edge.rpc.wire.text import utf8
-from rollout_server.edge.trainer.bounds import ANSWER_VALUES, MESSAGE_VALUES, aside, check_calls, check_message
+from rollout_server.edge.trainer.bounds import (
+    ANSWER_VALUES,
+    MESSAGE_VALUES,
+    aside,
+    check_calls,
+    check_message,
+    check_size,
+)
 from rollout_server.runtime.port import Tool
 
 _P = TypeVar("_P", pb.CompleteResponse, pb.ReadLedgerResponse)
@@ -202,8 +209,9 @@ def _parsed(kind: type[_P], data: bytes) -> _P:
 def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Completion:
     """Reads an answer. Raises `MalformedCompletion`."""
     try:
-        _check_size(proto, most_calls)
+        _check_values(proto, most_calls)
         message = message_from_proto(proto.message)
+        check_size(utf8_length(message.text))
         calls = len(tool_calls(message.fields()))
     except MalformedMessage as error:
         raise MalformedCompletion(f"message: {error}") from None
@@ -241,14 +249,15 @@ async def completion_aside(proto: pb.CompleteResponse, most_calls: int) -> Compl
     return await aside(lambda: completion_from_proto(proto, most_calls), proto.ByteSize())
 
 
-def _check_size(proto: pb.CompleteResponse, most_calls: int) -> None:
-    """Raises `MalformedMessage` for what is more than is read of an answer."""
+def _check_values(proto: pb.CompleteResponse, most_calls: int) -> None:
+    """Raises `MalformedMessage` for more calls or values than are read of an answer, before any of them is parsed."""
     if proto.message.WhichOneof("form") == "json":
         check_message(proto.message.json.encode("utf-8", "surrogatepass"), most_calls)
-    else:
-        check_calls(len(proto.message.chat.tool_calls), most_calls)
-        if len(proto.message.chat.parts) > MESSAGE_VALUES:
-            raise MalformedMessage(f"it has more than {MESSAGE_VALUES} parts, which is the most that is read")
+        return
+    check_calls(len(proto.message.chat.tool_calls), most_calls)
+    parts = proto.message.chat.parts
+    if len(parts) > MESSAGE_VALUES or first_too_many([part.json for part in parts], MESSAGE_VALUES) is not None:
+        raise MalformedMessage(f"its parts hold more than {MESSAGE_VALUES} values, which is the most that is read")
 
 
 def held_tokens(ledger: pb.ReadLedgerResponse) -> tuple[Tokens, Sequence[Author]] | None:
