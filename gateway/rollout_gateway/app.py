@@ -87,8 +87,12 @@ def create_app(
     rollouts, meters = Rollouts(stub_of(channels), settings), Meters()
     keys = KeyCheck(rollouts.server, settings.call_seconds)
     intake = Intake(keys, _BODIES_UNDER_WAY * settings.max_body_bytes)
-    dialects = [synchronous_router(rollouts, intake), asynchronous_router(rollouts, intake)]
-    plain = [rollouts_router(rollouts, intake), events_router(rollouts), service_router(rollouts, meters, metrics)]
+    dialects = [synchronous_router(rollouts, intake), asynchronous_router(rollouts, keys, intake)]
+    plain = [
+        rollouts_router(rollouts, intake),
+        events_router(rollouts),
+        service_router(rollouts, keys, meters, metrics),
+    ]
     app = GatewayApp(
         title="Rollout gateway",
         version="1",

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 #: The statuses of a call whose key is none of the server's.
 STRANGER: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-# The server looks at the key of each call again; this is only for how long bodies may still be sent under one that was revoked.
+# The server looks at the key of each call again; this is only for how long bodies may still be sent, and metrics read, under one
+# that was revoked.
 _ACCEPTED_SECONDS: Final = 1.0
 _MOST_ACCEPTED: Final = 1024
 

@@ -15,6 +15,7 @@ from rollout_gateway.counting import Meters
 from rollout_gateway.resource import described as shown
 from rollout_gateway.resource.rollout import agents_answer
 from rollout_gateway.routes.rollouts import NO_QUERY
+from rollout_gateway.strangers import KeyCheck
 
 _RETRY_SECONDS: Final = "1"
 _EXPOSITION: Final[dict[str, Any]] = {
@@ -23,7 +24,9 @@ _EXPOSITION: Final[dict[str, Any]] = {
 }
 
 
-def service_router(rollouts: Rollouts, meters: Meters, metrics: Callable[[], bytes] | None) -> APIRouter:
+def service_router(
+    rollouts: Rollouts, keys: KeyCheck, meters: Meters, metrics: Callable[[], bytes] | None
+) -> APIRouter:
     """The routes about the service; `metrics` gives the server's own, where it runs in this process."""
     router = APIRouter(tags=["service"], default_response_class=Response)
 
@@ -52,7 +55,7 @@ def service_router(rollouts: Rollouts, meters: Meters, metrics: Callable[[], byt
         """Metrics of the server and of the gateway. Needs a key where the server does; a gateway's own are open."""
         if metrics is None:
             return Response(meters.text(), media_type=CONTENT_TYPE_LATEST)
-        await _demand_key_where_needed(rollouts, request)
+        await keys.demand(call_metadata(request))
         both = metrics().rstrip(b"\n") + b"\n" + meters.text()
         return Response(both, media_type=CONTENT_TYPE_LATEST)
 
@@ -73,11 +76,3 @@ async def _readyz(rollouts: Rollouts, request: Request) -> Response:
 
 def _unready(status: str) -> Response:
     return JSONResponse({"status": status}, 503, {"retry-after": _RETRY_SECONDS})
-
-
-async def _demand_key_where_needed(rollouts: Rollouts, request: Request) -> None:
-    """Raises grpc.aio.AioRpcError, also where the server cannot be asked: what it would have said is not known."""
-    metadata, patience = call_metadata(request), rollouts.settings.call_seconds
-    server = await rollouts.stub.GetServerInfo(GetServerInfoRequest(), metadata=metadata, timeout=patience)
-    if server.keys_required:
-        await rollouts.stub.ListAgents(ListAgentsRequest(), metadata=metadata, timeout=patience)
