@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
-from rollout_gateway import extent, fleet, strangers
+from rollout_gateway import fleet, intake, strangers
 from rollout_gateway.app import create_app
 from rollout_gateway.body import EXAMPLE, MAX_MESSAGES, InvalidBody, RolloutBody, validated, violation
 from rollout_gateway.calls import CallMetadata
@@ -232,7 +232,7 @@ async def test_what_is_large_is_parsed_off_the_event_loop(
 
 async def test_too_many_values_never_reach_the_parser(server: ScriptedServer, address: str) -> None:
     async with stub(address) as rpcs, listening(host := Host(rpcs, 10**8)) as (_, port):
-        ones = b"[" + b"1," * (extent.MAX_VALUES - 2)
+        ones = b"[" + b"1," * (intake.MAX_VALUES - 2)
         assert await whole(port, ones + b"1]") == str(len(ones) + 2).encode()
         assert await whole(port, ones + b"1,1,1]") == b"InvalidBody"
         assert await whole(port, b"[" * 257 + b"]" * 257) == b"InvalidBody"

@@ -1,14 +1,20 @@
-"""The plain API: what this service is, whether it is well, and its metrics."""
+"""The plain API: what this service is, whether it is well, its metrics, and the page at /docs."""
 
+import base64
+import hashlib
+import re
 from collections.abc import Callable
+from importlib import resources
 from typing import Any, Final
 
 import grpc
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.staticfiles import StaticFiles
 from osmosis.rollout.v1.rollout_service_pb2 import GetServerInfoRequest, ListAgentsRequest
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from rollout_gateway.calls import Rollouts, call_metadata
 from rollout_gateway.counting import Meters
@@ -22,6 +28,10 @@ _EXPOSITION: Final[dict[str, Any]] = {
     "description": "Metrics in Prometheus' text form.",
     "content": {"text/plain": {"schema": {"type": "string"}}},
 }
+_FILES: Final = "/docs/files"
+# Relative to the page, so that they hold behind a proxy that serves the gateway under a prefix.
+_LOCAL: Final = _FILES.removeprefix("/")
+_SCRIPT: Final = re.compile("<script>(.*?)</script>", re.DOTALL)
 
 
 def service_router(
@@ -76,3 +86,32 @@ async def _readyz(rollouts: Rollouts, request: Request) -> Response:
 
 def _unready(status: str) -> Response:
     return JSONResponse({"status": status}, 503, {"retry-after": _RETRY_SECONDS})
+
+
+def add_docs(app: FastAPI) -> None:
+    """Adds the page, Swagger UI, and the files that it loads, which are installed with this package: it needs no internet."""
+    page = get_swagger_ui_html(
+        openapi_url="openapi.json",
+        title=app.title,
+        swagger_js_url=f"{_LOCAL}/swagger-ui-bundle.js",
+        swagger_css_url=f"{_LOCAL}/swagger-ui.css",
+        swagger_favicon_url=f"{_LOCAL}/favicon.png",
+    )
+    html = bytes(page.body).decode()
+    headers = {"content-security-policy": _policy(html)}
+
+    async def docs(_: Request) -> HTMLResponse:
+        return HTMLResponse(html, headers=headers)
+
+    app.add_route("/docs", docs, include_in_schema=False)
+    app.mount(_FILES, StaticFiles(directory=str(resources.files("fastapi_offline") / "static")))
+
+
+def _policy(html: str) -> str:
+    """Only this origin, and of scripts in the page only those that it has now."""
+    digests = (hashlib.sha256(script.encode()).digest() for script in _SCRIPT.findall(html))
+    scripts = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src 'self' {scripts}; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
