@@ -56,7 +56,9 @@ async def _serve(options: Options, serving: Callable[[str, int], None]) -> None:
         host = f"[{options.host}]" if ":" in options.host else options.host
         url = f"{scheme}://{host}:{port}"
         _LOG.info("gateway on %s, before %s", url, ", ".join(options.servers))
-        _LOG.info("open without an API key: GET /health, /healthz, /readyz, /metrics, /docs and /openapi.json")
+        _LOG.info(
+            "open without an API key, whatever servers demand: GET /health, /healthz, /readyz, /metrics, /docs and /openapi.json"
+        )
         if options.synchronous_key.get_secret_value():
             _LOG.warning("open without an API key: POST /rollout and GET /tools, which use ROLLOUT_SYNCHRONOUS_KEY")
         serving(url, port)

@@ -23,10 +23,9 @@ from rollout_gateway.resource.body import BODIES
 from rollout_gateway.resource.described import PlainError
 from rollout_gateway.resource.errors import answered_plainly
 from rollout_gateway.routes.asynchronous import asynchronous_router
-from rollout_gateway.routes.docs import add_docs
 from rollout_gateway.routes.events import events_router
 from rollout_gateway.routes.rollouts import rollouts_router
-from rollout_gateway.routes.service import service_router
+from rollout_gateway.routes.service import add_docs, service_router
 from rollout_gateway.routes.synchronous import synchronous_router
 from rollout_gateway.settings import GatewaySettings
 from rollout_gateway.strangers import KeyCheck
@@ -87,8 +86,12 @@ def create_app(
     rollouts, meters = Rollouts(stub_of(channels), settings), Meters()
     keys = KeyCheck(rollouts.server, settings.call_seconds)
     intake = Intake(keys, _BODIES_UNDER_WAY * settings.max_body_bytes)
-    dialects = [synchronous_router(rollouts, intake), asynchronous_router(rollouts, intake)]
-    plain = [rollouts_router(rollouts, intake), events_router(rollouts), service_router(rollouts, meters, metrics)]
+    dialects = [synchronous_router(rollouts, intake), asynchronous_router(rollouts, keys, intake)]
+    plain = [
+        rollouts_router(rollouts, intake),
+        events_router(rollouts),
+        service_router(rollouts, keys, meters, metrics),
+    ]
     app = GatewayApp(
         title="Rollout gateway",
         version="1",

@@ -120,13 +120,14 @@ def _trace(request: Request) -> CallMetadata:
 async def unless_hung_up(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     """Awaits `work`, but cancels it and raises HungUp when the client leaves. What is left of the body is dropped.
 
-    FastAPI does not cancel a plain handler, so the client is watched here.
+    FastAPI does not cancel a plain handler, so the client is watched here. Raises also what is wrong with the rest of the body.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if leaving.done():
+            leaving.result()
             raise HungUp
         return working.result()
     finally:

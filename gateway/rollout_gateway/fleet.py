@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Health checks wait for it, and a server that hangs must not make the others look ill.
 _SUMMARY_SECONDS: Final = 3.0
+_NOBODY: Final = "nobody can answer"
 _T = TypeVar("_T")
 
 
@@ -177,6 +178,17 @@ class Fleet:
 
         return united(await self._some(ask, terms))
 
+    async def AnyAgents(
+        self, request: pb.ListAgentsRequest, *, metadata: CallMetadata = (), timeout: float | None = None
+    ) -> pb.ListAgentsResponse:
+        """The agents of the server that answers first: one that hangs delays nobody."""
+        terms = Terms.of(metadata, timeout)
+
+        async def ask(member: Member) -> pb.ListAgentsResponse:
+            return await member.stub.ListAgents(request, metadata=terms.metadata, timeout=terms.left)
+
+        return await self._places.soonest(ask, terms, _NOBODY)
+
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, *, metadata: CallMetadata = (), timeout: float | None = None
     ) -> pb.GetServerInfoResponse:
@@ -192,7 +204,7 @@ class Fleet:
     async def _some(self, ask: Callable[[Member], Awaitable[_T]], terms: Terms) -> Sequence[_T]:
         answers = await self._places.everywhere(ask)
         if not answers.found:
-            raise self._failure(answers, terms, "nobody can answer")
+            raise self._failure(answers, terms, _NOBODY)
         return [answer for _, answer in answers.found]
 
     def _failure(self, answers: Answers[_T], terms: Terms, consequence: str) -> grpc.aio.AioRpcError:

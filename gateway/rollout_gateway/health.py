@@ -3,14 +3,14 @@
 from typing import Final
 
 import grpc
-from osmosis.rollout.v1.rollout_service_pb2 import GetServerInfoRequest, GetServerInfoResponse, ListAgentsRequest
+from osmosis.rollout.v1.rollout_service_pb2 import GetServerInfoRequest, GetServerInfoResponse
 from starlette.responses import JSONResponse, Response
 
 from rollout_gateway.calls import CallMetadata, Rollouts
 from rollout_gateway.status import Problem, problem
+from rollout_gateway.strangers import STRANGER, KeyCheck
 
 _SERVICE: Final = "rollout-server"
-_REFUSED: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 async def health(rollouts: Rollouts, metadata: CallMetadata) -> Response:
@@ -21,16 +21,15 @@ async def health(rollouts: Rollouts, metadata: CallMetadata) -> Response:
         return _unhealthy(error)
 
 
-async def platform_health(rollouts: Rollouts, metadata: CallMetadata) -> Response:
+async def platform_health(rollouts: Rollouts, keys: KeyCheck, metadata: CallMetadata) -> Response:
     """The answer of `GET /platform/health`: the same for holders of a key, 404 where the server demands none."""
     try:
         server = await _server(rollouts, metadata)
         if not server.keys_required:
             return Problem(404, "Not found").response()
-        # Any call that wants a key will do, and no other costs less.
-        await rollouts.stub.ListAgents(ListAgentsRequest(), metadata=metadata, timeout=rollouts.settings.call_seconds)
+        await keys.demand(metadata)
     except grpc.aio.AioRpcError as error:
-        if error.code() in _REFUSED:
+        if error.code() in STRANGER:
             return Problem(401, "Invalid or missing API key", {"www-authenticate": "Bearer"}).response()
         return _unhealthy(error)
     return _told(server)

@@ -2,19 +2,31 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import accumulate
 from typing import Final, TypeVar
 
 from starlette.requests import Request
 
 from rollout_gateway.body import InvalidBody, demand_json, violation
 from rollout_gateway.calls import CallMetadata
-from rollout_gateway.extent import TooMuch, demand_bounded, most_values
 from rollout_gateway.strangers import KeyCheck
 
 # What is parsed on the event loop takes no more than some milliseconds.
 _SMALL_BYTES: Final = 64 * 1024
 _SMALL_VALUES: Final = 2_000
+# Only what a parser here can hold: parsed values take up to a hundred times the bytes of their text. How many values a rollout may
+# have is for the server to say, which also hears of them over gRPC; it takes fewer.
+MAX_VALUES: Final = 1_000_000
+MAX_DEPTH: Final = 256
+
+_PIECE: Final = 64 * 1024
+_STEPS: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in _STEPS)
 _T = TypeVar("_T")
+
+
+class TooMuch(ValueError):
+    """The text holds more than may be parsed; the text of the error says of what."""
 
 
 class Overloaded(Exception):
@@ -90,3 +102,31 @@ def _bounded(received: bytearray, parse: Callable[[bytes], _T]) -> _T:
     except TooMuch as error:
         raise InvalidBody([violation("too_long", (), f"The body is too large: {error}")]) from None
     return parse(content)
+
+
+def most_values(content: bytes | bytearray) -> int:
+    """At least as many values as the text holds; a cheap look, which also counts commas and brackets within strings."""
+    return 1 + content.count(b",") + content.count(b"[") + content.count(b"{")
+
+
+def demand_bounded(content: bytes, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> None:
+    """Raises TooMuch for a text of more values, or of more brackets within each other.
+
+    What is no JSON passes as far as it is none: a parser stops there.
+    """
+    if most_values(content) <= min(max_values, max_depth):
+        return
+    # Without escapes every quote begins or ends a string.
+    text = content.replace(b"\\\\", b"").replace(b'\\"', b"")
+    values, depth, in_string = 1, 0, 0
+    for start in range(0, len(text), _PIECE):
+        parts = text[start : start + _PIECE].split(b'"')
+        outside = b"".join(parts[in_string::2])
+        in_string ^= (len(parts) - 1) & 1
+        values += most_values(outside) - 1
+        if values > max_values:
+            raise TooMuch(f"more than {max_values} values")
+        depths = list(accumulate(map(_STEPS.__getitem__, outside.translate(None, _NO_BRACKETS)), initial=depth))
+        if max(depths) > max_depth:
+            raise TooMuch(f"nested deeper than {max_depth}")
+        depth = depths[-1]

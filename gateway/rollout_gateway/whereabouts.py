@@ -9,9 +9,9 @@ but "a server is away".
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import grpc
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
@@ -149,7 +149,14 @@ class Whereabouts:
             await member.stub.GetRollout(asked, metadata=terms.metadata, timeout=terms.at_most(_LOOK_SECONDS))
             return member
 
-        asking = [asyncio.ensure_future(has(member)) for member in self.members]
+        return await self.soonest(has, terms, _MAY_BE_THERE)
+
+    async def soonest(self, ask: Callable[[Member], Coroutine[Any, Any, _T]], terms: Terms, consequence: str) -> _T:
+        """What the first server to answer says; all are asked at once. Raises AioRpcError.
+
+        A server that cannot be reached, and one that does not know what it is asked for, leave it to the others.
+        """
+        asking = [asyncio.create_task(ask(member)) for member in self.members]
         failures: list[grpc.aio.AioRpcError] = []
         try:
             for answer in asyncio.as_completed(asking):
@@ -164,7 +171,7 @@ class Whereabouts:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
         unsure = [error for error in failures if is_unsure(error)]
-        raise combined(unsure, len(asking), _MAY_BE_THERE, over=terms.over) if unsure else failures[0]
+        raise combined(unsure, len(asking), consequence, over=terms.over) if unsure else failures[0]
 
     def _note_start(self, key: StartKey, member: Member, first: Member) -> None:
         if member is first:

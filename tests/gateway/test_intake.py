@@ -11,19 +11,21 @@ from typing import Any
 
 import grpc
 import pytest
-from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
-from rollout_gateway import extent, strangers
+from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
+from rollout_gateway import fleet, intake, strangers
 from rollout_gateway.app import create_app
 from rollout_gateway.body import EXAMPLE, MAX_MESSAGES, InvalidBody, RolloutBody, validated, violation
 from rollout_gateway.calls import CallMetadata
+from rollout_gateway.channel import open_channel
 from rollout_gateway.init_body import INIT_EXAMPLE
 from rollout_gateway.intake import Intake, Overloaded
+from rollout_gateway.settings import GatewaySettings
 from rollout_gateway.strangers import KeyCheck
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from tests.gateway.running import Gateway, listening
+from tests.gateway.running import Gateway, http_client, listening, serving
 from tests.gateway.scripted_server import Refusal, ScriptedServer
 
 STRANGER = Refusal(grpc.StatusCode.UNAUTHENTICATED, "Invalid or missing API key")
@@ -98,6 +100,54 @@ async def test_accepted_keys_are_bounded(
             await keys.demand((("authorization", f"Bearer {number}"),))
             assert len(keys._accepted) <= 3
     assert keys._asking == {}
+
+
+@asynccontextmanager
+async def silent(server: ScriptedServer) -> AsyncIterator[None]:
+    """Has the server accept calls and answer none."""
+    released = asyncio.Event()
+
+    async def enter(rpc: str, context: Any) -> None:
+        await released.wait()
+
+    server._enter = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        released.set()
+
+
+async def test_who_has_a_deadline_does_not_wait_for_the_key_beyond_it(server: ScriptedServer, address: str) -> None:
+    async with (
+        silent(server),
+        serving(address, GatewaySettings(call_seconds=3600.0)) as (host, port),
+        http_client(f"http://{host}:{port}") as client,
+    ):
+        reply = await client.post("/v1/rollouts", json=PLAIN, headers={"grpc-timeout": "50m"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (504, "DEADLINE_EXCEEDED")
+
+
+async def test_one_server_of_a_fleet_that_hangs_delays_no_body(
+    server: ScriptedServer, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_SUMMARY_SECONDS", 3600.0)
+    async with one_of_two(address) as (hanging, stub), silent(hanging):
+        await KeyCheck(stub, 3600.0).demand(())
+        server.refusals["ListAgents"] = STRANGER
+        with pytest.raises(grpc.aio.AioRpcError, match="Invalid or missing API key"):
+            await KeyCheck(stub, 3600.0).demand(())
+
+
+@asynccontextmanager
+async def one_of_two(address: str) -> AsyncIterator[tuple[ScriptedServer, Any]]:
+    """Another server, and a fleet of it and the one at the address."""
+    another, grpc_server = ScriptedServer(), grpc.aio.server()  # type: ignore[abstract]  # rpcs that nobody calls
+    add_RolloutServiceServicer_to_server(another, grpc_server)
+    port = grpc_server.add_insecure_port("127.0.0.1:0")
+    await grpc_server.start()
+    async with open_channel(f"127.0.0.1:{port}") as first, open_channel(address) as second:
+        yield another, fleet.stub_of([first, second])
+    await grpc_server.stop(None)
 
 
 @asynccontextmanager
@@ -182,7 +232,7 @@ async def test_what_is_large_is_parsed_off_the_event_loop(
 
 async def test_too_many_values_never_reach_the_parser(server: ScriptedServer, address: str) -> None:
     async with stub(address) as rpcs, listening(host := Host(rpcs, 10**8)) as (_, port):
-        ones = b"[" + b"1," * (extent.MAX_VALUES - 2)
+        ones = b"[" + b"1," * (intake.MAX_VALUES - 2)
         assert await whole(port, ones + b"1]") == str(len(ones) + 2).encode()
         assert await whole(port, ones + b"1,1,1]") == b"InvalidBody"
         assert await whole(port, b"[" * 257 + b"]" * 257) == b"InvalidBody"

@@ -19,6 +19,7 @@ from rollout_gateway.calls import Rollouts
 from rollout_gateway.refusals import Refusals
 from rollout_gateway.routes.events import Patience, events_router
 from rollout_gateway.settings import GatewaySettings
+from rollout_gateway.strangers import KeyCheck
 
 from tests.gateway.plain import Plain, PlainServer, Sse, event, listening, plain_gateway, scripted
 from tests.gateway.running import http_client
@@ -59,7 +60,7 @@ async def impatient(server: PlainServer, patience: Patience) -> AsyncIterator[tu
         rollouts = Rollouts(RolloutServiceStub(channel), GatewaySettings())
         app = FastAPI()
         app.include_router(events_router(rollouts, patience))
-        Refusals(rollouts, lambda _: True).install(app)
+        Refusals(KeyCheck(rollouts.server, 10.0), lambda _: True).install(app)
         app.add_middleware(Boundary)
         async with listening(app) as where:
             yield where

@@ -14,6 +14,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc.error_details_pb2 import BadRequest
 from osmosis.rollout.v1 import message_pb2, outcome_pb2, spec_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from rollout_gateway.settings import GatewaySettings
 
 from tests.gateway.plain import KEY, Plain, plain_gateway
 from tests.gateway.scripted_server import UID, Refusal
@@ -214,6 +215,15 @@ async def test_waiting_answers_when_the_server_does(plain: Plain) -> None:
     plain.server.rollout = finished()
     plain.server.go.set()
     assert (await waiting).json()["state"] == "finished"
+
+
+@pytest.mark.parametrize("path", [f"{PATH}?wait=3600", f"{PATH}/events"])
+async def test_a_body_over_the_limit_is_told_to_who_waits(path: str) -> None:
+    async with plain_gateway(GatewaySettings(max_body_bytes=1024)) as plain:
+        plain.server.stays = True
+        plain.server.go.clear()
+        reply = await plain.http.request("GET", path, content=b"x" * 1025)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (413, "TOO_LARGE")
 
 
 async def test_hanging_up_ends_the_wait(plain: Plain) -> None:

@@ -149,14 +149,14 @@ async def test_metrics_of_the_server_come_with_the_gateways_own() -> None:
 async def test_metrics_of_the_server_want_a_key_where_it_has_some() -> None:
     async with plain_gateway(metrics=lambda: b"turns_total 1.0\n") as plain:
         plain.server.key = KEY
-        plain.server.server.keys_required = True
         for headers in ({}, {"authorization": "Bearer wrong"}):
             reply = await plain.http.get("/metrics", headers=headers)
             assert (reply.status_code, reply.headers["www-authenticate"]) == (401, "Bearer")
             assert "turns" not in reply.text
-        assert "turns_total 1.0" in (await plain.http.get("/metrics", headers=KNOWN)).text
-        plain.server.refusals["GetServerInfo"] = Refusal(Code.UNAVAILABLE, rich=False)
+        plain.server.refusals["ListAgents"] = Refusal(Code.UNAVAILABLE, rich=False)
         assert (await plain.http.get("/metrics", headers=KNOWN)).status_code == 503
+        plain.server.refusals.clear()
+        assert "turns_total 1.0" in (await plain.http.get("/metrics", headers=KNOWN)).text
 
 
 async def test_every_route_but_the_open_ones_wants_a_key(plain: Plain) -> None:

@@ -5,15 +5,15 @@ is not known is an error: nobody depends on this API yet, and a typo should not 
 """
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar, get_args
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 
 from rollout_gateway.body import InvalidBody, bound_messages, violation
 from rollout_gateway.resource import words
-from rollout_gateway.resource.keys import message
 
 MAX_UINT32: Final = 2**32 - 1
 MAX_SECONDS: Final = 10**9
@@ -199,7 +199,7 @@ def read_body(content: bytes, model: type[_M]) -> _M:
         return model.model_validate(values)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
-        raise InvalidBody([violation(each["type"], each["loc"], message(each, model)) for each in found]) from None
+        raise InvalidBody([violation(each["type"], each["loc"], _message(each, model)) for each in found]) from None
 
 
 def _values(loc: tuple[str, ...], raw: msgspec.Raw) -> dict[str, Any]:
@@ -231,3 +231,28 @@ def _parsed(loc: tuple[str, ...], raw: msgspec.Raw, kind: Any) -> Any:
 
 def _not_json(loc: tuple[str | int, ...], reason: str) -> InvalidBody:
     return InvalidBody([violation("json_invalid", loc, f"JSON decode error: {reason}")])
+
+
+def _message(error: Mapping[str, Any], model: type[BaseModel]) -> str:
+    """What is wrong; of an unknown key also where it belongs, or where the keys in it do."""
+    if error["type"] != "extra_forbidden":
+        return str(error["msg"])
+    value = error["input"]
+    parts = (value, *value.values()) if isinstance(value, dict) else ()
+    if error["loc"][-1] in (places := _places(model)):
+        return f"is not known here; it belongs {places[error['loc'][-1]]}"
+    if any(isinstance(part, dict) and not part.keys().isdisjoint(model.model_fields) for part in parts):
+        return "is not known here; the keys of a request belong at the top of the body"
+    return "is not known here"
+
+
+@cache
+def _places(model: type[BaseModel]) -> Mapping[str, str]:
+    """Where the keys of a body belong."""
+    owners: dict[str, list[str]] = {}
+    for name, field in model.model_fields.items():
+        for kind in get_args(field.annotation) or (field.annotation,):
+            for inner in getattr(kind, "model_fields", ()):
+                owners.setdefault(inner, []).append(name)
+    nested = {name: f"in {' or '.join(owner)}" for name, owner in owners.items()}
+    return nested | dict.fromkeys(model.model_fields, "at the top of the body")

@@ -16,6 +16,7 @@ from rollout_gateway.init_body import INIT_EXAMPLE, InitBody, parse_init
 from rollout_gateway.init_wire import init_answer, init_fields, init_request
 from rollout_gateway.intake import Intake
 from rollout_gateway.status import Fields, Problem, logged_problem
+from rollout_gateway.strangers import KeyCheck
 
 _INIT_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
     202: {"description": "The rollout was accepted, now or before.", "model": answers.InitAnswer},
@@ -38,7 +39,7 @@ _HEALTH_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
 _INIT_BODY: Final = answers.raw_body(InitBody, {"example": INIT_EXAMPLE})
 
 
-def asynchronous_router(rollouts: Rollouts, intake: Intake) -> APIRouter:
+def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: Intake) -> APIRouter:
     """The routes of the asynchronous dialect."""
     router = APIRouter(tags=["asynchronous dialect"])
 
@@ -60,7 +61,7 @@ def asynchronous_router(rollouts: Rollouts, intake: Intake) -> APIRouter:
     @router.get("/platform/health", response_class=JSONResponse, responses=_HEALTH_ANSWERS)
     async def keyed_health(request: Request) -> Response:
         """Whether rollouts can be run, and whether the request's key is one of the server's."""
-        return await platform_health(rollouts, call_metadata(request))
+        return await platform_health(rollouts, keys, call_metadata(request))
 
     return router
 

@@ -1,29 +1,42 @@
-"""The plain API: what this service is, whether it is well, and its metrics."""
+"""The plain API: what this service is, whether it is well, its metrics, and the page at /docs."""
 
+import base64
+import hashlib
+import re
 from collections.abc import Callable
+from importlib import resources
 from typing import Any, Final
 
 import grpc
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.staticfiles import StaticFiles
 from osmosis.rollout.v1.rollout_service_pb2 import GetServerInfoRequest, ListAgentsRequest
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from rollout_gateway.calls import Rollouts, call_metadata
 from rollout_gateway.counting import Meters
 from rollout_gateway.resource import described as shown
 from rollout_gateway.resource.rollout import agents_answer
 from rollout_gateway.routes.rollouts import NO_QUERY
+from rollout_gateway.strangers import KeyCheck
 
 _RETRY_SECONDS: Final = "1"
 _EXPOSITION: Final[dict[str, Any]] = {
     "description": "Metrics in Prometheus' text form.",
     "content": {"text/plain": {"schema": {"type": "string"}}},
 }
+_FILES: Final = "/docs/files"
+# Relative to the page, so that they hold behind a proxy that serves the gateway under a prefix.
+_LOCAL: Final = _FILES.removeprefix("/")
+_SCRIPT: Final = re.compile("<script>(.*?)</script>", re.DOTALL)
 
 
-def service_router(rollouts: Rollouts, meters: Meters, metrics: Callable[[], bytes] | None) -> APIRouter:
+def service_router(
+    rollouts: Rollouts, keys: KeyCheck, meters: Meters, metrics: Callable[[], bytes] | None
+) -> APIRouter:
     """The routes about the service; `metrics` gives the server's own, where it runs in this process."""
     router = APIRouter(tags=["service"], default_response_class=Response)
 
@@ -52,7 +65,7 @@ def service_router(rollouts: Rollouts, meters: Meters, metrics: Callable[[], byt
         """Metrics of the server and of the gateway. Needs a key where the server does; a gateway's own are open."""
         if metrics is None:
             return Response(meters.text(), media_type=CONTENT_TYPE_LATEST)
-        await _demand_key_where_needed(rollouts, request)
+        await keys.demand(call_metadata(request))
         both = metrics().rstrip(b"\n") + b"\n" + meters.text()
         return Response(both, media_type=CONTENT_TYPE_LATEST)
 
@@ -75,9 +88,30 @@ def _unready(status: str) -> Response:
     return JSONResponse({"status": status}, 503, {"retry-after": _RETRY_SECONDS})
 
 
-async def _demand_key_where_needed(rollouts: Rollouts, request: Request) -> None:
-    """Raises grpc.aio.AioRpcError, also where the server cannot be asked: what it would have said is not known."""
-    metadata, patience = call_metadata(request), rollouts.settings.call_seconds
-    server = await rollouts.stub.GetServerInfo(GetServerInfoRequest(), metadata=metadata, timeout=patience)
-    if server.keys_required:
-        await rollouts.stub.ListAgents(ListAgentsRequest(), metadata=metadata, timeout=patience)
+def add_docs(app: FastAPI) -> None:
+    """Adds the page, Swagger UI, and the files that it loads, which are installed with this package: it needs no internet."""
+    page = get_swagger_ui_html(
+        openapi_url="openapi.json",
+        title=app.title,
+        swagger_js_url=f"{_LOCAL}/swagger-ui-bundle.js",
+        swagger_css_url=f"{_LOCAL}/swagger-ui.css",
+        swagger_favicon_url=f"{_LOCAL}/favicon.png",
+    )
+    html = bytes(page.body).decode()
+    headers = {"content-security-policy": _policy(html)}
+
+    async def docs(_: Request) -> HTMLResponse:
+        return HTMLResponse(html, headers=headers)
+
+    app.add_route("/docs", docs, include_in_schema=False)
+    app.mount(_FILES, StaticFiles(directory=str(resources.files("fastapi_offline") / "static")))
+
+
+def _policy(html: str) -> str:
+    """Only this origin, and of scripts in the page only those that it has now."""
+    digests = (hashlib.sha256(script.encode()).digest() for script in _SCRIPT.findall(html))
+    scripts = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src 'self' {scripts}; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
