@@ -135,7 +135,11 @@ class Server:
         if settings.http:
             await self._start_http(socket, keys)
         self._repeat(self._roster.forget, settings.cleanup_seconds)
-        self._repeat(lambda: keys.refresh(self._rpc.end_revoked), KEYS_SECONDS)
+
+        def refresh_keys() -> None:
+            keys.refresh(self._rpc.end_revoked)
+
+        self._repeat(refresh_keys, KEYS_SECONDS)
         log_exposure(settings, keys)
         self._watch_loop()  # last: nobody waits for what a start takes
 
@@ -297,4 +301,9 @@ async def _first_of(*coroutines: object) -> None:
 async def _forever(work: Callable[[], None], seconds: float) -> None:
     while True:
         await asyncio.sleep(seconds)
-        work()
+        try:
+            work()
+        except (
+            Exception
+        ):  # next time it may work again; ended, revoked keys would stay valid and rollouts be kept for ever
+            _log.exception("%s failed; it is tried again in %g s", work.__name__, seconds)

@@ -119,6 +119,20 @@ async def test_server_sent_events_end_with_their_key(server: Caller, keys: Path)
         assert (await client.get(f"/v1/rollouts/{uid}/events", headers=headers)).status_code == 401
 
 
+async def test_what_fails_once_is_repeated_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    went_on, failures = asyncio.Event(), iter([RuntimeError("once")])
+
+    def refresh_keys() -> None:
+        for failure in failures:
+            raise failure
+        went_on.set()
+
+    task = asyncio.create_task(app._forever(refresh_keys, 0))
+    await asyncio.wait_for(went_on.wait(), 60)
+    task.cancel()
+    assert [record.getMessage() for record in caplog.records] == ["refresh_keys failed; it is tried again in 0 s"]
+
+
 async def test_wrong_keys_are_logged_by_their_hash_alone(server: Caller, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     url = f"http://127.0.0.1:{server.server.http_port}"

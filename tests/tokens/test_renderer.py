@@ -292,10 +292,13 @@ def test_so_many_switches_are_remembered_and_no_more(ours) -> None:
     loaded = ours("toy", "{{ messages | map(attribute='content') | join('<|im_end|>') }}")
     assert loaded.switched({}) is loaded
     assert loaded.switched({"b": 1, "a": 2}) is loaded.switched({"a": 2, "b": 1})
-    known = [loaded.switched({"number": number}) for number in range(63)]
-    assert len(set(map(id, known))) == 63
+    known = [loaded.switched({"number": number}) for number in range(64)]
+    assert len(set(map(id, known))) == 64
     assert all(loaded.switched({"number": number}) is each for number, each in enumerate(known))
-    assert loaded.switched({"number": 64}) is not loaded.switched({"number": 64})
+    new = loaded.switched({"number": 64})
+    assert loaded.switched({"number": 64}) is new
+    assert loaded.switched({"number": 1}) is known[1]
+    assert loaded.switched({"number": 0}) is not known[0]  # used the longest ago
 
 
 async def test_calls_take_the_template_that_is_there_for_tools(ours) -> None:

@@ -51,6 +51,7 @@ class Channels:
         """
         held = await self._take(url)
         try:
+            await self._close_oldest()
             yield held.channel
         except (grpc.aio.AioRpcError, ConnectionError) as error:
             away = isinstance(error, ConnectionError) or error.code() is grpc.StatusCode.UNAVAILABLE
@@ -88,11 +89,13 @@ class Channels:
             held = self._held.setdefault(url, made)
         held.users += 1
         self._held.move_to_end(url)
+        return held
+
+    async def _close_oldest(self) -> None:
         while len(self._held) > _KEPT:
             _, oldest = self._held.popitem(last=False)
             if not oldest.users:
                 await oldest.channel.close()
-        return held
 
     async def _make(self, url: str) -> grpc.aio.Channel:
         found = await self._lookup.grpc_target(url)

@@ -92,7 +92,8 @@ class LoadedTokenizer:
         """How many ids there are: all tokens have smaller ones."""
         self.literals = self._templates.literals(_texts(tokenizer.chat_template))
         self.probed = self._probed({})
-        self._switched: dict[str, LoadedTokenizer] = {}
+        self._switched: dict[str, LoadedTokenizer] = {}  # the last used is last
+        self._switching = Lock()
         self._growing = self._make_growing(added)
 
     def switched(self, template_kwargs: Mapping[str, JSON]) -> LoadedTokenizer:
@@ -100,13 +101,16 @@ class LoadedTokenizer:
         if not template_kwargs:
             return self
         key = json.dumps(template_kwargs, sort_keys=True)
-        known = self._switched.get(key)
+        with self._switching:
+            known = self._switched.pop(key, None)
         if known is None:
             known = copy.copy(self)
             known._templates = copy.copy(self._templates)
             known.probed = known._probed(template_kwargs)
-            if len(self._switched) < _SWITCHES:
-                self._switched[key] = known
+        with self._switching:
+            self._switched[key] = known
+            if len(self._switched) > _SWITCHES:
+                del self._switched[next(iter(self._switched))]
         return known
 
     async def run(self, work: Callable[..., _T], *arguments: object) -> _T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from rollout_server.core.message import JSON, parse_object
 from rollout_server.core.outcome import Category, Failure
@@ -23,8 +24,8 @@ async def open_renderer(
         )
     loaded = await tokenizers.load(name)
     switches = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
-    await loaded.run(loaded.switched, switches)  # looked at once, aside; the renderer finds it done
-    return Renderer(loaded, [as_function(tool) for tool in tools], switches, form=form)
+    # In a thread: switches that were not seen before have the template probed anew.
+    return await loaded.run(partial(Renderer, form=form), loaded, [as_function(tool) for tool in tools], switches)
 
 
 def as_function(tool: Tool) -> dict[str, JSON]:
