@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
-from rollout_server.testing.renderer import PlainRenderer
+from rollout_server.testing.checks.renderer import PlainRenderer
 from rollout_server.testing.script import Reply, tool_call
 
 _SYSTEM = "You are a calculator. Use the tools, one call at a time, and give the result at the end."

@@ -34,8 +34,8 @@ from rich.console import Console
 from rich.table import Table
 from rollout_server.core.message import Message
 from rollout_server.core.spec import Dialect
-from rollout_server.edge.tokens.loaded import Frame, LoadedTokenizer
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
+from rollout_server.runtime.ports import Failed
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 from bench import samplers, whole

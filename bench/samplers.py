@@ -12,19 +12,19 @@ from osmosis.rollout.v1 import spec_pb2
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
-from rollout_server.edge.channels import Channels
+from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.rpc.tls import ClientTls
-from rollout_server.edge.targets.lookup import CheckedLookup
+from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.loaded import LoadedTokenizer
-from rollout_server.edge.tokens.source import TokenizerSettings
-from rollout_server.edge.trainer.client import HttpAnswer, HttpClient, HttpRequest, HttpSettings
-from rollout_server.edge.trainer.completion import CompletionTrainers
-from rollout_server.edge.trainer.masked import MaskedTrainers
-from rollout_server.edge.trainer.plain import PlainTrainers
+from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.edge.trainer.grpc_sampler import CompletionTrainers
+from rollout_server.edge.trainer.http_client import HttpAnswer, HttpClient, HttpRequest, HttpSettings
+from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
+from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
 from rollout_server.edge.trainer.retry import Retries
-from rollout_server.runtime.port import Ask, Sampler
+from rollout_server.runtime.ports import Ask, Sampler
 
 from bench.cpu import Meter
 

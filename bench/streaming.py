@@ -17,7 +17,7 @@ from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1.outcome_pb2 import Outcome
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 from rollout_client import AsyncClient
-from rollout_server.testing.train_stream import TrainStream
+from rollout_server.testing.grpc.train_stream import TrainStream
 from rollout_server.testing.trainer import StrictTrainer
 
 TOKENIZER = "measured"

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
-from rollout_gateway.options import Options, name_of
+from rollout_gateway.standalone_settings import Options, name_of
 from rollout_server.settings import Settings, names_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

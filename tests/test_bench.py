@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from rollout_server.testing.renderer import PlainRenderer
+from rollout_server.testing.checks.renderer import PlainRenderer
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 from bench.conversation import Conversation, prepare

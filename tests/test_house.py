@@ -52,24 +52,24 @@ ROOMS: dict[str, set[str]] = {
     "rollout_server.sdk.testing": {
         "rollout_server.sdk",
         "rollout_server.testing",
-        "rollout_server.edge.trainer.client",
+        "rollout_server.edge.trainer.http_client",
         THIRD,
     },
     "rollout_server.settings": {"rollout_server.core", "rollout_server.settings", THIRD},
-    "rollout_server.logs": {"rollout_server.inspection.visible", THIRD},
+    "rollout_server.logs": {"rollout_server.inspection.escape", THIRD},
     # The trainer that judges us counts for itself: nothing of the server's is in it.
     "rollout_server.testing": {"rollout_server.testing", "osmosis", THIRD},
     # A server and a strict trainer for the tests of authors, who reach it through the plugin.
-    "rollout_server.stage": {ANYTHING},
-    "pytest_rollout": {"rollout_server", "rollout_server.stage", "rollout_server.testing", THIRD},
+    "rollout_server.local_stack": {ANYTHING},
+    "pytest_rollout": {"rollout_server", "rollout_server.local_stack", "rollout_server.testing", THIRD},
     # It looks at rollouts as any client does.
     "rollout_server.inspection": {"rollout_server.inspection", "rollout_client", "osmosis", THIRD},
     # Looks at templates as the renderer does; no server is needed for it.
     "rollout_server.tokencheck": {
         "rollout_server.core",
-        "rollout_server.runtime.port",
+        "rollout_server.runtime.ports",
         "rollout_server.edge.tokens",
-        "rollout_server.inspection.visible",
+        "rollout_server.inspection.escape",
         "rollout_server.tokencheck",
         THIRD,
     },
@@ -89,7 +89,7 @@ ROOMS: dict[str, set[str]] = {
     # The composition root and the commands.
     "rollout_server.app": {ANYTHING},
     "rollout_server.assembly": {ANYTHING},
-    "rollout_server.exposure": {"rollout_server.edge.keys", "rollout_server.settings"},
+    "rollout_server.exposure": {"rollout_server.edge.api_keys", "rollout_server.settings"},
     "rollout_server.http": {ANYTHING},
     "rollout_server.cli": {ANYTHING},
     # The public names, and `serve`, which goes to the composition root.
@@ -198,7 +198,7 @@ def test_every_module_has_a_room_and_imports_what_its_room_may(name: str) -> Non
 def test_the_rules_can_be_broken() -> None:
     """The checks above see what they forbid."""
     assert room("rollout_server.nowhere") is None
-    assert room("rollout_server.edge.rpc.wire.event") == "rollout_server.edge.rpc"
+    assert room("rollout_server.edge.wire.event") == "rollout_server.edge.rpc"
     assert not is_allowed("rollout_server.runtime.log.Log", ROOMS["rollout_server.core"])
     assert not is_allowed("grpc", ROOMS["rollout_server.runtime"])
     assert not is_allowed("google.protobuf.message", ROOMS["rollout_server.runtime"])

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from rollout_client import AsyncClient
 from rollout_server.app import Server
-from rollout_server.authoring.finding import find_agents
+from rollout_server.authoring.agent_loader import find_agents
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER

@@ -1,7 +1,7 @@
 """The calculator, right and wrong."""
 
 from agent import Calculator
-from rollout_server.stage import ScriptedModel
+from rollout_server.local_stack import ScriptedModel
 
 
 def test_right(serving, scripted_model: ScriptedModel) -> None:

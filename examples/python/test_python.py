@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from agent import Python, run_python
-from rollout_server.stage import ScriptedModel
+from rollout_server.local_stack import ScriptedModel
 
 
 def test_the_thousandth_prime(serving, scripted_model: ScriptedModel) -> None:

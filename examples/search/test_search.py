@@ -3,7 +3,7 @@
 import pytest
 from agent import Search
 from rollout_server import ToolError
-from rollout_server.stage import ScriptedModel
+from rollout_server.local_stack import ScriptedModel
 
 
 def test_a_question(serving, scripted_model: ScriptedModel) -> None:

@@ -33,13 +33,13 @@ from rollout_client.errors import (
     Unauthenticated,
     Unavailable,
 )
+from rollout_client.event_cursor import Started
 from rollout_client.events import EventStream, RunStream
-from rollout_client.following import Started
 from rollout_client.results import messages
 from rollout_client.retry import Retry
+from rollout_client.samples import SampleSpan, TrainingSample, samples
 from rollout_client.selection import SelectionFields
 from rollout_client.spec import Credentials, Limits, Sampling, SpecFields, StartFields, Target, Tokenizer
-from rollout_client.training import SampleSpan, TrainingSample, samples
 
 __all__ = [
     "Agent",

@@ -14,7 +14,7 @@ from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_client.calls import CLOSED, FORKED
 from rollout_client.connection import CallMetadata, Settings
 from rollout_client.errors import failure_of
-from rollout_client.exchange import Exchange
+from rollout_client.unary_retry import Exchange
 
 if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub

@@ -20,7 +20,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import (
 from rollout_client.async_calls import AsyncCalls
 from rollout_client.connection import CallMetadata
 from rollout_client.errors import failure_of
-from rollout_client.following import Following, Reader, Started
+from rollout_client.event_cursor import Following, Reader, Started
 
 _Call: TypeAlias = (
     "grpc.aio.UnaryStreamCall[RunRolloutRequest, RunRolloutResponse]"

@@ -12,7 +12,7 @@ from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 
 from rollout_client.connection import CallMetadata, Settings
 from rollout_client.errors import failure_of
-from rollout_client.exchange import Exchange
+from rollout_client.unary_retry import Exchange
 
 _Q = TypeVar("_Q", bound=Message)
 _A = TypeVar("_A", bound=Message)

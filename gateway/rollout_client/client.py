@@ -12,16 +12,16 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.message_pb2 import Tool
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 
-from rollout_client import asking
-from rollout_client.asking import Detail, View
+from rollout_client import requests
 from rollout_client.calls import Calls, not_pickled
 from rollout_client.connection import DEFAULT_TIMEOUT, CallMetadata, Settings, Tls
+from rollout_client.event_cursor import Started, started_of
 from rollout_client.events import EventStream, RunStream
-from rollout_client.exchange import Exchange, Pages, Waiting
-from rollout_client.following import Started, started_of
+from rollout_client.requests import Detail, View
 from rollout_client.retry import DEFAULT_RETRY, Attempts, Retry
 from rollout_client.selection import SelectionFields
 from rollout_client.spec import StartFields, start_request
+from rollout_client.unary_retry import Exchange, Pages, Waiting
 
 _Q = TypeVar("_Q", bound=Message)
 _A = TypeVar("_A", bound=Message)
@@ -92,8 +92,8 @@ class Client:
         Leaving the stream detaches from the rollout: it goes on alone, or is cancelled after `cancel_after_detach` seconds, if
         that is given. A cut connection detaches, too, until it was resumed.
         """
-        run = asking.run_request(spec, fields, after_sequence, detail)
-        following = asking.following(run, timeout, self._calls.settings.retry)
+        run = requests.run_request(spec, fields, after_sequence, detail)
+        following = requests.following(run, timeout, self._calls.settings.retry)
         return RunStream(self._calls, following, call_metadata)
 
     def watch(
@@ -109,8 +109,8 @@ class Client:
 
         Raises `EventsGone` where those events are not kept or not reached.
         """
-        watch = asking.watch_request(uid, after_sequence, detail)
-        following = asking.following(watch, timeout, self._calls.settings.retry)
+        watch = requests.watch_request(uid, after_sequence, detail)
+        following = requests.following(watch, timeout, self._calls.settings.retry)
         return EventStream(self._calls, following, call_metadata)
 
     def wait(
@@ -125,7 +125,7 @@ class Client:
 
         One is attached meanwhile, but for a moment between long polls: with a `cancel_after_detach` of 0 use `run`.
         """
-        waiting: Waiting = asking.waiting(uid, view, timeout, self._calls.settings.retry)
+        waiting: Waiting = requests.waiting(uid, view, timeout, self._calls.settings.retry)
         return self._calls.answer(self._calls.stub.WaitRollout, waiting, call_metadata).rollout
 
     def get(
@@ -137,7 +137,7 @@ class Client:
         call_metadata: CallMetadata | None = None,
     ) -> pb.Rollout:
         """A rollout as it is now."""
-        request = asking.get_request(uid, view)
+        request = requests.get_request(uid, view)
         return self._ask(self._calls.stub.GetRollout, request, timeout, call_metadata).rollout
 
     def list(
@@ -166,12 +166,12 @@ class Client:
 
         Raises ValueError where nothing is selected: `all=True` cancels all rollouts of one's own.
         """
-        request = asking.cancel_request(uid, selection, reason)
+        request = requests.cancel_request(uid, selection, reason)
         return tuple(self._ask(self._calls.stub.CancelRollouts, request, timeout, call_metadata).uids)
 
     def acknowledge(self, uid: str, *, timeout: float | None = None, call_metadata: CallMetadata | None = None) -> None:
         """Tells that an outcome was received, which ends its delivery. Raises `NotPossible` where there is none yet."""
-        request = asking.acknowledge_request(uid)
+        request = requests.acknowledge_request(uid)
         self._ask(self._calls.stub.AcknowledgeOutcome, request, timeout, call_metadata)
 
     def agents(
@@ -185,7 +185,7 @@ class Client:
         self, agent: str = "", *, timeout: float | None = None, call_metadata: CallMetadata | None = None
     ) -> tuple[Tool, ...]:
         """The tools of an agent, in the order in which the model is told; of the default agent where none is named."""
-        request = asking.tools_request(agent)
+        request = requests.tools_request(agent)
         return tuple(self._ask(self._calls.stub.ListTools, request, timeout, call_metadata).tools)
 
     def server_info(

@@ -14,7 +14,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import RunRolloutResponse, WatchRoll
 from rollout_client.calls import Calls
 from rollout_client.connection import CallMetadata
 from rollout_client.errors import failure_of
-from rollout_client.following import Following, Reader, Started
+from rollout_client.event_cursor import Following, Reader, Started
 
 _Item: TypeAlias = RunRolloutResponse | WatchRolloutResponse
 

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, TypedDict
 
 from osmosis.rollout.v1.rollout_service_pb2 import Selection
 
-from rollout_client.values import build
+from rollout_client.proto_fields import build
 
 State: TypeAlias = Literal["queued", "running", "finished"]
 DeliveryState: TypeAlias = Literal["pending", "acknowledged", "refused", "expired"]

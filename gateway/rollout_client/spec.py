@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias, TypedDict
 from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 
-from rollout_client.values import fill
+from rollout_client.proto_fields import fill
 
 Dialect: TypeAlias = Literal["grpc", "http_masked", "http_plain", "openai", "vllm", "sglang", "stream"]
 MessageLike: TypeAlias = Mapping[str, Any] | str | message_pb2.Message | message_pb2.ChatMessage

@@ -8,27 +8,27 @@ from fastapi import Depends, FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from rollout_gateway.answers import ErrorAnswer, InvalidBodyAnswer, UnhealthyAnswer
-from rollout_gateway.body import RolloutBody
-from rollout_gateway.boundary import Boundary
 from rollout_gateway.calls import Rollouts
-from rollout_gateway.counting import Counting, Meters
-from rollout_gateway.deadline import honour_deadline
-from rollout_gateway.fleet import stub_of
-from rollout_gateway.init_body import InitBody
-from rollout_gateway.intake import Intake
-from rollout_gateway.limits import BodyLimit
-from rollout_gateway.refusals import Refusals
-from rollout_gateway.resource.body import BODIES
-from rollout_gateway.resource.described import PlainError
-from rollout_gateway.resource.errors import answered_plainly
-from rollout_gateway.routes.asynchronous import asynchronous_router
-from rollout_gateway.routes.events import events_router
-from rollout_gateway.routes.rollouts import rollouts_router
-from rollout_gateway.routes.service import add_docs, service_router
-from rollout_gateway.routes.synchronous import synchronous_router
+from rollout_gateway.errors import Refusals
+from rollout_gateway.fleet.fleet import stub_of
+from rollout_gateway.http.deadlines import honour_deadline
+from rollout_gateway.http.limits import BodyLimit
+from rollout_gateway.http.metrics import Counting, Meters
+from rollout_gateway.http.request_body import Intake
+from rollout_gateway.http.request_boundary import Boundary
+from rollout_gateway.key_check import KeyCheck
+from rollout_gateway.osmosis_http.async_body import InitBody
+from rollout_gateway.osmosis_http.async_routes import asynchronous_router
+from rollout_gateway.osmosis_http.openapi import ErrorAnswer, InvalidBodyAnswer, UnhealthyAnswer
+from rollout_gateway.osmosis_http.sync_body import RolloutBody
+from rollout_gateway.osmosis_http.sync_routes import synchronous_router
+from rollout_gateway.rest.body import BODIES
+from rollout_gateway.rest.errors import answered_plainly
+from rollout_gateway.rest.event_routes import events_router
+from rollout_gateway.rest.openapi import PlainError
+from rollout_gateway.rest.rollout_routes import rollouts_router
+from rollout_gateway.rest.service_routes import add_docs, service_router
 from rollout_gateway.settings import GatewaySettings
-from rollout_gateway.strangers import KeyCheck
 
 _DESCRIPTION: Final = """Runs agent rollouts for the training of language models.
 

@@ -12,8 +12,8 @@ from osmosis.rollout.v1.outcome_pb2 import Outcome
 from osmosis.rollout.v1.rollout_service_pb2 import AcknowledgeOutcomeRequest, RunRolloutRequest
 from starlette.requests import Request
 
-from rollout_gateway.deadline import Bounded, seconds_left
-from rollout_gateway.failed import too_late
+from rollout_gateway.fleet.errors import too_late
+from rollout_gateway.http.deadlines import Bounded, seconds_left
 from rollout_gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:

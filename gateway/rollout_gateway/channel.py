@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from rollout_gateway.files import KeyPair, Watch, load_authorities, load_pair, read
+from rollout_gateway.pem_files import KeyPair, Watch, load_authorities, load_pair, read
 
 _LOG = logging.getLogger(__name__)
 _CERTIFICATE: Final = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)

@@ -7,8 +7,8 @@ from osmosis.rollout.v1.rollout_service_pb2 import GetServerInfoRequest, GetServ
 from starlette.responses import JSONResponse, Response
 
 from rollout_gateway.calls import CallMetadata, Rollouts
+from rollout_gateway.key_check import STRANGER, KeyCheck
 from rollout_gateway.status import Problem, problem
-from rollout_gateway.strangers import STRANGER, KeyCheck
 
 _SERVICE: Final = "rollout-server"
 

@@ -18,14 +18,14 @@ import pytest
 
 if TYPE_CHECKING:
     from rollout_server import Agent
-    from rollout_server.stage import LoopThread, ScriptedModel, Stage
+    from rollout_server.local_stack import LoopThread, ScriptedModel, Stage
     from rollout_server.testing.trainer import StrictTrainer
 
 
 @pytest.fixture(scope="session")
 def rollout_loop() -> Iterator[LoopThread]:
     """The thread in which servers and trainers of the other fixtures run."""
-    from rollout_server.stage import LoopThread
+    from rollout_server.local_stack import LoopThread
 
     with LoopThread() as loop:
         yield loop
@@ -34,7 +34,7 @@ def rollout_loop() -> Iterator[LoopThread]:
 @pytest.fixture
 def scripted_model() -> ScriptedModel:
     """A model that says what the test writes down."""
-    from rollout_server.stage import ScriptedModel
+    from rollout_server.local_stack import ScriptedModel
 
     return ScriptedModel()
 
@@ -55,7 +55,7 @@ def strict_trainer(rollout_loop: LoopThread) -> Iterator[StrictTrainer]:
 @pytest.fixture
 def serving(rollout_loop: LoopThread, strict_trainer: StrictTrainer) -> Iterator[Callable[..., Stage]]:
     """Serves agents until the test ends: `serving(agent, *more, **settings)` returns their `Stage`."""
-    from rollout_server.stage import Stage
+    from rollout_server.local_stack import Stage
 
     with ExitStack() as stack:
 

@@ -31,27 +31,27 @@ from rollout_server.assembly import (
     trainers,
     workbench,
 )
-from rollout_server.edge.blocking import LoopWatch
-from rollout_server.edge.channels import Channels
-from rollout_server.edge.keys import Keyring
-from rollout_server.edge.lag import LoopLag
-from rollout_server.edge.looped import run_loop
+from rollout_server.edge.api_keys import Keyring
+from rollout_server.edge.grpc_channels import Channels
+from rollout_server.edge.grpc_loop import run_loop
+from rollout_server.edge.loop_lag import LoopLag
+from rollout_server.edge.loop_watchdog import LoopWatch
 from rollout_server.edge.metrics.observer import Metrics
-from rollout_server.edge.metrics.port import serve_metrics
+from rollout_server.edge.metrics.server import serve_metrics
+from rollout_server.edge.rpc.local_sockets import own_socket
 from rollout_server.edge.rpc.server import RpcServer, RpcSettings
 from rollout_server.edge.rpc.service import RolloutService
-from rollout_server.edge.rpc.sockets import own_socket
 from rollout_server.edge.rpc.tls import ClientTls
-from rollout_server.edge.rpc.train import TrainerService
-from rollout_server.edge.stream.desk import Desk
+from rollout_server.edge.rpc.train_service import TrainerService
+from rollout_server.edge.stream.dispatcher import Desk
 from rollout_server.edge.stream.streams import Streams
-from rollout_server.edge.targets.lookup import CheckedLookup
+from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.exposure import log_exposure
-from rollout_server.runtime.hooks import start_agents
-from rollout_server.runtime.roster import Roster
-from rollout_server.runtime.surroundings import Surroundings
+from rollout_server.runtime.registry.dependencies import Surroundings
+from rollout_server.runtime.registry.registry import Roster
+from rollout_server.runtime.run.lifecycle import start_agents
 from rollout_server.settings import Settings, load
 
 if TYPE_CHECKING:
@@ -190,11 +190,11 @@ class Server:
         self._stack.callback(task.cancel)
 
     async def _start_http(self, socket: Path, keys: Keyring) -> None:
-        from rollout_gateway.connection import ConnectionLimits
-        from rollout_gateway.files import KeyPair
-        from rollout_gateway.serve import Listening
+        from rollout_gateway.http.protocol import ConnectionLimits
+        from rollout_gateway.http.serve import Listening
+        from rollout_gateway.http.tls import TlsFiles
+        from rollout_gateway.pem_files import KeyPair
         from rollout_gateway.settings import GatewaySettings
-        from rollout_gateway.tls import TlsFiles
 
         from rollout_server.http import HttpServer  # a server without HTTP needs no FastAPI
 

@@ -13,39 +13,39 @@ from dataclasses import dataclass
 from osmosis.rollout.v1 import rollout_service_pb2, spec_pb2
 
 from rollout_server.agent import Agent
-from rollout_server.core.admission import Bounds
 from rollout_server.core.error import NotPossible, Violation
 from rollout_server.core.spec import Dialect, DriftPolicy, Spec
-from rollout_server.edge.channels import Channels
-from rollout_server.edge.engine.asking import Access
+from rollout_server.core.spec_validation import Bounds
+from rollout_server.edge.api_keys import Key, Keyring, key_of, read_entries
 from rollout_server.edge.engine.samplers import Engines
-from rollout_server.edge.keys import Key, Keyring, key_of, read_entries
+from rollout_server.edge.engine.transport import Access
+from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.outcome.http import HttpCourier
-from rollout_server.edge.outcome.report import OutcomeReporter
+from rollout_server.edge.outcome.reporter import OutcomeReporter
 from rollout_server.edge.rpc.service import ServerFacts
 from rollout_server.edge.rpc.tls import ClientTls, ServerTls, channel_credentials, server_credentials
 from rollout_server.edge.stream.limits import StreamLimits
 from rollout_server.edge.stream.sampler import StreamTrainers
 from rollout_server.edge.stream.streams import Streams
-from rollout_server.edge.targets.lookup import CheckedLookup
+from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.form import Arguments, Form
-from rollout_server.edge.tokens.source import TokenizerSettings
-from rollout_server.edge.tools.measure import TokenMeasure
+from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.edge.tokens.rendering_form import Arguments, Form
 from rollout_server.edge.tools.pool import PoolLimits, ProcessPool
-from rollout_server.edge.trainer.client import HttpClient, HttpSettings
-from rollout_server.edge.trainer.completion import CompletionTrainers
-from rollout_server.edge.trainer.masked import MaskedTrainers
-from rollout_server.edge.trainer.plain import PlainTrainers
+from rollout_server.edge.tools.token_count import TokenMeasure
+from rollout_server.edge.trainer.grpc_sampler import CompletionTrainers
+from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
+from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
+from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
 from rollout_server.edge.trainer.retry import Retries
 from rollout_server.exposure import knows_its_callers, listens_on_loopback
-from rollout_server.runtime.port import Credentials, Sampler, Tool
-from rollout_server.runtime.roster import Roster
-from rollout_server.runtime.surroundings import Patience, Surroundings
-from rollout_server.runtime.wish import Capacity, Quota, Wish
-from rollout_server.runtime.workbench import ToolLimits, Workbench
+from rollout_server.runtime.ports import Credentials, Sampler, Tool
+from rollout_server.runtime.registry.dependencies import Patience, Surroundings
+from rollout_server.runtime.registry.registry import Roster
+from rollout_server.runtime.start_request import Capacity, Quota, Wish
+from rollout_server.runtime.tools.resources import ToolLimits, Workbench
 from rollout_server.settings import TOY, Settings, WrongSettings
 
 _log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def reporter(client: HttpClient, channels: Channels, settings: Settings) -> Outc
     """Tells receivers of outcomes, over HTTP in the words of the gateway."""
 
     def write_body(rollout: rollout_service_pb2.Rollout) -> bytes:
-        from rollout_gateway.outcome import completed_body
+        from rollout_gateway.osmosis_http.outcome import completed_body
 
         return completed_body(rollout)
 

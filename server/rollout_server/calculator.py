@@ -12,8 +12,8 @@ from typing import Annotated, TypeAlias
 
 from rollout_server.agent import Agent
 from rollout_server.core.message import JSON
-from rollout_server.runtime.port import Content, Tool, ToolError
-from rollout_server.runtime.run import Run, text_of
+from rollout_server.runtime.ports import Content, Tool, ToolError
+from rollout_server.runtime.run.run import Run, text_of
 from rollout_server.tool import tool
 
 Number: TypeAlias = int | float

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from ipaddress import ip_address
 
-from rollout_server.edge.keys import Keyring
+from rollout_server.edge.api_keys import Keyring
 from rollout_server.settings import Settings
 
 _log = logging.getLogger(__name__)

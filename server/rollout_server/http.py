@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rollout_gateway.app import create_app
 from rollout_gateway.channel import open_channel
-from rollout_gateway.serve import HttpListener, Listening
+from rollout_gateway.http.serve import HttpListener, Listening
 from rollout_gateway.settings import GatewaySettings
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pythonjsonlogger.json import JsonFormatter
 
-from rollout_server.inspection.visible import visible, visible_lines
+from rollout_server.inspection.escape import visible, visible_lines
 
 _IDS = ("rollout_uid", "rollout_id", "turn", "request_id")
 

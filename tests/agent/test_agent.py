@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rollout_server import Agent, Limits, Run, tool
 from rollout_server.core.message import JSON
-from rollout_server.runtime.port import PlaysRuns, Tool
+from rollout_server.runtime.ports import PlaysRuns, Tool
 
 
 @tool

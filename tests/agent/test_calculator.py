@@ -11,8 +11,8 @@ import pytest
 from rollout_server.calculator import Calculator
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.outcome import Stop
-from rollout_server.runtime.port import PlaysRuns
-from rollout_server.runtime.toolbox import Toolbox
+from rollout_server.runtime.ports import PlaysRuns
+from rollout_server.runtime.tools.executor import Toolbox
 
 from tests.runtime.jumping import JumpingLoop
 from tests.runtime.world import Say, World, call, contents, outcome_of

@@ -8,7 +8,7 @@ import pytest
 from rollout_server import Agent
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
-from rollout_server.runtime.hooks import AgentFailed
+from rollout_server.runtime.run.lifecycle import AgentFailed
 
 from tests.rpc.asking import settings
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import pytest
 from rollout_server import ToolError, tool
-from rollout_server.runtime.port import Tool
+from rollout_server.runtime.ports import Tool
 
 from tests.agent.shapes import Number
 

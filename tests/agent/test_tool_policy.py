@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rollout_server import tool
-from rollout_server.runtime.hands import HandledTool
+from rollout_server.runtime.tools.protocols import HandledTool
 from rollout_server.tool import FunctionTool, ToolPolicy
 from rollout_server.tool.function import Policy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from rollout_server.stage import LoopThread, Stage
+from rollout_server.local_stack import LoopThread, Stage
 
 from tests.authors import wrong
 from tests.authors.theatre import Honest, Theatre

@@ -14,8 +14,8 @@ import pytest
 from pydantic import BaseModel, Field
 from rollout_server import Agent, Limits, Run, tool
 from rollout_server.app import Server
-from rollout_server.authoring.mistake import mistake_in
-from rollout_server.runtime.hooks import AgentFailed
+from rollout_server.authoring.author_traceback import mistake_in
+from rollout_server.runtime.run.lifecycle import AgentFailed
 
 from tests.rpc.asking import settings
 

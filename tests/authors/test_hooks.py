@@ -10,8 +10,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 from rollout_server import Agent
-from rollout_server.runtime.hooks import AgentFailed, start_agents
-from rollout_server.runtime.threads import Threads
+from rollout_server.runtime.aio.threads import Threads
+from rollout_server.runtime.run.lifecycle import AgentFailed, start_agents
 
 from tests.authors.theatre import place
 from tests.runtime.jumping import JumpingLoop

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 from rollout_client import RolloutError
-from rollout_server.stage import ScriptedModel
+from rollout_server.local_stack import ScriptedModel
 
 from tests.authors import wrong
 from tests.authors.theatre import Theatre, place

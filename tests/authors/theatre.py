@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from rollout_server import Agent, Run, tool
-from rollout_server.stage import Played, ScriptedModel, Stage
+from rollout_server.local_stack import Played, ScriptedModel, Stage
 
 
 def place(module: ModuleType, mark: str) -> str:

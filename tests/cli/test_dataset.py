@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rollout_server.authoring.author_traceback import Mistake
 from rollout_server.authoring.dataset import Row, column_names, read_rows
-from rollout_server.authoring.mistake import Mistake
 
 LONG = "long " * 60_000
 ROWS: list[dict[str, str]] = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rollout_server.authoring.finding import all_agents, find_agents
-from rollout_server.authoring.mistake import Mistake
+from rollout_server.authoring.agent_loader import all_agents, find_agents
+from rollout_server.authoring.author_traceback import Mistake
 
 AGENT = "from rollout_server import Agent, tool, serve\n\n\nclass {0}(Agent):\n    name = '{0}'\n"
 

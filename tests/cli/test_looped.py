@@ -6,7 +6,7 @@ import gc
 import threading
 
 import grpc
-from rollout_server.edge.looped import run_loop
+from rollout_server.edge.grpc_loop import run_loop
 
 
 def pollers() -> set[int | None]:

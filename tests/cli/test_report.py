@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 from rollout_server.authoring.report import MOST_TRANSCRIPTS, report
-from rollout_server.authoring.result import Result, Times, Tokens
+from rollout_server.authoring.rollout_result import Result, Times, Tokens
 from rollout_server.authoring.summary import summary_of
 
 HOSTILE = (

@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 from rollout_client import RolloutEvent
 from rollout_server import Limits
-from rollout_server.cli.live import Progress
-from rollout_server.testing.dialect import Dialect
+from rollout_server.cli.progress import Progress
+from rollout_server.testing.checks.dialect import Dialect
 from rollout_server.testing.script import Reply, Script
 from rollout_server.testing.trainer import StrictTrainer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from rollout_server.authoring.result import Result, Times
+from rollout_server.authoring.rollout_result import Result, Times
 from rollout_server.authoring.summary import pass_at_k, percentile, summary_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from rollout_server.inspection.visible import visible_lines
+from rollout_server.inspection.escape import visible_lines
 
 from tests.cli.conftest import Invoke
 

@@ -12,7 +12,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.core.ledger import Ledger, Line, Origin, Plane, SegmentKind, pack_logprobs
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure, Metrics, Outcome, Stop, Verdict
-from rollout_server.edge.rpc.wire.outcome import outcome_to_proto
+from rollout_server.edge.wire.outcome import outcome_to_proto
 
 from tests.core.rollouts import draw_turn
 

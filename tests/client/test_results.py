@@ -7,7 +7,7 @@ import pickle
 import pytest
 from osmosis.rollout.v1 import message_pb2, outcome_pb2, spec_pb2, token_pb2
 from rollout_client import TrainingSample, messages, samples
-from rollout_server.edge.rpc.wire.message import message_from_proto
+from rollout_server.edge.wire.message import message_from_proto
 
 SAMPLE = token_pb2.Sample(
     segment_id="0",

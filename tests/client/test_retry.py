@@ -12,9 +12,9 @@ import pytest
 from grpc import StatusCode
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import Busy, DeadlineExceeded, InvalidRequest, NotFinished, Retry, RolloutError, Unavailable
-from rollout_client.asking import waiting
-from rollout_client.exchange import Waiting
+from rollout_client.requests import waiting
 from rollout_client.retry import Attempts
+from rollout_client.unary_retry import Waiting
 
 
 @dataclass

@@ -15,10 +15,10 @@ from google.protobuf.message import Message as AnyMessage
 from osmosis.rollout.v1 import event_pb2, message_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import Credentials, Limits, Sampling, SelectionFields, StartFields, Target, Tokenizer
-from rollout_client.asking import Detail, View, get_request, watch_request
+from rollout_client.proto_fields import build, keywords, words
+from rollout_client.requests import Detail, View, get_request, watch_request
 from rollout_client.selection import DeliveryState, State, selection, selection_to_cancel
 from rollout_client.spec import Dialect, rollout_spec, start_request
-from rollout_client.values import build, keywords, words
 
 HELLO = {"role": "user", "content": "Grüße 🌍"}
 NEEDED: dict[str, Any] = {"messages": [HELLO], "completions": "http://trainer:8081"}

@@ -11,10 +11,10 @@ from osmosis.rollout.v1 import outcome_pb2
 from rollout_client import AsyncClient, TrainingSample
 from rollout_server import Agent, Run, tool
 from rollout_server.app import Server
-from rollout_server.runtime.port import Tool
+from rollout_server.runtime.ports import Tool
 from rollout_server.settings import Settings
+from rollout_server.testing.checks.verdict import Sample
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
-from rollout_server.testing.verdict import Sample
 
 
 @tool

@@ -14,13 +14,13 @@ from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
 from rollout_client import AsyncClient, Target, samples
 from rollout_server.core.outcome import Category
-from rollout_server.edge.channels import LARGEST_ANSWER, Channels
+from rollout_server.edge.grpc_channels import LARGEST_ANSWER, Channels
 from rollout_server.edge.rpc.tls import ClientTls
-from rollout_server.edge.targets.lookup import CheckedLookup
+from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
-from rollout_server.edge.trainer.calling import Call, Caller
+from rollout_server.edge.trainer.grpc_client import Call, Caller
 from rollout_server.edge.trainer.retry import Retries
-from rollout_server.runtime.port import Failed
+from rollout_server.runtime.ports import Failed
 
 from tests.completions.raw_trainer import BASE_UNKNOWN, Act, Fault, RawTrainer, info, serving
 from tests.completions.talk import Talk, connected, noop

@@ -18,11 +18,11 @@ from rollout_client.trainer import Generated, Prompt, Sampling, Serving, Trainer
 from rollout_server import Agent, Run, tool
 from rollout_server.app import Server
 from rollout_server.settings import Settings
-from rollout_server.testing.dialect import Dialect
+from rollout_server.testing.checks.dialect import Dialect
+from rollout_server.testing.checks.verdict import Verdict
 from rollout_server.testing.script import Fault, FaultKind, Reply, Script
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
-from rollout_server.testing.verdict import Verdict
 
 from tests.client.trainer.toy import END, ToyModel, decode, encode
 from tests.completions.test_message_mode import rewriting

@@ -72,7 +72,7 @@ async def test_what_breaks_the_contract_is_named(
 
 def test_small_floats_have_a_size(answer: list[int]) -> None:
     """Types that NumPy's extensions name."""
-    from rollout_server.edge.rpc.wire.plane import planes_from_proto
+    from rollout_server.edge.wire.token_planes import planes_from_proto
 
     for dtype, size in (("bool", 1), ("bfloat16", 2), ("float8_e4m3fn", 1), ("complex64", 8), ("int64", 8)):
         assert planes_from_proto([plane("a", dtype, bytes(3 * size))], 3)[0].dtype == dtype

@@ -13,11 +13,11 @@ from rollout_client import AsyncClient, samples
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
+from rollout_server.testing.checks.verdict import Verdict
+from rollout_server.testing.grpc.train_stream import RefusedStartError, TrainStream
 from rollout_server.testing.script import Fault, FaultKind, Lie, Reply, Script, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
-from rollout_server.testing.train_stream import RefusedStartError, TrainStream
 from rollout_server.testing.trainer import StrictTrainer
-from rollout_server.testing.verdict import Verdict
 
 from tests.client.trainer.severed import Cut, SeveredLine
 from tests.completions.talk import equal

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from rollout_server.core.admission import HTTP_ROLES, MAX_SECONDS, Bounds, settle, violations
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
 from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
+from rollout_server.core.spec_validation import HTTP_ROLES, MAX_SECONDS, Bounds, settle, violations
 
 USER = Message.parse('{"role": "user", "content": "5 + 3?"}')
 ODD = Message.parse('{"role": "critic", "content": null, "vendor": 1}')

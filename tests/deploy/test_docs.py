@@ -12,9 +12,9 @@ import pytest
 from osmosis.rollout.v1 import outcome_pb2
 from rollout_gateway.app import create_app
 from rollout_gateway.channel import open_channel
-from rollout_gateway.options import Options, name_of
-from rollout_gateway.outcome import rollout_answer
+from rollout_gateway.osmosis_http.outcome import rollout_answer
 from rollout_gateway.settings import GatewaySettings
+from rollout_gateway.standalone_settings import Options, name_of
 from rollout_server.edge.metrics.families import WARNINGS
 from rollout_server.settings import Settings, names_of
 

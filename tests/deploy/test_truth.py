@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from rollout_gateway.options import Options, name_of
+from rollout_gateway.standalone_settings import Options, name_of
 from rollout_server.settings import Settings, names_of
 
 from tests.deploy.files import (
@@ -64,7 +64,7 @@ def test_every_setting_that_is_named_is_one(path: Path) -> None:
 
 def accepted(command: str, values: Mapping[str, str]) -> None:
     """`rollout config`, or what reads the gateway's settings, takes these values."""
-    gateway = "from rollout_gateway.options import load_options; load_options()"
+    gateway = "from rollout_gateway.standalone_settings import load_options; load_options()"
     arguments = ["-c", gateway] if command == "gateway" else ["-m", "rollout_server.cli", "config"]
     done = subprocess.run(
         [sys.executable, *arguments], cwd=DEPLOY, env=clean(**values), capture_output=True, text=True, check=False

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from rollout_client.trainer.answer import Answer
+from rollout_client.trainer.completion import Answer
 from rollout_client.trainer.parsers import hermes, thinking
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.engine.answer import EngineAnswer, Sampled, read_completion, read_sampled
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.engine.response import EngineAnswer, Sampled, read_completion, read_sampled
+from rollout_server.runtime.ports import Failed
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=4)
 LOOSE = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3))

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from rollout_server.agent import Agent
 from rollout_server.core.message import JSON
-from rollout_server.runtime.run import Run
-from rollout_server.testing.renderer import Message, PlainRenderer, Tools, UnrenderableError
+from rollout_server.runtime.run.run import Run
+from rollout_server.testing.checks.renderer import Message, PlainRenderer, Tools, UnrenderableError
 from rollout_server.testing.script import Json, Reply, Script, tool_call
 
 TURNS: Final = 50

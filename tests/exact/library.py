@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout_client import AsyncClient
 from rollout_client.trainer import Answer, Finished, Generated, Prompt, Sampling, ToolCall, Trainer
-from rollout_server.testing.renderer import PlainRenderer, Tools, UnrenderableError
+from rollout_server.testing.checks.renderer import PlainRenderer, Tools, UnrenderableError
 from rollout_server.testing.script import Reply
 
 from tests.exact.conversations import KINDS, TURNS, Conversation, Exchange

@@ -21,10 +21,10 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_server.app import Server
 from rollout_server.settings import Settings
-from rollout_server.testing.renderer import PlainRenderer
+from rollout_server.testing.checks.renderer import PlainRenderer
+from rollout_server.testing.checks.verdict import RefusalReason, Verdict
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
-from rollout_server.testing.verdict import RefusalReason, Verdict
 
 from tests.exact.conversations import KINDS, TURNS, Conversation, Guided, written
 from tests.exact.families import EVERYTHING, Family, families

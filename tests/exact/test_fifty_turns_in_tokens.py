@@ -18,7 +18,7 @@ from osmosis.rollout.v1 import outcome_pb2
 from rollout_client import AsyncClient, samples
 from rollout_server.app import Server
 from rollout_server.settings import Settings
-from rollout_server.testing.renderer import PlainRenderer
+from rollout_server.testing.checks.renderer import PlainRenderer
 from rollout_server.testing.script import tool_call
 from rollout_server.testing.trainer import StrictTrainer
 

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollout_server.core.ledger import Ledger, MaskReason, Prediction, Tokens, Turn, pack_logprobs, pack_tokens
-from rollout_server.edge.tokens.form import Arguments
-from rollout_server.edge.tokens.loaded import LoadedTokenizer
-from rollout_server.edge.tokens.render import Rendered, Renderer
-from rollout_server.runtime.port import Failed
-from rollout_server.testing.renderer import PlainRenderer, UnrenderableError
+from rollout_server.edge.tokens.renderer import Rendered, Renderer
+from rollout_server.edge.tokens.rendering_form import Arguments
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.runtime.ports import Failed
+from rollout_server.testing.checks.renderer import PlainRenderer, UnrenderableError
 
 from tests.core.naive import NaiveLedger, assert_laws
 from tests.exact.families import EVERYTHING, Family, families

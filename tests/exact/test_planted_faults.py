@@ -16,11 +16,11 @@ import pytest
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
-from rollout_server.testing.judge import Judge
-from rollout_server.testing.renderer import PlainRenderer
+from rollout_server.testing.checks.judge import Judge
+from rollout_server.testing.checks.renderer import PlainRenderer
+from rollout_server.testing.http.wire import masked_call
 from rollout_server.testing.script import Reply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
-from rollout_server.testing.wire import masked_call
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer
 

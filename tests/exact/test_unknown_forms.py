@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from rollout_server.testing.checks.verdict import RefusalReason
 from rollout_server.testing.script import Reply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
-from rollout_server.testing.verdict import RefusalReason
 
 from tests.exact.conversations import Conversation, Exchange
 from tests.exact.families import Family

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from rollout_gateway.body import EXAMPLE, InvalidBody, ParsedRollout, parse_rollout
+from rollout_gateway.osmosis_http.sync_body import EXAMPLE, InvalidBody, ParsedRollout, parse_rollout
 
 LIMIT = 1 << 20
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_gateway.channel import open_channel
-from rollout_gateway.fleet import Fleet
+from rollout_gateway.fleet.fleet import Fleet
 
 from tests.gateway.wires import Wire, wire
 from tests.rpc.agents import Gated, Idle

@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import httpx
 from rollout_gateway.app import create_app
-from rollout_gateway.body import EXAMPLE
-from rollout_gateway.init_body import INIT_EXAMPLE
-from rollout_gateway.serve import HttpListener, Listening
+from rollout_gateway.http.serve import HttpListener, Listening
+from rollout_gateway.osmosis_http.async_body import INIT_EXAMPLE
+from rollout_gateway.osmosis_http.sync_body import EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 from starlette.types import ASGIApp
 

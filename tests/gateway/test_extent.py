@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_gateway import intake
-from rollout_gateway.intake import TooMuch, demand_bounded
+from rollout_gateway.http import request_body
+from rollout_gateway.http.request_body import TooMuch, demand_bounded
 
 TEXTS = st.text(alphabet='[]{}",\\:ab\n', max_size=12)
 JSON = st.recursive(
@@ -45,7 +45,7 @@ def test_values_and_depth_are_counted_exactly(value: Any, ascii_only: bool, piec
     content = json.dumps(value, ensure_ascii=ascii_only).encode()
     values, depth = 1 + counted(value), deepest(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(intake, "_PIECE", piece)
+        patch.setattr(request_body, "_PIECE", piece)
         assert passes(content, max_values=values, max_depth=depth)
         assert not passes(content, max_values=values - 1, max_depth=depth)
         assert depth == 0 or not passes(content, max_values=values, max_depth=depth - 1)
@@ -53,8 +53,8 @@ def test_values_and_depth_are_counted_exactly(value: Any, ascii_only: bool, piec
 
 def test_counting_stops_at_the_piece_where_it_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    whole = intake.most_values
-    monkeypatch.setattr(intake, "most_values", lambda content: looked.append(len(content)) or whole(content))
+    whole = request_body.most_values
+    monkeypatch.setattr(request_body, "most_values", lambda content: looked.append(len(content)) or whole(content))
     assert not passes(b"[" + b"1," * 4_000_000 + b"1]", max_values=1000)
     assert len(looked) == 2  # the whole text at a glance, and one piece of it
 

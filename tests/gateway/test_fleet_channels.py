@@ -14,7 +14,7 @@ import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
 from rollout_gateway.channel import ChannelTls, open_channel
-from rollout_gateway.files import KeyPair
+from rollout_gateway.pem_files import KeyPair
 
 from tests.gateway.certificates import Authority, replace
 from tests.gateway.scripted_server import ScriptedServer

@@ -13,7 +13,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from rollout_gateway.channel import open_channel
-from rollout_gateway.fleet import Fleet
+from rollout_gateway.fleet.fleet import Fleet
 
 from tests.gateway.fleets import Fleets, fleets
 from tests.gateway.scripted_server import ScriptedServer

@@ -11,8 +11,8 @@ from osmosis.rollout.v1 import event_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_gateway.channel import open_channel
-from rollout_gateway.fleet import Fleet, stub_of
-from rollout_gateway.members import Member, ranked
+from rollout_gateway.fleet.fleet import Fleet, stub_of
+from rollout_gateway.fleet.members import Member, ranked
 
 from tests.gateway.fleets import Fleets, Place, fleets
 from tests.rpc.asking import start

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_gateway.options import WrongOptions, load_options
+from rollout_gateway.standalone_settings import WrongOptions, load_options
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.gateway.alone import Alone, alone

@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 from osmosis.rollout.v1 import message_pb2, outcome_pb2
-from rollout_gateway.chat import message_json
-from rollout_gateway.outcome import rollout_answer
-from rollout_gateway.wire import tools_answer
+from rollout_gateway.message_json import message_json
+from rollout_gateway.osmosis_http.outcome import rollout_answer
+from rollout_gateway.osmosis_http.sync_conversion import tools_answer
 
 from tests.gateway.scripted_server import json_messages, stopped
 

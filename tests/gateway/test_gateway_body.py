@@ -2,7 +2,7 @@ import json
 from typing import Any
 
 import pytest
-from rollout_gateway.body import EXAMPLE, InvalidBody
+from rollout_gateway.osmosis_http.sync_body import EXAMPLE, InvalidBody
 
 from tests.gateway.bodies import body, locations, parse, spliced
 from tests.gateway.transcripts import client_exchange, needs_transcripts, scenarios

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import REQUEST_MEMORY_UNSPECIFIED, StartRolloutRequest
-from rollout_gateway.body import EXAMPLE, InvalidBody, parse_rollout
-from rollout_gateway.init_body import INIT_EXAMPLE, ParsedInit, parse_init
-from rollout_gateway.init_wire import init_fields, init_request
+from rollout_gateway.osmosis_http.async_body import INIT_EXAMPLE, ParsedInit, parse_init
+from rollout_gateway.osmosis_http.async_conversion import init_fields, init_request
+from rollout_gateway.osmosis_http.sync_body import EXAMPLE, InvalidBody, parse_rollout
 from rollout_gateway.status import body_location
 
 from tests.gateway.transcripts import exchanges, needs_transcripts, scenarios

@@ -9,7 +9,7 @@ import pytest
 from osmosis.rollout.v1 import message_pb2, outcome_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
-from rollout_gateway.outcome import completed_body
+from rollout_gateway.osmosis_http.outcome import completed_body
 
 from tests.gateway.scripted_server import json_messages, stopped
 from tests.gateway.transcripts import exchanges, needs_transcripts, scenarios, without_nulls
@@ -128,6 +128,6 @@ def test_extras_nested_too_deeply_do_not_cost_the_outcome() -> None:
 
 def test_writing_outcomes_needs_no_web_framework() -> None:
     heavy = ("fastapi", "starlette", "pydantic", "uvicorn", "grpc")
-    program = f"import sys, rollout_gateway.outcome; print(*sorted({set(heavy)!r} & set(sys.modules)))"
+    program = f"import sys, rollout_gateway.osmosis_http.outcome; print(*sorted({set(heavy)!r} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert (run.returncode, run.stdout.split()) == (0, []), run.stderr

@@ -5,9 +5,9 @@ import pytest
 from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_OUTCOME
 from osmosis.rollout.v1.rollout_service_pb2 import REQUEST_MEMORY_UNTIL_RECEIVED, RunRolloutRequest
-from rollout_gateway.body import EXAMPLE, Hints, parse_rollout
+from rollout_gateway.osmosis_http.sync_body import EXAMPLE, Hints, parse_rollout
+from rollout_gateway.osmosis_http.sync_conversion import limits, run_request
 from rollout_gateway.settings import GatewaySettings
-from rollout_gateway.wire import limits, run_request
 
 
 def asked(settings: GatewaySettings | None = None, **changes: Any) -> RunRolloutRequest:

@@ -12,15 +12,16 @@ from typing import Any
 import grpc
 import pytest
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
-from rollout_gateway import fleet, intake, strangers
 from rollout_gateway.app import create_app
-from rollout_gateway.body import EXAMPLE, MAX_MESSAGES, InvalidBody, RolloutBody, validated, violation
 from rollout_gateway.calls import CallMetadata
 from rollout_gateway.channel import open_channel
-from rollout_gateway.init_body import INIT_EXAMPLE
-from rollout_gateway.intake import Intake, Overloaded
+from rollout_gateway.fleet import fleet
+from rollout_gateway.http import request_body
+from rollout_gateway.http.request_body import Intake, Overloaded
+from rollout_gateway.key_check import KeyCheck
+from rollout_gateway.osmosis_http.async_body import INIT_EXAMPLE
+from rollout_gateway.osmosis_http.sync_body import EXAMPLE, MAX_MESSAGES, InvalidBody, RolloutBody, validated, violation
 from rollout_gateway.settings import GatewaySettings
-from rollout_gateway.strangers import KeyCheck
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
@@ -45,7 +46,7 @@ def routes_with_a_body() -> list[str]:
 @pytest.fixture(scope="module")
 def forever() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strangers, "_ACCEPTED_SECONDS", 1e9)
+        patch.setattr(key_check, "_ACCEPTED_SECONDS", 1e9)
         yield
 
 
@@ -84,7 +85,7 @@ async def test_a_key_is_looked_at_once_for_many_bodies(gateway: Gateway, forever
 
 
 async def test_a_key_is_looked_at_again_after_a_while(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "_ACCEPTED_SECONDS", 0.0)
+    monkeypatch.setattr(key_check, "_ACCEPTED_SECONDS", 0.0)
     assert (await gateway.init()).status_code == 202
     gateway.server.refusals["ListAgents"] = STRANGER
     assert (await gateway.init()).status_code == 401
@@ -93,7 +94,7 @@ async def test_a_key_is_looked_at_again_after_a_while(gateway: Gateway, monkeypa
 async def test_accepted_keys_are_bounded(
     server: ScriptedServer, address: str, forever: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "_MOST_ACCEPTED", 3)
+    monkeypatch.setattr(key_check, "_MOST_ACCEPTED", 3)
     async with stub(address) as rpcs:
         keys = KeyCheck(rpcs, 10.0)
         for number in range(20):
@@ -232,7 +233,7 @@ async def test_what_is_large_is_parsed_off_the_event_loop(
 
 async def test_too_many_values_never_reach_the_parser(server: ScriptedServer, address: str) -> None:
     async with stub(address) as rpcs, listening(host := Host(rpcs, 10**8)) as (_, port):
-        ones = b"[" + b"1," * (intake.MAX_VALUES - 2)
+        ones = b"[" + b"1," * (request_body.MAX_VALUES - 2)
         assert await whole(port, ones + b"1]") == str(len(ones) + 2).encode()
         assert await whole(port, ones + b"1,1,1]") == b"InvalidBody"
         assert await whole(port, b"[" * 257 + b"]" * 257) == b"InvalidBody"

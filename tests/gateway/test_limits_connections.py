@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 from rollout_gateway.app import create_app
 from rollout_gateway.channel import open_channel
-from rollout_gateway.connection import ConnectionLimits
-from rollout_gateway.serve import HttpListener, Listening
+from rollout_gateway.http.protocol import ConnectionLimits
+from rollout_gateway.http.serve import HttpListener, Listening
 from rollout_gateway.settings import GatewaySettings
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send

@@ -13,7 +13,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
 from rollout_gateway.calls import CallMetadata, Rollouts, call_metadata
 from rollout_gateway.channel import open_channel
-from rollout_gateway.deadline import honour_deadline
+from rollout_gateway.http.deadlines import honour_deadline
 from rollout_gateway.settings import GatewaySettings
 from starlette.requests import Request
 

@@ -20,7 +20,7 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, settings
 from rollout_gateway.app import create_app
-from rollout_server.edge.keys import entry_of, new_key
+from rollout_server.edge.api_keys import entry_of, new_key
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,

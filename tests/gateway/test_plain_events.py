@@ -14,12 +14,12 @@ from fastapi import FastAPI
 from osmosis.rollout.v1 import event_pb2, message_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
-from rollout_gateway.boundary import Boundary
 from rollout_gateway.calls import Rollouts
-from rollout_gateway.refusals import Refusals
-from rollout_gateway.routes.events import Patience, events_router
+from rollout_gateway.errors import Refusals
+from rollout_gateway.http.request_boundary import Boundary
+from rollout_gateway.key_check import KeyCheck
+from rollout_gateway.rest.event_routes import Patience, events_router
 from rollout_gateway.settings import GatewaySettings
-from rollout_gateway.strangers import KeyCheck
 
 from tests.gateway.plain import Plain, PlainServer, Sse, event, listening, plain_gateway, scripted
 from tests.gateway.running import http_client

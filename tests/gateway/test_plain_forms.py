@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1 import spec_pb2
-from rollout_gateway.resource import body, words
-from rollout_gateway.resource.errors import field_path
-from rollout_gateway.resource.event import one_line
-from rollout_gateway.resource.request import BODY_FIELDS, QUERY_FIELDS, cancel_request, start_request
-from rollout_gateway.resource.spec import spec_json
-from rollout_gateway.routes.rollouts import ListQuery
+from rollout_gateway.rest import body, enums
+from rollout_gateway.rest.errors import field_path
+from rollout_gateway.rest.event import one_line
+from rollout_gateway.rest.request import BODY_FIELDS, QUERY_FIELDS, cancel_request, start_request
+from rollout_gateway.rest.rollout_routes import ListQuery
+from rollout_gateway.rest.spec import spec_json
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 IDS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
@@ -37,7 +37,7 @@ def some(**fields: Any) -> st.SearchStrategy[dict[str, Any]]:
 
 ENDPOINTS = st.fixed_dictionaries(
     {"url": TEXTS},
-    optional={"dialect": st.sampled_from(get_args(words.Dialect)), "replays_turn_keys": st.just(True), "bearer": IDS},
+    optional={"dialect": st.sampled_from(get_args(enums.Dialect)), "replays_turn_keys": st.just(True), "bearer": IDS},
 )
 COUNTS = st.integers(1, 2**32 - 1)
 BODIES = st.fixed_dictionaries(
@@ -66,9 +66,9 @@ BODIES = st.fixed_dictionaries(
             bytes=st.integers(1, 2**53),
         ),
         "tokenizer": st.fixed_dictionaries({"name": IDS}, optional={"revision": IDS, "template_kwargs": OBJECTS}),
-        "token_mode": st.sampled_from(get_args(words.TokenMode)),
-        "on_drift": st.sampled_from(get_args(words.DriftPolicy)),
-        "on_interrupt": st.sampled_from(get_args(words.InterruptPolicy)),
+        "token_mode": st.sampled_from(get_args(enums.TokenMode)),
+        "on_drift": st.sampled_from(get_args(enums.DriftPolicy)),
+        "on_interrupt": st.sampled_from(get_args(enums.InterruptPolicy)),
         "cancel_after_detach_seconds": st.just(0) | EXACT_SECONDS,
         "priority": st.integers(1, 2**31 - 1) | st.integers(-(2**31), -1),
         "metadata": OBJECTS,
@@ -114,20 +114,20 @@ def test_a_text_on_one_line_is_the_same_json(value: dict[str, Any], ascii_only: 
 @pytest.mark.parametrize(
     ("written", "known"),
     [
-        (words.Dialect, words.DIALECTS),
-        (words.TokenMode, words.TOKEN_MODES),
-        (words.DriftPolicy, words.DRIFT_POLICIES),
-        (words.InterruptPolicy, words.INTERRUPT_POLICIES),
-        (words.State, words.STATES),
-        (words.DeliveryState, words.DELIVERIES),
-        (words.View, words.VIEWS),
-        (words.Detail, words.DETAILS),
+        (enums.Dialect, enums.DIALECTS),
+        (enums.TokenMode, enums.TOKEN_MODES),
+        (enums.DriftPolicy, enums.DRIFT_POLICIES),
+        (enums.InterruptPolicy, enums.INTERRUPT_POLICIES),
+        (enums.State, enums.STATES),
+        (enums.DeliveryState, enums.DELIVERIES),
+        (enums.View, enums.VIEWS),
+        (enums.Detail, enums.DETAILS),
     ],
 )
-def test_the_words_are_those_of_the_contract(written: Any, known: words.Words) -> None:
+def test_the_words_are_those_of_the_contract(written: Any, known: enums.Words) -> None:
     assert get_args(written) == tuple(known.values())
-    assert words.values_of(known, known.values()) == list(known)
-    assert words.value_of(known, None) == 0
+    assert enums.values_of(known, known.values()) == list(known)
+    assert enums.value_of(known, None) == 0
 
 
 def test_every_field_of_a_spec_can_be_asked_for_and_is_shown() -> None:

@@ -15,7 +15,7 @@ from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from prometheus_client.parser import text_string_to_metric_families
 from rollout_gateway.app import create_app
-from rollout_gateway.boundary import Boundary
+from rollout_gateway.http.request_boundary import Boundary
 from rollout_gateway.settings import GatewaySettings
 from starlette.types import Receive, Scope, Send
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from osmosis.rollout.v1.message_pb2 import Tool
 from pydantic import BaseModel, Field, JsonValue, create_model
-from rollout_gateway.tool_schema import function_tool
+from rollout_gateway.osmosis_http.tool_schema import function_tool
 
 from tests.gateway.client_models import ClientTool
 from tests.gateway.transcripts import client_exchange, needs_transcripts, scenarios, without_nulls

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from rollout_server.testing.calculator_model import CalculatorModel
+from rollout_server.testing.model.calculator import CalculatorModel
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.hostile import target as targets

@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1 import spec_pb2, trainer_service_pb2
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
-from rollout_gateway.options import Options
-from rollout_gateway.serve import Listening
+from rollout_gateway.http.serve import Listening
+from rollout_gateway.standalone_settings import Options
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
-from rollout_server.edge.keys import Keyring, new_key
-from rollout_server.edge.targets.host import Name, Unclear, read_url
-from rollout_server.edge.targets.lookup import CheckedLookup
+from rollout_server.edge.api_keys import Keyring, new_key
+from rollout_server.edge.targets.host_port import Name, Unclear, read_url
+from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
-from rollout_server.edge.trainer.client import HttpClient, HttpRequest, HttpSettings
+from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpSettings
 from rollout_server.exposure import knows_its_callers, log_exposure
 from rollout_server.settings import Settings
 from yarl import URL

@@ -16,9 +16,9 @@ from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_server.core.message import MAX_VALUES
-from rollout_server.edge.keys import entry_of
-from rollout_server.edge.rpc.fields import MAX_FIELDS, TooManyFields, check_fields
-from rollout_server.edge.rpc.wire.message import MAX_VIOLATIONS
+from rollout_server.edge.api_keys import entry_of
+from rollout_server.edge.rpc.field_count import MAX_FIELDS, TooManyFields, check_fields
+from rollout_server.edge.wire.message import MAX_VIOLATIONS
 
 from tests.hostile import h2
 from tests.rpc.asking import json_message, start

@@ -8,7 +8,7 @@ import aiohttp
 import grpc
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_server.edge.keys import entry_of
+from rollout_server.edge.api_keys import entry_of
 
 from tests.rpc.agents import Gated
 from tests.rpc.asking import HELLO, NOWHERE, json_message, start

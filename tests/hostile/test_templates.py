@@ -14,8 +14,8 @@ from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
-from rollout_server.edge.tokens.render import Rendered
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.tokens.renderer import Rendered
+from rollout_server.runtime.ports import Failed
 
 from tests.hostile.templates import conversations, grammar
 from tests.hostile.templates.conversations import TOOLS, Conversation, Turn

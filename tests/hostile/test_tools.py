@@ -18,9 +18,9 @@ from rollout_server import tool
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.edge.tools import process as tool_process
 from rollout_server.edge.tools.pool import ProcessPool
-from rollout_server.runtime.policy import CPU_SECONDS, MEMORY_BYTES, ToolPolicy
-from rollout_server.runtime.toolbox import Toolbox, ToolResult
-from rollout_server.runtime.workbench import Workbench
+from rollout_server.runtime.tools.executor import Toolbox, ToolResult
+from rollout_server.runtime.tools.policy import CPU_SECONDS, MEMORY_BYTES, ToolPolicy
+from rollout_server.runtime.tools.resources import Workbench
 
 from tests.tools.test_processes import gone, numbers_in, parent_of, wait_until_gone
 

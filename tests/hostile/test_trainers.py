@@ -15,19 +15,14 @@ from osmosis.rollout.v1 import message_pb2, outcome_pb2, token_pb2
 from rollout_client import AsyncClient, Target
 from rollout_server import Agent, tool
 from rollout_server.app import Server
-from rollout_server.core.admission import Bounds, settle
 from rollout_server.core.limits import CALLS_PER_TURN, MOST_CALLS_PER_TURN, Limits
 from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.core.spec import Dialect, Spec
 from rollout_server.core.spec import Target as SpecTarget
-from rollout_server.edge.rpc.fields import TooManyFields, check_fields
-from rollout_server.edge.rpc.wire.completion import (
-    MalformedCompletion,
-    completion_from_proto,
-    ledger_aside,
-    response_aside,
-)
-from rollout_server.edge.trainer.bounds import (
+from rollout_server.core.spec_validation import Bounds, settle
+from rollout_server.edge.rpc.field_count import TooManyFields, check_fields
+from rollout_server.edge.trainer.chat_completion import read_answer
+from rollout_server.edge.trainer.response_limits import (
     ANSWER_BYTES,
     ANSWER_VALUES,
     MESSAGE_BYTES,
@@ -35,9 +30,14 @@ from rollout_server.edge.trainer.bounds import (
     check_message,
     check_values,
 )
-from rollout_server.edge.trainer.chat import read_answer
-from rollout_server.runtime.calling import _AT_ONCE
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.wire.completion import (
+    MalformedCompletion,
+    completion_from_proto,
+    ledger_aside,
+    response_aside,
+)
+from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.run.tool_calls import _AT_ONCE
 from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 

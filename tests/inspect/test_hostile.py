@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from osmosis.rollout.v1 import outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rich.console import Console
-from rollout_server.inspection.draw import Look, draw, lines
-from rollout_server.inspection.pieces import pieces
-from rollout_server.inspection.told import as_json
+from rollout_server.inspection.escape import visible
+from rollout_server.inspection.terminal import Look, draw, lines
+from rollout_server.inspection.text import as_json
+from rollout_server.inspection.token_text import pieces
 from rollout_server.inspection.transcript import transcript_of
-from rollout_server.inspection.visible import visible
 from rollout_server.testing.script import Reply, Script
 
 from tests.client.exported import outcome_of, rollouts, span

@@ -15,10 +15,10 @@ from google.protobuf import json_format
 from osmosis.rollout.v1 import outcome_service_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rich.console import Console
-from rollout_gateway.resource.rollout import rollout_json
-from rollout_server.inspection.draw import Look, draw
+from rollout_gateway.rest.rollout import rollout_json
+from rollout_server.inspection.terminal import Look, draw
 from rollout_server.inspection.transcript import transcript_of
-from rollout_server.testing.scenarios import SCENARIOS
+from rollout_server.testing.model.scenarios import SCENARIOS
 from rollout_server.testing.script import Reply, Script, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer

@@ -10,10 +10,10 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_gateway.resource.rollout import rollout_json
-from rollout_server.inspection.draw import Look, lines
-from rollout_server.inspection.source import parsed
-from rollout_server.inspection.told import as_json
+from rollout_gateway.rest.rollout import rollout_json
+from rollout_server.inspection.load import parsed
+from rollout_server.inspection.terminal import Look, lines
+from rollout_server.inspection.text import as_json
 from rollout_server.inspection.transcript import transcript_of
 
 from tests.client.exported import rollouts

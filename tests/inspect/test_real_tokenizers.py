@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rollout_server.inspection.pieces import pieces
+from rollout_server.inspection.token_text import pieces
 from transformers import AutoTokenizer
 
 from tests.tokens.conftest import FAMILIES, directory

@@ -13,13 +13,13 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import AsyncClient, NotFound, Retry
 from rollout_gateway.app import create_app
 from rollout_gateway.channel import open_channel
-from rollout_gateway.serve import HttpListener, Listening
+from rollout_gateway.http.serve import HttpListener, Listening
 from rollout_gateway.settings import GatewaySettings
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
-from rollout_server.edge.keys import entry_of, new_key
+from rollout_server.edge.api_keys import entry_of, new_key
 from rollout_server.settings import Settings
-from rollout_server.testing.dialect import Dialect
+from rollout_server.testing.checks.dialect import Dialect
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.client.tools import calculator_tools

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import NotFound, Unauthenticated
-from rollout_server.runtime.wish import Caller
+from rollout_server.runtime.start_request import Caller
 
 from tests.journeys.faces import STARTS, Wanted, synchronous_body
 from tests.journeys.place import Place, place, until

@@ -16,7 +16,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_server.edge.keys import entry_of
+from rollout_server.edge.api_keys import entry_of
 
 from tests.keys.test_keyring import put
 from tests.rpc.agents import Gated, Idle

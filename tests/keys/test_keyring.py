@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_server.core.error import Unauthenticated
-from rollout_server.edge.keys import ANONYMOUS, Keyring, entry_of, key_of, new_key, read_entries
-from rollout_server.runtime.wish import Caller
+from rollout_server.edge.api_keys import ANONYMOUS, Keyring, entry_of, key_of, new_key, read_entries
+from rollout_server.runtime.start_request import Caller
 
 ALICE, BOB, ADMIN = "key-of-alice-0123", "key-of-bob-4567", "key-of-admin-89ab"
 HEX = hashlib.sha256(ALICE.encode()).hexdigest()

@@ -21,10 +21,10 @@ from osmosis.rollout.v1 import event_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_server.core.spec import Dialect, Spec, Target
-from rollout_server.edge.keys import Keyring, entry_of, key_of
-from rollout_server.edge.trainer.client import HttpRequest
-from rollout_server.runtime.port import Credentials, Parcel
-from rollout_server.runtime.wish import Wish
+from rollout_server.edge.api_keys import Keyring, entry_of, key_of
+from rollout_server.edge.trainer.http_client import HttpRequest
+from rollout_server.runtime.ports import Credentials, Parcel
+from rollout_server.runtime.start_request import Wish
 from rollout_server.settings import Settings
 
 from tests.keys.test_callers import bearing, raw_call

@@ -15,7 +15,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server import app
 from rollout_server.core.error import Unauthenticated
 from rollout_server.edge import wrong_keys
-from rollout_server.edge.keys import entry_of
+from rollout_server.edge.api_keys import entry_of
 from rollout_server.edge.rpc.open_calls import OpenCalls
 from rollout_server.edge.wrong_keys import BURST, DELAY_SECONDS, WrongKeys
 

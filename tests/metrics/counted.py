@@ -15,11 +15,11 @@ from rollout_server.core.outcome import Failure, Outcome
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.edge.metrics.observer import Metrics
-from rollout_server.runtime.port import Ask, Clock, Failed, Fork, Sampler, Tool
+from rollout_server.runtime.ports import Ask, Clock, Failed, Fork, Sampler, Tool
+from rollout_server.runtime.registry.dependencies import Surroundings
+from rollout_server.runtime.registry.registry import Roster
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.roster import Roster
-from rollout_server.runtime.surroundings import Surroundings
-from rollout_server.runtime.wish import Capacity, Wish
+from rollout_server.runtime.start_request import Capacity, Wish
 
 USER = Message.write({"role": "user", "content": "5 + 3?"})
 TARGET = Target("http://trainer:9001", Dialect.HTTP_PLAIN)

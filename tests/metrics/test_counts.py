@@ -13,11 +13,11 @@ from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.edge.metrics.observer import Metrics
-from rollout_server.runtime.observe import Attempt, Observer
-from rollout_server.runtime.place import Selection
-from rollout_server.runtime.port import Ask
+from rollout_server.runtime.observer import Attempt, Observer
+from rollout_server.runtime.ports import Ask
+from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.wish import Caller, Capacity
+from rollout_server.runtime.start_request import Caller, Capacity
 
 from tests.metrics.counted import ADD, Counted, call, calling, done, failing, ledger_tokens, outcome_of, read, said
 

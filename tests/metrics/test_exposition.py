@@ -8,9 +8,9 @@ from rollout_server import Agent, Run
 from rollout_server.calculator import Calculator
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.metrics.observer import Metrics
-from rollout_server.runtime.place import Selection
-from rollout_server.runtime.port import Credentials
-from rollout_server.runtime.wish import Caller, Wish
+from rollout_server.runtime.ports import Credentials
+from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.start_request import Caller, Wish
 
 from tests.metrics.counted import TARGET, USER, Counted, call, calling, done, failing, outcome_of, read, said
 

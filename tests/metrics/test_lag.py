@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout_server.edge.lag import LoopLag
+from rollout_server.edge.loop_lag import LoopLag
 from rollout_server.edge.metrics.observer import Metrics
 
 from tests.metrics.counted import read

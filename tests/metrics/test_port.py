@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 from rollout_server.edge.metrics.observer import CONTENT_TYPE, Metrics
-from rollout_server.edge.metrics.port import serve_metrics
+from rollout_server.edge.metrics.server import serve_metrics
 
 from tests.metrics.counted import Exposed
 

@@ -11,17 +11,17 @@ from urllib.parse import urlsplit
 from rollout_server.calculator import Calculator
 from rollout_server.core.outcome import Outcome
 from rollout_server.core.spec import Dialect, Spec, Target, TokenizerName
-from rollout_server.edge.lag import LoopLag
+from rollout_server.edge.loop_lag import LoopLag
 from rollout_server.edge.metrics.observer import Metrics
-from rollout_server.edge.targets.lookup import CheckedLookup
+from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.source import TokenizerSettings
-from rollout_server.edge.trainer.client import HttpClient, HttpSettings
-from rollout_server.edge.trainer.masked import MaskedTrainers
-from rollout_server.runtime.roster import Roster
-from rollout_server.runtime.surroundings import Surroundings
-from rollout_server.runtime.wish import Wish
+from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
+from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
+from rollout_server.runtime.registry.dependencies import Surroundings
+from rollout_server.runtime.registry.registry import Roster
+from rollout_server.runtime.start_request import Wish
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 

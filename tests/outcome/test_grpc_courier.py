@@ -13,13 +13,13 @@ import pytest
 from osmosis.rollout.v1 import outcome_service_pb2 as pb
 from osmosis.rollout.v1 import rollout_service_pb2
 from rollout_server.core.spec import Dialect, Target
-from rollout_server.edge.channels import Channels
+from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.rpc.tls import ClientTls
-from rollout_server.edge.targets.lookup import CheckedLookup
+from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.runtime.delivery import Acknowledged, Receipt, Refused, Unsettled
-from rollout_server.runtime.port import Parcel
+from rollout_server.runtime.ports import Parcel
 
 from tests.outcome.grpc_receiver import Answer, grpc_receiver
 

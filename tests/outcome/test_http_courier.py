@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator
 import pytest
 from rollout_server.core.spec import Dialect, Target
 from rollout_server.edge.outcome.http import HttpCourier
-from rollout_server.edge.targets.lookup import CheckedLookup
+from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
-from rollout_server.edge.trainer.client import HttpClient, HttpSettings
+from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
 from rollout_server.runtime.delivery import Acknowledged, Receipt, Refused, Unsettled
-from rollout_server.runtime.port import Parcel
+from rollout_server.runtime.ports import Parcel
 
 from tests.trainer.raw_trainer import Act, answer, closed, endless, head, raw_trainer, reset, silence
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
-from rollout_server.testing.verdict import Sample
+from rollout_server.testing.checks.verdict import Sample
 
 MODEL, OTHER = token_pb2.AUTHOR_MODEL, token_pb2.AUTHOR_OTHER
 

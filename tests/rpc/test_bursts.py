@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_server.runtime.roster import Roster
+from rollout_server.runtime.registry.registry import Roster
 
 from tests.rpc.agents import Gated, Idle
 from tests.rpc.asking import start

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from osmosis.rollout.v1 import event_pb2, outcome_pb2, spec_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_server.testing.scenarios import SCENARIOS
+from rollout_server.testing.model.scenarios import SCENARIOS
 from rollout_server.testing.script import Reply, Script, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 

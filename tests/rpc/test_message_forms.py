@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from osmosis.rollout.v1 import message_pb2
 from rollout_server.core.message import MalformedMessage, Message
-from rollout_server.edge.rpc.wire.message import message_from_proto, message_to_proto, messages_from_proto
+from rollout_server.edge.wire.message import message_from_proto, message_to_proto, messages_from_proto
 
 from tests.rpc.asking import chat, json_message
 from tests.rpc.json_texts import message_texts, plain_message_texts, valid

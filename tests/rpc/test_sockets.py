@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from rollout_server.edge.rpc.sockets import NAME, PREFIX, sweep
+from rollout_server.edge.rpc.local_sockets import NAME, PREFIX, sweep
 
 LONG_AGO = (1_000_000_000, 1_000_000_000)
 SERVER = """

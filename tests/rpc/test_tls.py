@@ -27,8 +27,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from rollout_server.edge.rpc.server import RpcServer, RpcSettings
 from rollout_server.edge.rpc.service import RolloutService, ServerFacts
 from rollout_server.edge.rpc.tls import ClientTls, ServerTls, channel_credentials
-from rollout_server.runtime.roster import Roster
-from rollout_server.runtime.wish import Caller
+from rollout_server.runtime.registry.registry import Roster
+from rollout_server.runtime.start_request import Caller
 
 from tests.rpc.agents import Idle
 from tests.rpc.caller import CHANNEL_OPTIONS

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from rollout_server.core.spec import Dialect, Target
 from rollout_server.runtime.delivery import Acknowledged, Receipt, Unsettled
 from rollout_server.runtime.log import Entry
-from rollout_server.runtime.observe import Attempt
-from rollout_server.runtime.port import Credentials, Parcel
+from rollout_server.runtime.observer import Attempt
+from rollout_server.runtime.ports import Credentials, Parcel
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.wish import Wish
+from rollout_server.runtime.start_request import Wish
 
 from tests.runtime.world import Say, Script, World, a_spec, wait
 

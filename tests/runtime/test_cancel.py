@@ -9,9 +9,9 @@ import pytest
 from rollout_server import Agent, Run
 from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.core.record import Asked, Ended, ToolReturned, ToolStarted
-from rollout_server.runtime.place import Selection
+from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
-from rollout_server.runtime.wish import Capacity
+from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.test_stopping import STALLS, Stalling
 from tests.runtime.world import FOREVER, ME, Looping, Say, World, call, outcome_of

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from rollout_server.core.error import Draining
 from rollout_server.core.outcome import Cancellation, Category, Failure, Outcome, Stop
-from rollout_server.runtime.place import Selection
-from rollout_server.runtime.wish import Capacity
+from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.test_ends import Stubborn
 from tests.runtime.world import FOREVER, ME, Looping, Say, World, check_log, outcome_of

@@ -9,9 +9,9 @@ import pytest
 from rollout_server import Agent, Limits, Run
 from rollout_server.core.outcome import Cancellation, Category, Failure, Stop
 from rollout_server.core.record import Note
-from rollout_server.runtime.place import Selection
-from rollout_server.runtime.run import RolloutOver
-from rollout_server.runtime.wish import Capacity
+from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.run.run import RolloutOver
+from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.world import (
     FOREVER,

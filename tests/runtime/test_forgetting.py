@@ -10,12 +10,12 @@ import pytest
 from rollout_server import Limits
 from rollout_server.core.error import NotFound
 from rollout_server.core.outcome import Cancellation, Stop
-from rollout_server.runtime.place import Selection
-from rollout_server.runtime.port import Clock
+from rollout_server.runtime.ports import Clock
+from rollout_server.runtime.registry.dependencies import Surroundings
+from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.registry import Roster
 from rollout_server.runtime.rollout import RolloutState
-from rollout_server.runtime.roster import Roster
-from rollout_server.runtime.surroundings import Surroundings
-from rollout_server.runtime.wish import Capacity
+from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.test_roster import ALL, BLOCKED
 from tests.runtime.world import (

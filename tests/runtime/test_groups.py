@@ -17,12 +17,12 @@ from rollout_server.core.error import (
     RolloutError,
     Violation,
 )
-from rollout_server.runtime.place import Selection
-from rollout_server.runtime.port import Credentials, Tool
+from rollout_server.runtime.ports import Credentials, Tool
+from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.registry import Check
 from rollout_server.runtime.request import Request
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.roster import Check
-from rollout_server.runtime.wish import Capacity, Wish
+from rollout_server.runtime.start_request import Capacity, Wish
 
 from tests.runtime.world import FOREVER, ME, Looping, Say, Script, World, a_spec, outcome_of
 

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from rollout_server.core.spec import Spec
-from rollout_server.runtime.place import Selection
-from rollout_server.runtime.port import Sampler, Tool
-from rollout_server.runtime.roster import Roster
-from rollout_server.runtime.wish import Capacity, Wish
+from rollout_server.runtime.ports import Sampler, Tool
+from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.registry import Roster
+from rollout_server.runtime.start_request import Capacity, Wish
 
 from tests.runtime.world import (
     ME,

@@ -10,11 +10,11 @@ import pytest
 from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.core.spec import Target
 from rollout_server.runtime.delivery import Delivery, DeliveryState, Refused, Unsettled
-from rollout_server.runtime.observe import Attempt
-from rollout_server.runtime.place import Selection
-from rollout_server.runtime.port import Credentials
-from rollout_server.runtime.surroundings import NoReporter, Patience
-from rollout_server.runtime.wish import Capacity
+from rollout_server.runtime.observer import Attempt
+from rollout_server.runtime.ports import Credentials
+from rollout_server.runtime.registry.dependencies import NoReporter, Patience
+from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.receiver import DOWN, RECEIVER, YES, Noting, Receiver, owing, until
 from tests.runtime.test_ends import Stubborn

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from rollout_server.core.error import Busy, NotFound
 from rollout_server.runtime.delivery import Acknowledged, DeliveryState, Receipt, Refused, Unsettled
-from rollout_server.runtime.place import Selection
-from rollout_server.runtime.port import Credentials, Parcel
+from rollout_server.runtime.ports import Credentials, Parcel
+from rollout_server.runtime.registry.dependencies import Patience
+from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.surroundings import Patience
-from rollout_server.runtime.wish import Capacity
+from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.receiver import DOWN, RECEIVER, YES, Noting, Receiver, owing, until
 from tests.runtime.test_ends import Stubborn

@@ -9,10 +9,10 @@ import pytest
 from rollout_server.core.error import NotFound
 from rollout_server.core.outcome import Stop
 from rollout_server.runtime.delivery import DeliveryState
-from rollout_server.runtime.place import Selection
-from rollout_server.runtime.port import Credentials
+from rollout_server.runtime.ports import Credentials
+from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
-from rollout_server.runtime.wish import Caller, Capacity
+from rollout_server.runtime.start_request import Caller, Capacity
 
 from tests.runtime.receiver import DOWN, Receiver, owing, until
 from tests.runtime.world import ADMIN, FOREVER, ME, OTHER, Say, World, a_wish, outcome_of

@@ -10,9 +10,9 @@ from rollout_server.core.error import Busy
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Cancellation, Stop
-from rollout_server.runtime.place import Selection
+from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
-from rollout_server.runtime.wish import Caller, Capacity, Quota, Wish
+from rollout_server.runtime.start_request import Caller, Capacity, Quota, Wish
 
 from tests.runtime.test_groups import Groups
 from tests.runtime.world import Looping, Say, World, a_spec, call, outcome_of

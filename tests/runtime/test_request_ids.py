@@ -10,9 +10,9 @@ import pytest
 from rollout_server import Limits
 from rollout_server.core.error import Conflict
 from rollout_server.core.spec import Dialect, Sampling, Target
-from rollout_server.runtime.port import Credentials
+from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.wish import Capacity, Wish
+from rollout_server.runtime.start_request import Capacity, Wish
 
 from tests.runtime.test_roster import ALL, BLOCKED, Other
 from tests.runtime.world import (

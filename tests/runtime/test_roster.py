@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 from rollout_server import Limits
-from rollout_server.core.admission import Bounds
 from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, NotPossible
 from rollout_server.core.limits import CALLS_PER_TURN
 from rollout_server.core.spec import Dialect, DriftPolicy
-from rollout_server.runtime.place import Selection
+from rollout_server.core.spec_validation import Bounds
+from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
-from rollout_server.runtime.wish import Capacity
+from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.world import FOREVER, ME, Looping, Say, World, a_wish, outcome_of
 

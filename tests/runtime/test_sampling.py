@@ -15,8 +15,8 @@ from rollout_server.core.outcome import Failure, Metrics, Stop
 from rollout_server.core.record import Asked
 from rollout_server.core.spec import Dialect, Sampling, Target, TokenizerName
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.run import AgentMistake, Reply, Run
-from rollout_server.runtime.sampling import overridden
+from rollout_server.runtime.run.arguments import overridden
+from rollout_server.runtime.run.run import AgentMistake, Reply, Run
 
 from tests.runtime.world import Say, World, outcome_of
 

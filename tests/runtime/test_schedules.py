@@ -14,11 +14,11 @@ from rollout_server.core.error import RolloutError
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Ended
 from rollout_server.runtime.delivery import Receipt, Refused, Unsettled
-from rollout_server.runtime.place import Selection
-from rollout_server.runtime.port import Credentials, Parcel
+from rollout_server.runtime.ports import Credentials, Parcel
+from rollout_server.runtime.registry.dependencies import Patience
+from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
-from rollout_server.runtime.surroundings import Patience
-from rollout_server.runtime.wish import Capacity
+from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.jumping import JumpingLoop
 from tests.runtime.receiver import DOWN, RECEIVER, YES, Receiver

@@ -12,11 +12,11 @@ import pytest
 from rollout_server import Agent, Limits, ToolError, tool
 from rollout_server.core.message import ToolCall
 from rollout_server.core.outcome import Category, Failure, Outcome
-from rollout_server.runtime.port import Tool
-from rollout_server.runtime.surroundings import Surroundings
-from rollout_server.runtime.toolbox import Toolbox, ToolResult
-from rollout_server.runtime.work import GRACE_SECONDS
-from rollout_server.runtime.workbench import ToolLimits, Workbench
+from rollout_server.runtime.ports import Tool
+from rollout_server.runtime.registry.dependencies import Surroundings
+from rollout_server.runtime.tools.executor import Toolbox, ToolResult
+from rollout_server.runtime.tools.resources import ToolLimits, Workbench
+from rollout_server.runtime.tools.task import GRACE_SECONDS
 from rollout_server.tool import Image
 
 from tests.runtime.world import FOREVER, Say, World, call, contents, outcome_of, wait

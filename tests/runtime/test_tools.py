@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollout_server import Agent, Limits, Run, ToolError, tool
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.record import ToolReturned, ToolStarted
-from rollout_server.runtime.toolbox import Toolbox
+from rollout_server.runtime.tools.executor import Toolbox
 
 from tests.runtime.jumping import JumpingLoop
 from tests.runtime.world import Say, World, call, contents, outcome_of, wait

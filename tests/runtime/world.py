@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollout_server.agent import Agent
-from rollout_server.core.admission import Bounds
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.limits import Limits
 from rollout_server.core.machine import Machine
@@ -17,12 +16,13 @@ from rollout_server.core.outcome import Category, Failure, Outcome
 from rollout_server.core.record import Accepted, Answered, Ended
 from rollout_server.core.replay import replay
 from rollout_server.core.spec import Dialect, Spec, Target
-from rollout_server.runtime.observe import Nobody, Observer
-from rollout_server.runtime.port import Ask, Clock, Credentials, Failed, Fork, Reporter, Sampler, Tool
+from rollout_server.core.spec_validation import Bounds
+from rollout_server.runtime.observer import Nobody, Observer
+from rollout_server.runtime.ports import Ask, Clock, Credentials, Failed, Fork, Reporter, Sampler, Tool
+from rollout_server.runtime.registry.dependencies import NoReporter, Patience, Surroundings
+from rollout_server.runtime.registry.registry import Roster
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.roster import Roster
-from rollout_server.runtime.surroundings import NoReporter, Patience, Surroundings
-from rollout_server.runtime.wish import Caller, Capacity, Wish
+from rollout_server.runtime.start_request import Caller, Capacity, Wish
 
 from tests.core.rollouts import shown_outcome
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from rollout_server.testing.serving import Listener
+from rollout_server.testing.http.server import Listener
 
 from tests.sdk.conftest import Place
 

@@ -16,7 +16,7 @@ from rollout_server.sdk import (
     OsmosisValidationError,
     RolloutClientSettings,
 )
-from rollout_server.testing.dialect import Dialect
+from rollout_server.testing.checks.dialect import Dialect
 from rollout_server.testing.script import Fault, FaultKind, Reply, Script
 from rollout_server.testing.trainer import StrictTrainer
 

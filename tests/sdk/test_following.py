@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_server.sdk.following import Following
+from rollout_server.sdk.history_diff import Following
 
 TEXTS = st.text(max_size=5)
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | TEXTS, lambda inner: st.lists(inner, max_size=2))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from osmosis.rollout.v1 import token_pb2
 from rollout_server.core.outcome import Failure
-from rollout_server.runtime.run import RolloutOver
+from rollout_server.runtime.run.run import RolloutOver
 from rollout_server.sdk import OsmosisValidationError, RolloutContext, RolloutResult
 from rollout_server.sdk.testing import create_mock_trainer_app
-from rollout_server.testing.serving import Listener
+from rollout_server.testing.http.server import Listener
 
 from tests.sdk.calculator_agent import SCHEMAS
 from tests.sdk.conftest import OpenPlace

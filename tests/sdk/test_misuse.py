@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from rollout_server.runtime.run import RolloutOver
+from rollout_server.runtime.run.run import RolloutOver
 from rollout_server.sdk import (
     OsmosisRolloutError,
     OsmosisServerError,

@@ -14,8 +14,8 @@ from osmosis.rollout.v1 import token_pb2
 from osmosis.rollout.v1.outcome_pb2 import Outcome
 from rollout_server.sdk import OsmosisRolloutError, RolloutContext, RolloutResult, create_tool_result
 from rollout_server.sdk.testing import create_mock_trainer_app
+from rollout_server.testing.http.server import Listener
 from rollout_server.testing.script import Reply
-from rollout_server.testing.serving import Listener
 
 from tests.sdk.calculator_agent import SCHEMAS
 from tests.sdk.conftest import OpenPlace

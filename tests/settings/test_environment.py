@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from rollout_server.cli.commands import app
-from rollout_server.edge.keys import entry_of
+from rollout_server.edge.api_keys import entry_of
 from rollout_server.settings import Settings, WrongSettings, load, names_of
 from typer.testing import CliRunner, Result
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trustme
 from rollout_server.app import Server
-from rollout_server.edge.keys import entry_of
+from rollout_server.edge.api_keys import entry_of
 from rollout_server.settings import WrongSettings
 
 from tests.rpc.agents import Idle

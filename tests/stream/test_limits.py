@@ -13,7 +13,7 @@ from osmosis.rollout.v1 import completion_service_pb2 as cpb
 from osmosis.rollout.v1 import outcome_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as rpb
 from osmosis.rollout.v1 import trainer_service_pb2 as pb
-from rollout_server.edge.keys import entry_of, new_key
+from rollout_server.edge.api_keys import entry_of, new_key
 
 from tests.rpc.caller import Refusal
 from tests.stream.conftest import TURNS, OpenPlace, Place

@@ -13,7 +13,7 @@ from rollout_server.agent import Agent
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
-from rollout_server.testing.calculator_model import CalculatorModel, Model
+from rollout_server.testing.model.calculator import CalculatorModel, Model
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.system.bodies import TOKENIZER

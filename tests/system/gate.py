@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Mapping, Sequence
 
-from rollout_server.testing.calculator_model import CalculatorModel
+from rollout_server.testing.model.calculator import CalculatorModel
 from rollout_server.testing.script import Reply
 
 

@@ -17,9 +17,9 @@ from osmosis.rollout.v1 import rollout_service_pb2_grpc, token_pb2
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
+from rollout_server.testing.checks.verdict import Sample, Turn, Verdict
 from rollout_server.testing.script import Extensions, Fault, FaultKind, Reception, Script
 from rollout_server.testing.trainer import StrictTrainer
-from rollout_server.testing.verdict import Sample, Turn, Verdict
 
 from tests.system.bodies import rpc
 from tests.system.test_many_rollouts import Sum

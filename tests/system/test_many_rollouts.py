@@ -17,8 +17,8 @@ from osmosis.rollout.v1 import rollout_service_pb2_grpc
 from osmosis.rollout.v1.rollout_service_pb2 import ROLLOUT_VIEW_SAMPLES
 from osmosis.rollout.v1.token_pb2 import Sample
 from rollout_server.agent import Agent
-from rollout_server.testing import verdict
-from rollout_server.testing.calculator_model import CalculatorModel
+from rollout_server.testing.checks import verdict
+from rollout_server.testing.model.calculator import CalculatorModel
 from rollout_server.testing.script import Reply, Script, tool_call
 from rollout_server.tool import tool
 

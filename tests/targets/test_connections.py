@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 from aiohttp import web
-from rollout_server.edge.targets.lookup import CheckedLookup, refusal_of
+from rollout_server.edge.targets.resolver import CheckedLookup, refusal_of
 from rollout_server.edge.targets.rules import TargetRefused, TargetRules
 from yarl import URL
 

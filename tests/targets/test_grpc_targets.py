@@ -12,7 +12,7 @@ import trustme
 from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
 from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_server
-from rollout_server.edge.targets.lookup import CheckedLookup
+from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRefused, TargetRules
 
 from tests.targets.table import Table

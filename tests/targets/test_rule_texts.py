@@ -5,7 +5,7 @@ from __future__ import annotations
 from ipaddress import ip_network
 
 import pytest
-from rollout_server.edge.targets.entry import Rule, read_rule
+from rollout_server.edge.targets.rule_parser import Rule, read_rule
 from rollout_server.edge.targets.rules import TargetRules
 
 

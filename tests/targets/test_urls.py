@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 import pytest
-from rollout_server.edge.targets.host import read_host, read_url
+from rollout_server.edge.targets.host_port import read_host, read_url
 from rollout_server.edge.targets.rules import TargetRules
 from yarl import URL
 

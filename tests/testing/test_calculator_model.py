@@ -4,8 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from rollout_server.testing.arithmetic import Operation, number, operations
-from rollout_server.testing.calculator_model import CalculatorModel
+from rollout_server.testing.model.arithmetic import Operation, number, operations
+from rollout_server.testing.model.calculator import CalculatorModel
 from rollout_server.testing.script import Reply
 
 

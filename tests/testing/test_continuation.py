@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from rollout_server.testing.continuation import Continuations, Given, Piece
-from rollout_server.testing.renderer import PlainRenderer
+from rollout_server.testing.checks.renderer import PlainRenderer
+from rollout_server.testing.checks.token_mode_check import Continuations, Given, Piece
 from transformers import AutoTokenizer
 
 from .recordings import SHARED

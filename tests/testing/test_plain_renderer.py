@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from rollout_server.testing.renderer import PlainRenderer, UnrenderableError
+from rollout_server.testing.checks.renderer import PlainRenderer, UnrenderableError
 from rollout_server.testing.script import Reply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer

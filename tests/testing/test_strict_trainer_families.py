@@ -8,8 +8,8 @@ import pytest
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import completion_service_pb2_grpc, token_pb2
 from rollout_server.core.record import Answered
-from rollout_server.edge.tokens.loaded import LoadedTokenizer
-from rollout_server.edge.tokens.render import Renderer
+from rollout_server.edge.tokens.renderer import Renderer
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.testing.script import Reply, Script, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
+from rollout_server.testing.checks.verdict import RefusalReason
 from rollout_server.testing.script import Extensions, Fault, FaultKind, Reply, Script, tool_call
 from rollout_server.testing.trainer import StrictTrainer
-from rollout_server.testing.verdict import RefusalReason
 
 from .conftest import KeyedCaller
 

@@ -8,8 +8,8 @@ import grpc
 import pytest
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import completion_service_pb2_grpc
+from rollout_server.testing.model.script_json import script_from_json
 from rollout_server.testing.script import Lie, Reply, Script, tool_call
-from rollout_server.testing.script_json import script_from_json
 from rollout_server.testing.trainer import StrictTrainer
 
 from .test_strict_trainer_completions import status_of

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+from rollout_server.testing.checks.verdict import RefusalReason
 from rollout_server.testing.script import Reply, Script, tool_call
 from rollout_server.testing.trainer import StrictTrainer
-from rollout_server.testing.verdict import RefusalReason
 
 ADD = tool_call("call_1", "add", '{"a": 5, "b": 3}')
 AFTER_EIGHT = "\n<|im_start|>user\n<tool_response>\n8\n</tool_response><|im_end|>\n<|im_start|>assistant\n"

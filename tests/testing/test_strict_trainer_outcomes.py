@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+from rollout_server.testing.checks.verdict import RefusalReason, Verdict
+from rollout_server.testing.model.script_json import script_from_json
 from rollout_server.testing.script import Extensions, Fault, FaultKind, Reception, Reply, Script, tool_call
-from rollout_server.testing.script_json import script_from_json
 from rollout_server.testing.trainer import StrictTrainer
-from rollout_server.testing.verdict import RefusalReason, Verdict
 
 from .conftest import KeyedCaller
 

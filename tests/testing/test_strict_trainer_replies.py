@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_server.testing.call import Call
-from rollout_server.testing.judge import Judge
-from rollout_server.testing.renderer import PlainRenderer
+from rollout_server.testing.checks.judge import Judge
+from rollout_server.testing.checks.renderer import PlainRenderer
+from rollout_server.testing.checks.turn import Call
 from rollout_server.testing.script import Reply, Script, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer

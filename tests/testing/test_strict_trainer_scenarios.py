@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rollout_server.testing.scenarios import CALLBACK_KEY, SCENARIOS
+from rollout_server.testing.model.scenarios import CALLBACK_KEY, SCENARIOS
 from rollout_server.testing.script import FaultKind, Reply
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.tokenizer.build import build

@@ -5,9 +5,9 @@ from contextlib import AsyncExitStack
 
 import httpx
 import pytest
+from rollout_server.testing.http.server import Listener
+from rollout_server.testing.model.script_json import script_from_json
 from rollout_server.testing.script import Fault, FaultKind, Reply, Script, tool_call
-from rollout_server.testing.script_json import script_from_json
-from rollout_server.testing.serving import Listener
 from rollout_server.testing.tokenizer.build import build
 from rollout_server.testing.trainer import StrictTrainer
 from starlette.applications import Starlette

@@ -9,9 +9,9 @@ import pytest
 from google.rpc import error_details_pb2
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import completion_service_pb2_grpc, message_pb2, token_pb2
+from rollout_server.testing.checks.verdict import RefusalReason
 from rollout_server.testing.script import Fault, FaultKind, Reply, Script, tool_call
 from rollout_server.testing.trainer import StrictTrainer
-from rollout_server.testing.verdict import RefusalReason
 
 from .conftest import QUESTION, TOOLS, run_tool
 from .test_strict_trainer_completions import digest_of, status_of

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rollout_server.testing.scenarios import SCENARIOS
+from rollout_server.testing.model.scenarios import SCENARIOS
 from rollout_server.testing.script import Fault, FaultKind, Line, Reply, Script
 from rollout_server.testing.trainer import StrictTrainer
 

@@ -6,17 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from rollout_server.edge.tokens.form import Arguments
-from rollout_server.edge.tokens.loaded import LoadedTokenizer
+from rollout_server.edge.tokens.rendering_form import Arguments
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.tokencheck.boundary import Cause, Mask
 from rollout_server.tokencheck.conversation import TOOLS, Conversation
-from rollout_server.tokencheck.hard import hard
-from rollout_server.tokencheck.play import Player
+from rollout_server.tokencheck.hard_conversations import hard
+from rollout_server.tokencheck.model_output import Writing
+from rollout_server.tokencheck.simulate import Player
 from rollout_server.tokencheck.template import Template
-from rollout_server.tokencheck.traits import Dated, Shown, traits
+from rollout_server.tokencheck.template_traits import Dated, Shown, traits
 from rollout_server.tokencheck.verdict import Fault, Verdict, plain
-from rollout_server.tokencheck.written import Writing
 
 from tests.tokencheck.conftest import checked, family
 from tests.tokens.reading import tokenizer_of

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.tokencheck.conversation import TOOLS, Conversation
-from rollout_server.tokencheck.given import read
+from rollout_server.tokencheck.file_conversations import read
 
 from tests.tokencheck.conftest import checked
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from rollout_server.core.ledger import pack_tokens
-from rollout_server.edge.tokens.form import Arguments
-from rollout_server.edge.tokens.loaded import Frame, LoadedTokenizer
+from rollout_server.edge.tokens.rendering_form import Arguments
+from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
 from rollout_server.tokencheck.conversation import Conversation
+from rollout_server.tokencheck.model_output import Writing
+from rollout_server.tokencheck.reference_tokens import Teller
 from rollout_server.tokencheck.template import Page, Template
-from rollout_server.tokencheck.truth import Teller
-from rollout_server.tokencheck.written import Writing
 
 from tests.tokencheck.conftest import SHARED, family
 from tests.tokens.reading import tokenizer_of

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from rollout_server.edge.tokens.form import Arguments
+from rollout_server.edge.tokens.rendering_form import Arguments
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.tokencheck.boundary import Cause, Mask
-from rollout_server.tokencheck.traits import Dated, Shown
+from rollout_server.tokencheck.template_traits import Dated, Shown
 from rollout_server.tokencheck.verdict import Fault, Verdict
 
 from tests.tokencheck.conftest import TOY_TEMPLATE, checked, spoilt

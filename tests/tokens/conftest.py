@@ -13,8 +13,8 @@ from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.loaded import LoadedTokenizer
-from rollout_server.edge.tokens.source import TokenizerSettings
+from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 from tests.tokens.reading import tokenizer_of

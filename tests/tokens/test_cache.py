@@ -14,9 +14,9 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.render import Renderer
-from rollout_server.edge.tokens.source import TokenizerSettings
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.edge.tokens.renderer import Renderer
+from rollout_server.runtime.ports import Failed
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 TOY = TokenizerName("toy")
@@ -220,7 +220,7 @@ def test_loading_prints_nothing() -> None:
     code = (
         "import asyncio\n"
         "from rollout_server.edge.tokens.cache import Tokenizers\n"
-        "from rollout_server.edge.tokens.source import TokenizerSettings\n"
+        "from rollout_server.edge.tokens.loader import TokenizerSettings\n"
         "from rollout_server.core.spec import TokenizerName\n"
         "async def main():\n"
         f"    tokenizers = Tokenizers(TokenizerSettings(directories={{'toy': {str(TOY_TOKENIZER)!r}}}))\n"

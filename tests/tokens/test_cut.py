@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.tokens.cut import RenderedTurn, environment_text, text_after_answer
-from rollout_server.edge.tokens.form import Arguments, Form, parsed
-from rollout_server.edge.tokens.parting import Parting
-from rollout_server.edge.tokens.probe import Stop, probe
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.tokens.drift_excerpt import Parting
+from rollout_server.edge.tokens.rendering_form import Arguments, Form, parsed
+from rollout_server.edge.tokens.template_probe import Stop, probe
+from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, text_after_answer
+from rollout_server.runtime.ports import Failed
 
 from tests.tokens.conftest import call, packed
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from rollout_server.core.ledger import pack_tokens
-from rollout_server.edge.tokens.form import Arguments, Form, Measure, Tools, parsed
-from rollout_server.edge.tokens.render import Renderer
+from rollout_server.edge.tokens.renderer import Renderer
+from rollout_server.edge.tokens.rendering_form import Arguments, Form, Measure, Tools, parsed
 
 from tests.tokens.conftest import TOOLS, Plain, answered, call, packed
 

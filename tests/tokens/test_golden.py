@@ -9,7 +9,7 @@ import pytest
 import transformers
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.spec import TokenizerName
-from rollout_server.edge.tokens.render import Renderer
+from rollout_server.edge.tokens.renderer import Renderer
 
 from tests.tokens.conftest import SHARED, answered, packed, shared
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.source import TokenizerSettings
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.runtime.ports import Failed
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

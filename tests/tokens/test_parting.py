@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from rollout_server.core.ledger import Prediction, Tokens, pack_tokens
-from rollout_server.edge.tokens.parting import Parting
+from rollout_server.edge.tokens.drift_excerpt import Parting
 
 NOTHING = pack_tokens()
 

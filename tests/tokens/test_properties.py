@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from rollout_server.core.ledger import pack_tokens
-from rollout_server.edge.tokens.render import Renderer
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.tokens.renderer import Renderer
+from rollout_server.runtime.ports import Failed
 
 from tests.tokens.conftest import FAMILIES, TOOLS, Plain, answered, call, packed
 

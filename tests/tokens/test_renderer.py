@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.outcome import Category
-from rollout_server.edge.tokens.form import Arguments, Form, Tools
-from rollout_server.edge.tokens.loaded import LoadedTokenizer
-from rollout_server.edge.tokens.render import Renderer
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.tokens.renderer import Renderer
+from rollout_server.edge.tokens.rendering_form import Arguments, Form, Tools
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.runtime.ports import Failed
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from tests.tokens.conftest import FAMILIES, TOOLS, answered, call, packed

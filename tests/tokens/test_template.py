@@ -11,10 +11,10 @@ from jinja2 import Undefined
 from jinja2.exceptions import SecurityError, UndefinedError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from rollout_server.edge.tokens.loaded import Frame
+from rollout_server.edge.tokens.chat_template import Templates
 from rollout_server.edge.tokens.sandbox import remember
-from rollout_server.edge.tokens.template import Templates
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.tokens.tokenizer import Frame
+from rollout_server.runtime.ports import Failed
 
 from tests.tokens.conftest import FAMILIES, SHARED, TOOLS, call, shared
 

@@ -11,10 +11,10 @@ from rollout_server import tool
 from rollout_server.core.message import ToolCall
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.source import TokenizerSettings
-from rollout_server.edge.tools.measure import TokenMeasure, fitting
-from rollout_server.runtime.toolbox import Toolbox
-from rollout_server.runtime.workbench import Workbench
+from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.edge.tools.token_count import TokenMeasure, fitting
+from rollout_server.runtime.tools.executor import Toolbox
+from rollout_server.runtime.tools.resources import Workbench
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 NAME = TokenizerName("toy", "")

@@ -16,8 +16,8 @@ import pytest
 from rollout_server import tool
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.edge.tools.pool import PoolLimits, ProcessPool
-from rollout_server.runtime.toolbox import Toolbox, ToolResult
-from rollout_server.runtime.workbench import Workbench
+from rollout_server.runtime.tools.executor import Toolbox, ToolResult
+from rollout_server.runtime.tools.resources import Workbench
 
 from tests.tools import offered
 
@@ -255,8 +255,8 @@ import asyncio
 from rollout_server import tool
 from rollout_server.core.message import ToolCall
 from rollout_server.edge.tools.pool import ProcessPool
-from rollout_server.runtime.toolbox import Toolbox
-from rollout_server.runtime.workbench import Workbench
+from rollout_server.runtime.tools.executor import Toolbox
+from rollout_server.runtime.tools.resources import Workbench
 
 @tool(process=True)
 def double(a: int) -> int:

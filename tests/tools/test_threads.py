@@ -12,9 +12,9 @@ import time
 
 from rollout_server import tool
 from rollout_server.core.message import ToolCall
-from rollout_server.runtime.toolbox import Toolbox, ToolResult
-from rollout_server.runtime.work import Work
-from rollout_server.runtime.workbench import ToolLimits, Workbench
+from rollout_server.runtime.tools.executor import Toolbox, ToolResult
+from rollout_server.runtime.tools.resources import ToolLimits, Workbench
+from rollout_server.runtime.tools.task import Work
 
 
 async def run(box: Toolbox, name: str, **arguments: object) -> ToolResult:
@@ -126,7 +126,7 @@ def test_a_program_does_not_wait_for_threads_that_were_left_alone() -> None:
 import asyncio, threading
 from rollout_server import tool
 from rollout_server.core.message import ToolCall
-from rollout_server.runtime.toolbox import Toolbox
+from rollout_server.runtime.tools.executor import Toolbox
 
 @tool(timeout=0.05)
 def hold() -> None:

@@ -11,8 +11,8 @@ from rollout_server.core.ledger import MAX_TOKEN_ID
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import tool_calls
 from rollout_server.core.outcome import Category
-from rollout_server.edge.trainer.chat import Answer, read_answer
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.trainer.chat_completion import Answer, read_answer
+from rollout_server.runtime.ports import Failed
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 5, "b": 3}'}}
 MESSAGE = {"role": "assistant", "content": "Adding.", "tool_calls": [CALL]}

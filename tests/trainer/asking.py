@@ -6,9 +6,9 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Failure
 from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
-from rollout_server.edge.trainer.masked import MaskedTrainers
-from rollout_server.edge.trainer.plain import PlainTrainers
-from rollout_server.runtime.port import Ask, Credentials, Failed, Sampler
+from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
+from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
+from rollout_server.runtime.ports import Ask, Credentials, Failed, Sampler
 
 QUESTION = Message.write({"role": "user", "content": "5 plus 3?"})
 MORE = Message.write({"role": "user", "content": "And 3 more?"})

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import pytest
 from rollout_server.app import loop_factory
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.source import TokenizerSettings
-from rollout_server.edge.trainer.client import HttpClient, HttpSettings
-from rollout_server.edge.trainer.masked import MaskedTrainers
-from rollout_server.edge.trainer.plain import PlainTrainers
+from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
+from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
+from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
 from rollout_server.edge.trainer.retry import Retries
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 

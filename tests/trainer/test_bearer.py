@@ -7,10 +7,10 @@ import logging
 
 import pytest
 from rollout_server.core.outcome import Category
-from rollout_server.edge.trainer.client import HttpRequest
-from rollout_server.edge.trainer.masked import MaskedTrainers
-from rollout_server.edge.trainer.refusal import TRAINER_TEXT
-from rollout_server.runtime.port import Credentials
+from rollout_server.edge.trainer.http_client import HttpRequest
+from rollout_server.edge.trainer.http_errors import TRAINER_TEXT
+from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
+from rollout_server.runtime.ports import Credentials
 
 from tests.trainer.asking import Asking
 from tests.trainer.raw_trainer import answer, closed, raw_trainer

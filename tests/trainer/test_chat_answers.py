@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rollout_server.core.ledger import MAX_TOKEN_ID
 from rollout_server.core.outcome import Category
-from rollout_server.edge.trainer.chat import Answer
-from rollout_server.edge.trainer.masked import MaskedTrainers
+from rollout_server.edge.trainer.chat_completion import Answer
+from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 
 from tests.trainer.answers import GOOD, check, with_text
 from tests.trainer.asking import Asking

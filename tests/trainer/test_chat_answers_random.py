@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_server.core.ledger import MAX_TOKEN_ID
-from rollout_server.edge.trainer.chat import Answer
+from rollout_server.edge.trainer.chat_completion import Answer
 
 from tests.trainer.answers import GOOD, MESSAGE, check, with_text
 

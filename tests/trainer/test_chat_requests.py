@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_server.core.message import Message
 from rollout_server.core.spec import Sampling
-from rollout_server.edge.trainer.chat import RequestWriter
-from rollout_server.edge.trainer.masked import MaskedTrainers
-from rollout_server.edge.trainer.parameters import masked_parameters
+from rollout_server.edge.trainer.chat_completion import RequestWriter
+from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
+from rollout_server.edge.trainer.sampling_parameters import masked_parameters
 
 from tests.trainer.asking import Asking
 from tests.trainer.raw_trainer import answer, raw_trainer

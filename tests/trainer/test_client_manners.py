@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from rollout_server.core.outcome import Category
-from rollout_server.edge.trainer.client import HttpClient, HttpRequest, HttpSettings
-from rollout_server.edge.trainer.masked import MaskedTrainers
+from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpSettings
+from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.retry import Errand, fetch_once
-from rollout_server.runtime.port import Failed
+from rollout_server.runtime.ports import Failed
 
 from tests.trainer.asking import Asking
 from tests.trainer.raw_trainer import COMPLETION, Act, answer, endless, raw_trainer, silence
@@ -46,7 +46,7 @@ async def test_cookies_are_not_kept(client: HttpClient) -> None:
 
 POST = """
 import asyncio, sys
-from rollout_server.edge.trainer.client import HttpClient, HttpRequest, HttpSettings
+from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpSettings
 
 async def post():
     client = HttpClient(HttpSettings(timeout=20))

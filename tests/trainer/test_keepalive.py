@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from rollout_server.edge.trainer.client import HttpClient, HttpRequest, HttpSettings
+from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpSettings
 
 from tests.trainer.raw_trainer import COMPLETION, head
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 from rollout_server.core.outcome import Category
-from rollout_server.edge.trainer.client import HttpClient, HttpSettings
-from rollout_server.edge.trainer.plain import PlainTrainers
+from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
+from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
 from rollout_server.edge.trainer.retry import Retries
 
 from tests.trainer.asking import Asking

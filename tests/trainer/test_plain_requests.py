@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category
 from rollout_server.core.spec import Sampling
-from rollout_server.edge.trainer.chat import RequestWriter
-from rollout_server.edge.trainer.parameters import WrongParameter, plain_parameters
-from rollout_server.edge.trainer.plain import PlainTrainers
+from rollout_server.edge.trainer.chat_completion import RequestWriter
+from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
+from rollout_server.edge.trainer.sampling_parameters import WrongParameter, plain_parameters
 
 from tests.trainer.asking import MORE, QUESTION, Asking
 from tests.trainer.raw_trainer import answer, raw_trainer

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 from rollout_server.core.outcome import Category
-from rollout_server.edge.trainer.client import HttpAnswer, HttpClient, HttpSettings
-from rollout_server.edge.trainer.plain import PlainTrainers
+from rollout_server.edge.trainer.http_client import HttpAnswer, HttpClient, HttpSettings
+from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
 from rollout_server.edge.trainer.retry import Retries, pause
 
 from tests.trainer.asking import Asking

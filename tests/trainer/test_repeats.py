@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.trainer.client import HttpClient, HttpRequest, HttpSettings
+from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpSettings
 from rollout_server.edge.trainer.retry import Errand, Fetched, fetch_once
-from rollout_server.runtime.port import Failed
+from rollout_server.runtime.ports import Failed
 
 from tests.trainer.raw_trainer import COMPLETION, Act, answer, closed, endless, head, raw_trainer, reset, silence
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from rollout_server.core.outcome import Category
-from rollout_server.edge.trainer.masked import MaskedTrainers
+from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 
 from tests.trainer.asking import Asking
 from tests.trainer.raw_trainer import Act, answer, raw_trainer

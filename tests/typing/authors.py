@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, assert_type
 
 from rollout_server import Agent, Limits, Reply, Request, Run, ToolError, Verdict, serve, tool
-from rollout_server.runtime.port import Tool
+from rollout_server.runtime.ports import Tool
 
 
 @tool

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from os import PathLike
 
 from rollout_client.export.plain import from_dict, to_dict
-from rollout_client.training import TrainingSample
+from rollout_client.samples import TrainingSample
 
 
 def write_jsonl(samples: Iterable[TrainingSample], path: str | PathLike[str], *, append: bool = False) -> int:

@@ -8,7 +8,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from rollout_client.export.plain import from_dict, to_dict
-from rollout_client.training import TrainingSample
+from rollout_client.samples import TrainingSample
 
 
 def write_parquet(samples: Iterable[TrainingSample], path: str | PathLike[str]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from rollout_client.training import SampleSpan, TrainingSample
+from rollout_client.samples import SampleSpan, TrainingSample
 
 _LARGEST_ID: Final = 2**31 - 1
 _Reader: TypeAlias = Callable[[object, str], Any]

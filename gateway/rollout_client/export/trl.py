@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TypedDict
 
-from rollout_client.training import TrainingSample
+from rollout_client.samples import TrainingSample
 
 
 class TrlOutput(TypedDict):

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any, TypedDict
 
 from rollout_client.export.plain import to_dict
-from rollout_client.training import ENVIRONMENT, MODEL, TrainingSample
+from rollout_client.samples import ENVIRONMENT, MODEL, TrainingSample
 
 
 class VerlMetrics(TypedDict):

@@ -9,15 +9,15 @@ Beside what `rollout_client` needs it needs nothing.
 
 from __future__ import annotations
 
+from rollout_client.samples import SampleSpan, TrainingSample
 from rollout_client.trainer import parsers
-from rollout_client.trainer.answer import Answer, Parse, ToolCall
-from rollout_client.trainer.comparing import Mismatch
-from rollout_client.trainer.finished import Finished, Group, Prompt, PromptLike, RecordMismatch
+from rollout_client.trainer.completion import Answer, Parse, ToolCall
 from rollout_client.trainer.generation import Decode, Generate, Generated, Sampling, TryAgainLater
-from rollout_client.trainer.prompting import Render
-from rollout_client.trainer.serving import Serving
+from rollout_client.trainer.prompts import Render
+from rollout_client.trainer.results import Finished, Group, Prompt, PromptLike, RecordMismatch
+from rollout_client.trainer.server import Serving
 from rollout_client.trainer.trainer import ModelFields, RolloutFields, Trainer
-from rollout_client.training import SampleSpan, TrainingSample
+from rollout_client.trainer.verify import Mismatch
 
 __all__ = [
     "Answer",

@@ -16,16 +16,16 @@ from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 from rollout_client.async_client import AsyncClient
 from rollout_client.errors import RolloutError
 from rollout_client.spec import Limits, Sampling, Target, Tokenizer
-from rollout_client.trainer.answer import Parse, plain
-from rollout_client.trainer.finished import Finished, Group, Prompt, PromptLike, RecordMismatch, finished_of, prompt_of
+from rollout_client.trainer.completion import Parse, plain
 from rollout_client.trainer.generation import Decode, Generate
-from rollout_client.trainer.link import Link, ServedLink, names
 from rollout_client.trainer.outcomes import Outcomes
-from rollout_client.trainer.prompting import Render
-from rollout_client.trainer.records import Records
-from rollout_client.trainer.serving import Listener, Serving
+from rollout_client.trainer.prompts import Render
+from rollout_client.trainer.results import Finished, Group, Prompt, PromptLike, RecordMismatch, finished_of, prompt_of
+from rollout_client.trainer.rollout_records import Records
+from rollout_client.trainer.server import Listener, Serving
 from rollout_client.trainer.stream.link import StreamLink
 from rollout_client.trainer.stream.stream import Side
+from rollout_client.trainer.transport import Link, ServedLink, names
 from rollout_client.trainer.turns import Model, Turns
 
 _FAREWELL_SECONDS: Final = 1.0

@@ -18,12 +18,12 @@ from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1.message_pb2 import Message
 
 from rollout_client.results import messages
-from rollout_client.trainer.answer import Parse, message_of, sendable
+from rollout_client.trainer.completion import Parse, message_of, sendable
 from rollout_client.trainer.generation import Decode, Generate, Generated, TryAgainLater, checked, sampling_of
 from rollout_client.trainer.ledger import Run
-from rollout_client.trainer.prompting import Render, check, prompt_of
-from rollout_client.trainer.records import Prompt, Record, Records, Told
+from rollout_client.trainer.prompts import Render, check, prompt_of
 from rollout_client.trainer.refusal import Refused, failed, invalid, later
+from rollout_client.trainer.rollout_records import Prompt, Record, Records, Told
 
 _LOG: Final = logging.getLogger("rollout_client")
 _T = TypeVar("_T")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from rollout_server.authoring.mistake import Mistake
+from rollout_server.authoring.author_traceback import Mistake
 
 COLUMNS: Final = ("system_prompt", "user_prompt", "ground_truth")
 FORMS: Final = (".jsonl", ".csv", ".parquet")

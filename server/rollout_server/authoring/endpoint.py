@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from rollout_client import Credentials, Target, Tokenizer
 from rollout_client.spec import Dialect, Limits, Sampling, StartFields
 
-from rollout_server.authoring.mistake import Mistake
+from rollout_server.authoring.author_traceback import Mistake
 
 DIALECTS: Final = ("openai", "vllm", "sglang", "grpc", "http-plain", "http-masked")
 """The words of a command line for the protocols that an endpoint may speak."""

@@ -10,8 +10,8 @@ from rollout_client import AsyncClient
 
 from rollout_server.authoring.endpoint import Endpoint
 from rollout_server.authoring.playing import Ask, play
-from rollout_server.authoring.result import Result
-from rollout_server.authoring.results import Job
+from rollout_server.authoring.results_file import Job
+from rollout_server.authoring.rollout_result import Result
 
 
 @dataclass(frozen=True, slots=True)

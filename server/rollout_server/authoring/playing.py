@@ -10,7 +10,7 @@ from typing import Any
 from rollout_client import AsyncClient, RolloutError, RolloutEvent
 
 from rollout_server.authoring.endpoint import Endpoint
-from rollout_server.authoring.result import REFUSED, Result, result_of
+from rollout_server.authoring.rollout_result import REFUSED, Result, result_of
 
 
 @dataclass(frozen=True, slots=True)

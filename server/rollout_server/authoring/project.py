@@ -7,7 +7,7 @@ import re
 from importlib import resources
 from pathlib import Path
 
-from rollout_server.authoring.mistake import Mistake
+from rollout_server.authoring.author_traceback import Mistake
 
 NEXT = ("python -m pytest", "rollout test agent.py dataset.jsonl --script scripted.py")
 """What to do in a project that was just made."""

@@ -9,9 +9,9 @@ from importlib import resources
 from typing import Any
 
 from rollout_server.authoring.plots import Plot, histogram, tally
-from rollout_server.authoring.result import Result
+from rollout_server.authoring.rollout_result import Result
 from rollout_server.authoring.summary import Summary
-from rollout_server.inspection.visible import EMPTY, visible
+from rollout_server.inspection.escape import EMPTY, visible
 
 MOST_TRANSCRIPTS = 1000
 _LONGEST = 20_000

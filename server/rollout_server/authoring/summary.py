@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rollout_server.authoring.result import Result
+from rollout_server.authoring.rollout_result import Result
 
 _PERCENTILES = (50, 90, 95, 99)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_client import AsyncClient, Tool
-from rollout_client.training import samples
+from rollout_client.samples import samples
 
 from rollout_server.agent import Agent
 from rollout_server.authoring.endpoint import Endpoint

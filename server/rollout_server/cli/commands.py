@@ -10,19 +10,19 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rollout_server.cli.answer import AsJson, error_document, in_json
-from rollout_server.cli.config import config
-from rollout_server.cli.demo import demo
-from rollout_server.cli.gateway import gateway
-from rollout_server.cli.inspect import inspect
-from rollout_server.cli.keys import keys
-from rollout_server.cli.new import new
-from rollout_server.cli.run import run
-from rollout_server.cli.serve import serve
-from rollout_server.cli.test import test
-from rollout_server.cli.tokens import tokens
-from rollout_server.cli.trainer import trainer
-from rollout_server.cli.validate import validate
+from rollout_server.cli.author.demo import demo
+from rollout_server.cli.author.inspect import inspect
+from rollout_server.cli.author.new import new
+from rollout_server.cli.author.run import run
+from rollout_server.cli.author.test import test
+from rollout_server.cli.author.tokens import tokens
+from rollout_server.cli.author.validate import validate
+from rollout_server.cli.json_output import AsJson, error_document, in_json
+from rollout_server.cli.operate.config import config
+from rollout_server.cli.operate.gateway import gateway
+from rollout_server.cli.operate.keys import keys
+from rollout_server.cli.operate.serve import serve
+from rollout_server.cli.operate.trainer import trainer
 
 
 class Commands(TyperGroup):

@@ -46,7 +46,7 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 from rollout_server.core.spec import Sampling
-from rollout_server.core.used import Used
+from rollout_server.core.usage import Used
 
 _FORKS = (SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)
 

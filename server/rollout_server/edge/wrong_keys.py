@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from rollout_server.edge.keys import fingerprint
+from rollout_server.edge.api_keys import fingerprint
 
 _log = logging.getLogger(__name__)
 BURST = 20

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from osmosis.rollout.v1 import outcome_pb2, rollout_service_pb2, token_pb2
-from rollout_client.training import AUTHORS, MASK_REASONS, SEGMENT_KINDS, samples
+from rollout_client.samples import AUTHORS, MASK_REASONS, SEGMENT_KINDS, samples
 
 _UNKNOWN = "unspecified"
 _DRIFT = "token_drift"

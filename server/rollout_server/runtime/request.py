@@ -11,8 +11,8 @@ from rollout_server.core.error import NotPossible, RolloutError
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import parse_object
 from rollout_server.core.spec import Dialect, Sampling, Spec
-from rollout_server.runtime.port import PlaysRuns, Tool
-from rollout_server.runtime.where import raised_at
+from rollout_server.runtime.aio.source_location import raised_at
+from rollout_server.runtime.ports import PlaysRuns, Tool
 
 _log = logging.getLogger(__name__)
 

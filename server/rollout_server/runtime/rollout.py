@@ -11,10 +11,10 @@ from typing import Protocol
 from rollout_server.core.machine import Machine
 from rollout_server.core.outcome import Cancellation, End, Outcome
 from rollout_server.core.record import Accepted, Ended, Input, Record
-from rollout_server.runtime.admitted import Admitted
 from rollout_server.runtime.delivery import Delivery, DeliveryState
 from rollout_server.runtime.log import Entry, Log
-from rollout_server.runtime.port import Clock, Tool
+from rollout_server.runtime.ports import Clock, Tool
+from rollout_server.runtime.registry.admitted import Admitted
 
 
 class Keeper(Protocol):

@@ -16,13 +16,13 @@ from rollout_server.agent import Agent
 from rollout_server.core.message import JSON
 from rollout_server.core.outcome import Category, End, Failure, Verdict
 from rollout_server.core.spec import Dialect
-from rollout_server.runtime.port import Tool, ToolError
+from rollout_server.runtime.ports import Tool, ToolError
 from rollout_server.runtime.request import Request
-from rollout_server.runtime.run import Run
-from rollout_server.sdk.asked import request_of, told_tools
+from rollout_server.runtime.run.run import Run
 from rollout_server.sdk.core.base import RolloutAgentLoop, RolloutContext, RolloutResult
 from rollout_server.sdk.core.exceptions import OsmosisRolloutError, OsmosisValidationError, ToolExecutionError
 from rollout_server.sdk.core.schemas import MessageDict, OpenAIFunctionToolSchema, RolloutRequest, RolloutStatus
+from rollout_server.sdk.request_view import request_of, told_tools
 from rollout_server.sdk.run_client import RunClient
 
 _log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 from rollout_server.sdk.config.settings import RolloutClientSettings, get_settings
 from rollout_server.sdk.core.exceptions import OsmosisRolloutError
 from rollout_server.sdk.core.schemas import MessageDict, RolloutMetrics
+from rollout_server.sdk.http import Post, Posted, read_completion
 from rollout_server.sdk.options import check_options
-from rollout_server.sdk.post import Post, Posted, read_completion
 from rollout_server.sdk.utils import normalize_stop, parse_tool_calls
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from rollout_server.core.message import ToolCall
-from rollout_server.runtime.run import Reply, Run
-from rollout_server.sdk.access import append_results
+from rollout_server.runtime.run.run import Reply, Run
 from rollout_server.sdk.core.exceptions import OsmosisValidationError
 from rollout_server.sdk.core.schemas import MessageDict
-from rollout_server.sdk.following import Following, Given
+from rollout_server.sdk.history_diff import Following, Given
+from rollout_server.sdk.run_access import append_results
 
 
 @dataclass(slots=True, eq=False)

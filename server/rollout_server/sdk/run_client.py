@@ -8,10 +8,8 @@ from typing import Any
 
 from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.spec import Dialect
-from rollout_server.runtime.run import Reply, RolloutOver, Run
-from rollout_server.runtime.sampling import SamplingOptions
-from rollout_server.sdk.access import usage_of
-from rollout_server.sdk.asked import own_sampling
+from rollout_server.runtime.run.arguments import SamplingOptions
+from rollout_server.runtime.run.run import Reply, RolloutOver, Run
 from rollout_server.sdk.client import CompletionsResult
 from rollout_server.sdk.conversations import Conversation, Conversations
 from rollout_server.sdk.core.exceptions import (
@@ -22,7 +20,9 @@ from rollout_server.sdk.core.exceptions import (
     OsmosisValidationError,
 )
 from rollout_server.sdk.core.schemas import MessageDict, RolloutMetrics, RolloutRequest, copied
-from rollout_server.sdk.following import Given
+from rollout_server.sdk.history_diff import Given
+from rollout_server.sdk.request_view import own_sampling
+from rollout_server.sdk.run_access import usage_of
 
 _SAMPLING = ("temperature", "top_p", "max_tokens", "stop", "logprobs")
 

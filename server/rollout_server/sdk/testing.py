@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
-    from rollout_server.edge.trainer.client import HttpAnswer, HttpClient, HttpRequest
+    from rollout_server.edge.trainer.http_client import HttpAnswer, HttpClient, HttpRequest
 
 __all__ = [
     "RolloutCompletionTracker",
@@ -122,7 +122,7 @@ def patch_httpx_for_mock_trainer(client: TestClient, monkeypatch: pytest.MonkeyP
     """
     import httpx
 
-    from rollout_server.edge.trainer.client import HttpAnswer, HttpClient
+    from rollout_server.edge.trainer.http_client import HttpAnswer, HttpClient
 
     post, httpx_post = HttpClient.post, httpx.AsyncClient.post
 

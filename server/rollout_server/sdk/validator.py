@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError as PydanticError
 
-from rollout_server.core.admission import ID_LENGTH
-from rollout_server.sdk.asked import sample_request
+from rollout_server.core.spec_validation import ID_LENGTH
 from rollout_server.sdk.core.base import RolloutAgentLoop
 from rollout_server.sdk.core.schemas import OpenAIFunctionToolSchema, RolloutRequest
+from rollout_server.sdk.request_view import sample_request
 
 __all__ = ["AgentLoopValidationError", "ValidationError", "ValidationResult", "validate_agent_loop"]
 

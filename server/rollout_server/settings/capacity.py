@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from rollout_server.settings.kinds import named
+from rollout_server.settings.types import named
 
 
 class CapacitySettings(BaseSettings):

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings
 
-from rollout_server.settings.kinds import Entries, named
+from rollout_server.settings.types import Entries, named
 
 
 class SecuritySettings(BaseSettings):

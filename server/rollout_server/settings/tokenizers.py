@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from rollout_server.settings.kinds import TOY, Paths, named
+from rollout_server.settings.types import TOY, Paths, named
 
 
 class TokenizerSettings(BaseSettings):

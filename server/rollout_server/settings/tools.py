@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
-from rollout_server.settings.kinds import named
+from rollout_server.settings.types import named
 
 
 class ToolSettings(BaseSettings):

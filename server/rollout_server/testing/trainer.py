@@ -12,23 +12,23 @@ from typing import Any, Self
 
 from starlette.types import ASGIApp
 
-from rollout_server.testing.app import SeenRequest, Speech, TrainerApp
-from rollout_server.testing.bearer import Bearer
-from rollout_server.testing.calculator_model import CalculatorModel, Model
-from rollout_server.testing.completion_server import CompletionServer, target
-from rollout_server.testing.completion_service import CompletionService
-from rollout_server.testing.completions import Completions, SeenCompletion
-from rollout_server.testing.desk import Desk, ToolsTold
-from rollout_server.testing.dialect import Dialect
-from rollout_server.testing.engine import Engine, Scripts
-from rollout_server.testing.judge import Judge
-from rollout_server.testing.receiver import Delivery, Receiver
-from rollout_server.testing.renderer import PlainRenderer, Tools
+from rollout_server.testing.checks.dialect import Dialect
+from rollout_server.testing.checks.judge import Judge
+from rollout_server.testing.checks.renderer import PlainRenderer, Tools
+from rollout_server.testing.checks.verdict import Outcome, Verdict
+from rollout_server.testing.grpc.completions import Completions, SeenCompletion
+from rollout_server.testing.grpc.server import CompletionServer, target
+from rollout_server.testing.grpc.service import CompletionService
+from rollout_server.testing.grpc.train_stream import TrainStream
+from rollout_server.testing.http.app import SeenRequest, Speech, TrainerApp
+from rollout_server.testing.http.bearer import Bearer
+from rollout_server.testing.http.outcome_receiver import Delivery, Receiver
+from rollout_server.testing.http.server import Listener
+from rollout_server.testing.model.calculator import CalculatorModel, Model
+from rollout_server.testing.model.engine import Engine, Scripts
+from rollout_server.testing.model.engine_thread import Desk, ToolsTold
 from rollout_server.testing.script import Script
-from rollout_server.testing.serving import Listener
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
-from rollout_server.testing.train_stream import TrainStream
-from rollout_server.testing.verdict import Outcome, Verdict
 
 
 @dataclass(eq=False)

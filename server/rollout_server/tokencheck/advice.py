@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from rollout_server.edge.tokens.form import Arguments
+from rollout_server.edge.tokens.rendering_form import Arguments
 from rollout_server.tokencheck.boundary import Cause, Mask
-from rollout_server.tokencheck.traits import Shown, Traits
+from rollout_server.tokencheck.model_output import Writing
+from rollout_server.tokencheck.template_traits import Shown, Traits
 from rollout_server.tokencheck.verdict import Fault, Finding, Tally
-from rollout_server.tokencheck.written import Writing
 
 _TEMPLATE = (
     "use a template that only ever appends, and the same file on both sides: ROLLOUT_TEMPLATES=NAME=FILE here, the trainer's "

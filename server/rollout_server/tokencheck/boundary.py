@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from rollout_server.edge.tokens.form import Arguments
-from rollout_server.tokencheck.written import Writing
+from rollout_server.edge.tokens.rendering_form import Arguments
+from rollout_server.tokencheck.model_output import Writing
 
 
 class Cause(Enum):

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.message import JSON
-from rollout_server.edge.tokens.form import Arguments
-from rollout_server.edge.tokens.loaded import ChatTokenizer, Frame, LoadedTokenizer
-from rollout_server.edge.tokens.probe import Stop
-from rollout_server.edge.tokens.render import Renderer
+from rollout_server.edge.tokens.renderer import Renderer
+from rollout_server.edge.tokens.rendering_form import Arguments
+from rollout_server.edge.tokens.template_probe import Stop
+from rollout_server.edge.tokens.tokenizer import ChatTokenizer, Frame, LoadedTokenizer
 from rollout_server.tokencheck.advice import advice
 from rollout_server.tokencheck.boundary import Played
 from rollout_server.tokencheck.conversation import Conversation
+from rollout_server.tokencheck.counts import among, partings, rows, short_form, tallies
 from rollout_server.tokencheck.findings import cautions, conditions, faults
-from rollout_server.tokencheck.hard import hard
-from rollout_server.tokencheck.play import Player
-from rollout_server.tokencheck.tallies import among, partings, rows, short_form, tallies
+from rollout_server.tokencheck.hard_conversations import hard
+from rollout_server.tokencheck.model_output import Writing
+from rollout_server.tokencheck.simulate import Player
 from rollout_server.tokencheck.template import Template
-from rollout_server.tokencheck.traits import Shown, Traits, traits
+from rollout_server.tokencheck.template_traits import Shown, Traits, traits
 from rollout_server.tokencheck.verdict import Example, Stops, Verdict
-from rollout_server.tokencheck.written import Writing
 
 _SWITCHES = 6
 """How many variables of a template are tried: each plays everything twice."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rollout_server.core.message import JSON, MalformedMessage, parse_object
-from rollout_server.edge.tokens.form import Fields, has_calls
+from rollout_server.edge.tokens.rendering_form import Fields, has_calls
 
 _NUMBER: JSON = {"type": "number"}
 _TEXT: JSON = {"type": "string"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from rollout_server.edge.tokens.form import Arguments
-from rollout_server.edge.tokens.probe import Probed
+from rollout_server.edge.tokens.rendering_form import Arguments
+from rollout_server.edge.tokens.template_probe import Probed
 from rollout_server.tokencheck.boundary import Boundary, Cause, Played
-from rollout_server.tokencheck.traits import Dated, Shown, Traits
+from rollout_server.tokencheck.template_traits import Dated, Shown, Traits
 from rollout_server.tokencheck.verdict import Example, Fault, Finding, ShortForm, Stops
 
 _CAUSES = {

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from rollout_server.core.ledger import Tokens
 from rollout_server.core.message import JSON, Message
 from rollout_server.edge.tokens.encoding import AddedToken, Encoded, common_prefix
-from rollout_server.edge.tokens.form import Arguments, Fields, parsed
-from rollout_server.edge.tokens.loaded import Frame, LoadedTokenizer
+from rollout_server.edge.tokens.rendering_form import Arguments, Fields, parsed
+from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
 from rollout_server.tokencheck.conversation import Conversation
 
 

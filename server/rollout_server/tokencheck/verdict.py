@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 
 from rollout_server.core.message import JSON
-from rollout_server.edge.tokens.form import Arguments
-from rollout_server.edge.tokens.probe import Stop
+from rollout_server.edge.tokens.rendering_form import Arguments
+from rollout_server.edge.tokens.template_probe import Stop
 from rollout_server.tokencheck.boundary import Cause, Mask
-from rollout_server.tokencheck.traits import Traits
-from rollout_server.tokencheck.written import Writing
+from rollout_server.tokencheck.model_output import Writing
+from rollout_server.tokencheck.template_traits import Traits
 
 
 class Fault(Enum):

@@ -4,7 +4,7 @@ A tool's parameters are its function's annotations. They are told to the model a
 tools have, and arguments are checked strictly against them: "5" is no number, and neither is true.
 """
 
-from rollout_server.runtime.policy import ToolPolicy
+from rollout_server.runtime.tools.policy import ToolPolicy
 from rollout_server.tool.function import FunctionTool, tool
 from rollout_server.tool.result import Image, written
 

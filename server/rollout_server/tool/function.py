@@ -13,11 +13,11 @@ from typing import Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, cast
 from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 
 from rollout_server.core.message import JSON
-from rollout_server.runtime.hands import Definition, Hands, Unwritable
-from rollout_server.runtime.policy import ToolPolicy
-from rollout_server.runtime.port import Content
-from rollout_server.runtime.work import Work
-from rollout_server.tool.complaints import one_line
+from rollout_server.runtime.ports import Content
+from rollout_server.runtime.tools.policy import ToolPolicy
+from rollout_server.runtime.tools.protocols import Definition, Hands, Unwritable
+from rollout_server.runtime.tools.task import Work
+from rollout_server.tool.argument_errors import one_line
 from rollout_server.tool.docstring import described
 from rollout_server.tool.parameters import Parameters
 from rollout_server.tool.result import content_of

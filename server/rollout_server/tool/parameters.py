@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
 from rollout_server.core.message import JSON
-from rollout_server.runtime.port import ArgumentError
-from rollout_server.tool.complaints import complaints, one_line
+from rollout_server.runtime.ports import ArgumentError
+from rollout_server.tool.argument_errors import complaints, one_line
 from rollout_server.tool.schema import plain
 
 _PLAIN = (str, int, float, list, tuple, dict, set, FieldInfo)

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from rollout_server.core.message import JSON
-from rollout_server.runtime.port import Content
+from rollout_server.runtime.ports import Content
 
 LARGEST = 4 * 1024 * 1024
 """Of a result that is written as JSON, about so many bytes. It is written at one go, and nothing else runs meanwhile."""

@@ -18,8 +18,8 @@ from osmosis.rollout.v1.outcome_service_pb2 import DeliverOutcomeRequest
 from osmosis.rollout.v1.outcome_service_pb2_grpc import OutcomeServiceStub
 from rollout_client import NotFound
 from rollout_client.trainer import Finished, RecordMismatch, Serving, Trainer, parsers
-from rollout_client.trainer.finished import finished_of
-from rollout_client.trainer.records import Record
+from rollout_client.trainer.results import finished_of
+from rollout_client.trainer.rollout_records import Record
 
 from tests.client.scripted import Refusal, Stage, scripted
 from tests.client.trainer.asker import MODEL, OTHER, Asker, _Bearer, refusal, standing

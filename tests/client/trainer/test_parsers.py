@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rollout_client.trainer import Answer, Parse, ToolCall
-from rollout_client.trainer.answer import message_of
+from rollout_client.trainer.completion import message_of
 from rollout_client.trainer.parsers import hermes, llama, mistral, plain, thinking
 
 ADD = ToolCall("add", '{"a": 1}')

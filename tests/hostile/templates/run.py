@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeVar
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
-from rollout_server.edge.tokens.loaded import LoadedTokenizer
-from rollout_server.edge.tokens.render import Rendered, Renderer
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.tokens.renderer import Rendered, Renderer
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.runtime.ports import Failed
 
 from tests.hostile.templates import conversations, grammar
 from tests.hostile.templates.conversations import TOOLS, Conversation, Turn

@@ -6,7 +6,7 @@ they were written, character by character.
 
 from __future__ import annotations
 
-from rollout_client.trainer.answer import plain
+from rollout_client.trainer.completion import plain
 from rollout_client.trainer.parsers.hermes import hermes
 from rollout_client.trainer.parsers.llama import llama
 from rollout_client.trainer.parsers.mistral import mistral

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rollout_client.trainer.answer import Answer, ToolCall
+from rollout_client.trainer.completion import Answer, ToolCall
 from rollout_client.trainer.parsers.reading import MOST_FAILURES, answer_of, call_of, members, space
 
 _OPEN: Final = "<tool_call>"

@@ -9,7 +9,7 @@ import json
 import re
 from typing import Final
 
-from rollout_client.trainer.answer import Answer, ToolCall
+from rollout_client.trainer.completion import Answer, ToolCall
 from rollout_client.trainer.parsers.reading import answer_of, call_of, members, space, value
 
 _TAG: Final = "<|python_tag|>"

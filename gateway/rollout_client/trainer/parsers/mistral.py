@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from rollout_client.trainer.answer import Answer, ToolCall
+from rollout_client.trainer.completion import Answer, ToolCall
 from rollout_client.trainer.parsers.reading import MOST_FAILURES, answer_of, call_of, members, space, value
 
 _MARK: Final = "[TOOL_CALLS]"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rollout_client.trainer.answer import Answer, ToolCall
+from rollout_client.trainer.completion import Answer, ToolCall
 
 # What a number is does not matter here, and some have too many digits to be read. Line breaks within strings are no JSON, but
 # where the string ends is clear.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_client.trainer.answer import Answer, Parse
+from rollout_client.trainer.completion import Answer, Parse
 
 
 def thinking(parse: Parse, begin: str = "<think>", end: str = "</think>") -> Parse:

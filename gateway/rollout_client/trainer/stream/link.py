@@ -14,8 +14,8 @@ from rollout_client.async_client import AsyncClient
 from rollout_client.errors import RolloutError, Unavailable
 from rollout_client.retry import Attempts
 from rollout_client.spec import rollout_spec
-from rollout_client.trainer.link import LEFT, names
 from rollout_client.trainer.stream.stream import Side, Stream
+from rollout_client.trainer.transport import LEFT, names
 
 _LOG: Final = logging.getLogger("rollout_client")
 _LOOK_SECONDS: Final = 5.0

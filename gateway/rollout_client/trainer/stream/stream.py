@@ -17,13 +17,13 @@ from osmosis.rollout.v1.trainer_service_pb2 import (
 
 from rollout_client.async_calls import AsyncCalls
 from rollout_client.errors import RolloutError
-from rollout_client.trainer.link import LEFT
 from rollout_client.trainer.outcomes import Outcomes
-from rollout_client.trainer.records import Records
-from rollout_client.trainer.stream.asks import Asks
+from rollout_client.trainer.rollout_records import Records
 from rollout_client.trainer.stream.connection import Connection
 from rollout_client.trainer.stream.outbox import Outbox
+from rollout_client.trainer.stream.pending_requests import Asks
 from rollout_client.trainer.stream.starts import Starts
+from rollout_client.trainer.transport import LEFT
 from rollout_client.trainer.turns import Turns
 
 

@@ -17,16 +17,16 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Dialect, Spec
-from rollout_server.edge.engine.answer import Sampled
-from rollout_server.edge.engine.asking import Access
-from rollout_server.edge.engine.completing import Chat, Completed, Completes, Generation
+from rollout_server.edge.engine.completion_client import Chat, Completed, Completes, Generation
+from rollout_server.edge.engine.response import Sampled
+from rollout_server.edge.engine.transport import Access
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.parting import Parting
-from rollout_server.edge.tokens.render import Rendered, Renderer
-from rollout_server.edge.trainer.forms import Forms
-from rollout_server.edge.trainer.notes import notes_on, notes_on_rendering
+from rollout_server.edge.tokens.drift_excerpt import Parting
+from rollout_server.edge.tokens.renderer import Rendered, Renderer
+from rollout_server.edge.trainer.form_cache import Forms
 from rollout_server.edge.trainer.rendering import open_renderer
-from rollout_server.runtime.port import Ask, Failed, Fork, Sampler, Tool
+from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
+from rollout_server.runtime.ports import Ask, Failed, Fork, Sampler, Tool
 
 _REPORTS = {
     Dialect.VLLM: "vLLM sends them from version 0.10.2 on (return_token_ids)",

@@ -22,8 +22,8 @@ from rollout_server.edge.metrics.families import (
     Families,
 )
 from rollout_server.runtime.log import Entry
-from rollout_server.runtime.observe import Attempt
-from rollout_server.runtime.port import PlaysRuns
+from rollout_server.runtime.observer import Attempt
+from rollout_server.runtime.ports import PlaysRuns
 from rollout_server.runtime.rollout import Rollout
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import grpc
 
-from rollout_server.edge.channels import Channels
+from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.targets.rules import TargetRefused
-from rollout_server.edge.trainer.refusal import redacted
+from rollout_server.edge.trainer.http_errors import redacted
 from rollout_server.runtime.delivery import Acknowledged, Receipt, Refused, Unsettled
-from rollout_server.runtime.port import Parcel
+from rollout_server.runtime.ports import Parcel
 
 _METHOD = "/osmosis.rollout.v1.OutcomeService/DeliverOutcome"
 _TRIED_AGAIN = frozenset(

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from rollout_server.edge.trainer.client import Forbidden, HttpAnswer, HttpClient, HttpRequest, Lost, NotTaken, TooLarge
 from rollout_server.edge.trainer.headers import keyed_headers
-from rollout_server.edge.trainer.refusal import error_text
+from rollout_server.edge.trainer.http_client import (
+    Forbidden,
+    HttpAnswer,
+    HttpClient,
+    HttpRequest,
+    Lost,
+    NotTaken,
+    TooLarge,
+)
+from rollout_server.edge.trainer.http_errors import error_text
 from rollout_server.runtime.delivery import Acknowledged, Receipt, Refused, Unsettled
-from rollout_server.runtime.port import Parcel
+from rollout_server.runtime.ports import Parcel
 
 _ASKED_AGAIN = frozenset({408, 425, 429})
 

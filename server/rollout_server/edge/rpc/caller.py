@@ -9,7 +9,7 @@ from typing import TypeAlias
 from osmosis.rollout.v1 import rollout_service_pb2, trainer_service_pb2
 
 from rollout_server.core.error import Unauthenticated
-from rollout_server.runtime.wish import Caller
+from rollout_server.runtime.start_request import Caller
 
 Admit: TypeAlias = "Callable[[str | None], Caller]"
 """The caller behind an authorization header. Raises `Unauthenticated`."""

@@ -21,7 +21,7 @@ from rollout_server.edge.rpc.caller import Admit
 from rollout_server.edge.rpc.interceptor import Boundary
 from rollout_server.edge.rpc.service import RolloutService
 from rollout_server.edge.rpc.tls import ServerTls, server_credentials
-from rollout_server.edge.rpc.train import TrainerService
+from rollout_server.edge.rpc.train_service import TrainerService
 
 SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 TRAINERS = trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name

@@ -15,16 +15,16 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
 from rollout_server.core.error import InvalidRequest, Violation
 from rollout_server.edge.rpc.caller import caller
-from rollout_server.edge.rpc.wire import request as wire
-from rollout_server.edge.rpc.wire.event import event, timestamp
-from rollout_server.edge.rpc.wire.message import tool_to_proto
-from rollout_server.edge.rpc.wire.rollout import agent_to_proto, rollout_to_proto, started
-from rollout_server.edge.rpc.wire.spec import duration
-from rollout_server.edge.trainer.bounds import aside
-from rollout_server.runtime.admitted import Admitted
+from rollout_server.edge.trainer.response_limits import aside
+from rollout_server.edge.wire import request as wire
+from rollout_server.edge.wire.event import event, timestamp
+from rollout_server.edge.wire.message import tool_to_proto
+from rollout_server.edge.wire.rollout import agent_to_proto, rollout_to_proto, started
+from rollout_server.edge.wire.spec import duration
+from rollout_server.runtime.registry.admitted import Admitted
+from rollout_server.runtime.registry.registry import Roster
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.roster import Roster
-from rollout_server.runtime.wish import Wish
+from rollout_server.runtime.start_request import Wish
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 LONGEST_WAIT = 3600.0

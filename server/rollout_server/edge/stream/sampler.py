@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import Spec
-from rollout_server.edge.rpc.wire.completion import Request, Response
 from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.trainer.calling import LEDGER_SECONDS, Call, Held, Rejection, ended, put_off
-from rollout_server.edge.trainer.completion import CompletionSampler
+from rollout_server.edge.trainer.grpc_client import LEDGER_SECONDS, Call, Held, Rejection, ended, put_off
+from rollout_server.edge.trainer.grpc_sampler import CompletionSampler
 from rollout_server.edge.trainer.retry import Retries
-from rollout_server.runtime.port import Failed, Tool
+from rollout_server.edge.wire.completion import Request, Response
+from rollout_server.runtime.ports import Failed, Tool
 
 
 @dataclass(frozen=True, slots=True)

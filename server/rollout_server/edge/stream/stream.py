@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from rollout_server.core.error import InvalidRequest, RolloutError, Violation
 from rollout_server.core.outcome import Cancellation
-from rollout_server.edge.rpc.wire import train as wire
-from rollout_server.edge.rpc.wire.completion import Response
-from rollout_server.edge.stream.asks import Asks
-from rollout_server.edge.stream.content import Asked, Content, Kept, Over, Refused, Started
+from rollout_server.edge.stream.items import Asked, Content, Kept, Over, Refused, Started
+from rollout_server.edge.stream.ledger_reads import Readings
 from rollout_server.edge.stream.limits import StreamLimits
-from rollout_server.edge.stream.readings import Readings
-from rollout_server.edge.stream.seat import Errand, Reading, Seat
-from rollout_server.edge.trainer.calling import Rejection
+from rollout_server.edge.stream.pending_completions import Asks
+from rollout_server.edge.stream.stream_rollout import Errand, Reading, Seat
+from rollout_server.edge.trainer.grpc_client import Rejection
+from rollout_server.edge.wire import train as wire
+from rollout_server.edge.wire.completion import Response
 from rollout_server.runtime.rollout import Rollout
 
 CLOSED = Cancellation("the trainer closed its stream")

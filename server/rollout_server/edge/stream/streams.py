@@ -8,8 +8,8 @@ import secrets
 
 from rollout_server.core.error import Busy, Draining, NotPossible, RolloutError, Superseded
 from rollout_server.edge.stream.limits import StreamLimits
-from rollout_server.edge.stream.seat import Seat
 from rollout_server.edge.stream.stream import Stream
+from rollout_server.edge.stream.stream_rollout import Seat
 from rollout_server.runtime.rollout import Rollout
 
 _log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from rollout_server.edge.targets.address import (
     read_address,
     reserved_by,
 )
-from rollout_server.edge.targets.entry import Rule, entries, read_rule
-from rollout_server.edge.targets.host import PORTS, Name, Unclear, read_host, read_url
+from rollout_server.edge.targets.host_port import PORTS, Name, Unclear, read_host, read_url
+from rollout_server.edge.targets.rule_parser import Rule, entries, read_rule
 
 _NOT_ALLOWED = "this server's ROLLOUT_TARGETS do not allow"
 _RESERVED_KINDS = "link-local, cloud metadata, multicast or broadcast"

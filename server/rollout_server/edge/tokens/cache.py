@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
-from rollout_server.edge.tokens.loaded import LoadedTokenizer
-from rollout_server.edge.tokens.source import TokenizerSettings, read_tokenizer
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.tokens.loader import TokenizerSettings, read_tokenizer
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.runtime.ports import Failed
 
 _Key: TypeAlias = tuple[str, str]
 

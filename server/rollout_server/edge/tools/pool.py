@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 from rollout_server.core.message import JSON
 from rollout_server.edge.tools.process import ToolProcess
-from rollout_server.runtime.hands import Definition, ToolFailed
-from rollout_server.runtime.places import Places
-from rollout_server.runtime.policy import ToolPolicy
-from rollout_server.runtime.port import Content
+from rollout_server.runtime.ports import Content
+from rollout_server.runtime.tools.policy import ToolPolicy
+from rollout_server.runtime.tools.protocols import Definition, ToolFailed
+from rollout_server.runtime.tools.slots import Places
 
 _Key: TypeAlias = tuple[str, str, int | None, float | None, tuple[str, ...]]
 

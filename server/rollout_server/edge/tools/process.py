@@ -12,11 +12,11 @@ from contextlib import suppress
 from typing import cast
 
 from rollout_server.core.message import JSON
-from rollout_server.edge.tools.frame import BadFrame, framed, read
+from rollout_server.edge.tools.ipc_protocol import BadFrame, framed, read
 from rollout_server.edge.tools.supervisor import hide_memory
-from rollout_server.runtime.hands import Definition, ToolFailed, Unwritable
-from rollout_server.runtime.policy import CPU_SECONDS, MEMORY_BYTES, ToolPolicy
-from rollout_server.runtime.port import ArgumentError, Content, ToolError
+from rollout_server.runtime.ports import ArgumentError, Content, ToolError
+from rollout_server.runtime.tools.policy import CPU_SECONDS, MEMORY_BYTES, ToolPolicy
+from rollout_server.runtime.tools.protocols import Definition, ToolFailed, Unwritable
 
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[2:]; from rollout_server.edge.tools.worker import main; main(int(sys.argv[1]))"

@@ -17,10 +17,10 @@ from types import ModuleType
 from typing import cast
 
 from rollout_server.core.message import JSON
-from rollout_server.edge.tools.frame import framed, read_blocking
+from rollout_server.edge.tools.ipc_protocol import framed, read_blocking
 from rollout_server.edge.tools.supervisor import supervise
-from rollout_server.runtime.hands import HandledTool, Unwritable
-from rollout_server.runtime.port import ArgumentError, ToolError
+from rollout_server.runtime.ports import ArgumentError, ToolError
+from rollout_server.runtime.tools.protocols import HandledTool, Unwritable
 
 _ALIAS = "rollout_tool_file"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_server.runtime.port import Ask
+from rollout_server.runtime.ports import Ask
 
 
 def turn_headers(ask: Ask) -> dict[str, str]:

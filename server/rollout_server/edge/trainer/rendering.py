@@ -9,9 +9,9 @@ from rollout_server.core.message import JSON, parse_object
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.form import Form
-from rollout_server.edge.tokens.render import Renderer
-from rollout_server.runtime.port import Failed, Tool
+from rollout_server.edge.tokens.renderer import Renderer
+from rollout_server.edge.tokens.rendering_form import Form
+from rollout_server.runtime.ports import Failed, Tool
 
 
 async def open_renderer(

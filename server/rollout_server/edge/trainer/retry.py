@@ -8,8 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.trainer.client import Forbidden, HttpAnswer, HttpClient, HttpRequest, Lost, NotTaken, TooLarge
-from rollout_server.runtime.port import Failed
+from rollout_server.edge.trainer.http_client import (
+    Forbidden,
+    HttpAnswer,
+    HttpClient,
+    HttpRequest,
+    Lost,
+    NotTaken,
+    TooLarge,
+)
+from rollout_server.runtime.ports import Failed
 
 
 @dataclass(frozen=True, slots=True)

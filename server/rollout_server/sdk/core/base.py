@@ -170,7 +170,7 @@ class RolloutAgentLoop(ABC):
 
     def get_default_tools(self) -> list[OpenAIFunctionToolSchema]:
         """Those for nobody's request: `GET /tools` tells them. Write it where `get_tools` needs more of a request to choose."""
-        from rollout_server.sdk.asked import sample_request
+        from rollout_server.sdk.request_view import sample_request
 
         return self.get_tools(sample_request())
 

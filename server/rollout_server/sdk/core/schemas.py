@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_json
 
-from rollout_server.core.admission import ID_LENGTH
 from rollout_server.core.message import MalformedMessage, parse_object
+from rollout_server.core.spec_validation import ID_LENGTH
 from rollout_server.sdk.core.bounds import METADATA, required_url, written_id
 
 MessageDict: TypeAlias = dict[str, Any]

@@ -57,7 +57,7 @@ def create_app(
 
     Raises TypeError or ValueError for a loop or a setting that cannot be served.
     """
-    from rollout_server.sdk.server.hosted import Hooks, hosted  # FastAPI takes its time
+    from rollout_server.sdk.server.embedded import Hooks, hosted  # FastAPI takes its time
 
     check_options("create_app", options, AppOptions)
     if options.get("credentials") is not None:

@@ -1,0 +1,1 @@
+"""Several rollout servers behind one gateway: members, routing and merged pages."""

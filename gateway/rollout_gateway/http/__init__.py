@@ -1,0 +1,1 @@
+"""The HTTP listener: limits, TLS, metrics, deadlines, request ids and shutdown."""

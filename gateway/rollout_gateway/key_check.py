@@ -1,0 +1,65 @@
+"""Who may send a body, and hear what is wrong with a request: the server looks at the key first."""
+
+import asyncio
+import time
+from hashlib import sha256
+from typing import TYPE_CHECKING, Final
+
+import grpc
+from osmosis.rollout.v1.rollout_service_pb2 import ListAgentsRequest
+
+from rollout_gateway.calls import CallMetadata
+from rollout_gateway.fleet.errors import too_late
+from rollout_gateway.fleet.fleet import Fleet
+from rollout_gateway.http.deadlines import seconds_left
+
+if TYPE_CHECKING:
+    from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
+
+#: The statuses of a call whose key is none of the server's.
+STRANGER: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+# The server looks at the key of each call again; this is only for how long bodies may still be sent, and metrics read, under one
+# that was revoked.
+_ACCEPTED_SECONDS: Final = 1.0
+_MOST_ACCEPTED: Final = 1024
+
+
+class KeyCheck:
+    """Has the server look at keys. Those that it accepted are remembered for a second, by their hashes."""
+
+    def __init__(self, server: "RolloutServiceAsyncStub | Fleet", seconds: float) -> None:
+        # Any call that wants a key will do, and no other costs less.
+        self._call = server.AnyAgents if isinstance(server, Fleet) else server.ListAgents
+        self._seconds = seconds
+        self._accepted: dict[bytes, float] = {}
+        self._asking: dict[bytes, asyncio.Task[None]] = {}
+
+    async def demand(self, metadata: CallMetadata) -> None:
+        """Raises grpc.aio.AioRpcError where the server refuses the key, or cannot be asked in time.
+
+        That is within the seconds of a call, and before the current request's deadline.
+        """
+        digest = sha256(dict(metadata).get("authorization", "").encode()).digest()
+        if self._accepted.get(digest, 0.0) > time.monotonic():
+            return
+        asking = self._asking.get(digest)
+        if asking is None:
+            asking = self._asking[digest] = asyncio.create_task(self._ask(digest, metadata))
+            asking.add_done_callback(lambda done: self._asked(digest, done))
+        try:
+            async with asyncio.timeout(seconds_left()):
+                # Others wait for it too, when this request's client leaves or its time is over.
+                await asyncio.shield(asking)
+        except TimeoutError:
+            raise too_late() from None
+
+    async def _ask(self, digest: bytes, metadata: CallMetadata) -> None:
+        await self._call(ListAgentsRequest(), metadata=metadata, timeout=self._seconds)
+        if len(self._accepted) >= _MOST_ACCEPTED:
+            self._accepted.clear()
+        self._accepted[digest] = time.monotonic() + _ACCEPTED_SECONDS
+
+    def _asked(self, digest: bytes, done: "asyncio.Task[None]") -> None:
+        del self._asking[digest]
+        if not done.cancelled():
+            done.exception()  # nobody may be left who waits for it

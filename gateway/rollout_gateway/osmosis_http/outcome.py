@@ -1,0 +1,125 @@
+"""Outcomes as JSON: the answer of the synchronous dialect, and the last callback of the asynchronous one.
+
+Light on purpose, messages and msgspec only: whoever delivers outcomes writes them with these functions.
+"""
+
+import logging
+from typing import Any, Final
+
+import msgspec
+from osmosis.rollout.v1 import outcome_pb2 as pb
+from osmosis.rollout.v1.rollout_service_pb2 import Rollout
+
+from rollout_gateway.message_json import message_json
+
+_LOG = logging.getLogger(__name__)
+
+# NOT_REPLAYABLE and values to come read as INTERNAL, as the contract asks of readers.
+_CATEGORIES: Final[dict[int, str]] = {
+    pb.FAILURE_CATEGORY_TOKENIZER: "tokenizer_error",
+    pb.FAILURE_CATEGORY_NETWORK: "network_error",
+    pb.FAILURE_CATEGORY_RATE_LIMITED: "rate_limited",
+    pb.FAILURE_CATEGORY_TRAINER_SERVER: "trainer_server_error",
+    pb.FAILURE_CATEGORY_TRAINER_CLIENT: "trainer_client_error",
+    pb.FAILURE_CATEGORY_TOOL: "tool_error",
+    pb.FAILURE_CATEGORY_VALIDATION: "validation_error",
+    pb.FAILURE_CATEGORY_TIMEOUT: "timeout",
+    pb.FAILURE_CATEGORY_INTERRUPTED: "interrupted",
+    pb.FAILURE_CATEGORY_TOKEN_DRIFT: "token_drift",
+    pb.FAILURE_CATEGORY_ENGINE_SERVER: "engine_server_error",
+    pb.FAILURE_CATEGORY_ENGINE_CLIENT: "engine_client_error",
+}
+_INTERNAL: Final = "internal_error"
+
+
+def rollout_answer(rollout_id: str, outcome: pb.Outcome, trace: list[dict[str, Any]] | None = None) -> bytes:
+    """The JSON answer to `POST /rollout` of the synchronous dialect; a reward goes into its `extra_fields`."""
+    extra = _extra_fields(outcome)
+    if outcome.HasField("reward"):
+        extra["reward"] = outcome.reward
+    if trace is not None:
+        extra["trace"] = trace
+    return msgspec.json.encode(_told(rollout_id, outcome, extra))
+
+
+def completed_body(rollout: Rollout) -> bytes:
+    """The JSON body of `POST {url}/v1/rollout/completed`, the asynchronous dialect's callback, for a finished rollout.
+
+    Wants the outcome with its messages. As in the dialect, `error_message` and `reward` are absent where there is none.
+    """
+    outcome = rollout.outcome
+    extra = _extra_fields(outcome)
+    body = _told(rollout.spec.rollout_id, outcome, extra)
+    if not outcome.HasField("stop"):  # an agent may name the messages of a failed rollout, which else has none here
+        body["final_messages"] = extra.pop("final_messages", [])
+    if outcome.HasField("reward"):
+        body["reward"] = outcome.reward
+    return msgspec.json.encode({key: value for key, value in body.items() if value is not None})
+
+
+def _told(rollout_id: str, outcome: pb.Outcome, extra: dict[str, Any]) -> dict[str, Any]:
+    completed = outcome.HasField("stop")
+    return {
+        "rollout_id": rollout_id,
+        "status": "COMPLETED" if completed else "ERROR",
+        "final_messages": [message_json(message) for message in outcome.messages] if completed else [],
+        "finish_reason": outcome.stop.reason if completed else "error",
+        "error_message": None if completed else _error_message(outcome),
+        "metrics": _metrics(outcome.metrics),
+        "extra_fields": extra,
+    }
+
+
+def _error_message(outcome: pb.Outcome) -> str:
+    if outcome.HasField("cancellation"):
+        return f"The rollout was cancelled: {outcome.cancellation.reason or 'no reason was given'}"
+    return outcome.failure.message or "The rollout failed"
+
+
+def _metrics(metrics: pb.Metrics) -> dict[str, float]:
+    return {
+        "total_latency_ms": metrics.total_ms,
+        "llm_latency_ms": metrics.completion_ms,
+        "tool_latency_ms": metrics.tool_ms,
+        "num_llm_calls": metrics.turns,
+        "num_tool_calls": metrics.tool_calls,
+        "prompt_tokens": metrics.prompt_tokens,
+        "response_tokens": metrics.generated_tokens,
+        "max_context_tokens": metrics.max_context_tokens,
+    }
+
+
+def _extra_fields(outcome: pb.Outcome) -> dict[str, Any]:
+    """Only what there is. The protocol's own keys win over an agent's of the same name."""
+    extra: dict[str, Any] = dict(_agent_extra(outcome.extra_json))
+    if outcome.scores:
+        extra["scores"] = dict(sorted(outcome.scores.items()))
+    if outcome.stop.truncated and outcome.stop.reason != "length":  # the finish_reason says it there
+        extra["truncated"] = True
+    if outcome.HasField("cancellation"):
+        extra["error_category"] = "cancelled"
+    elif not outcome.HasField("stop"):
+        extra["error_category"] = _CATEGORIES.get(outcome.failure.category, _INTERNAL)
+    if outcome.failure.HasField("http_status"):
+        extra["http_status"] = outcome.failure.http_status
+    if outcome.warnings:
+        extra["warnings"] = [_warning(warning) for warning in outcome.warnings]
+    return extra
+
+
+def _agent_extra(text: str) -> dict[str, msgspec.Raw]:
+    if not text:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError) as error:
+        # A rollout's outcome is worth more than an extra that breaks the contract.
+        _LOG.warning("the outcome's extra_json is not a JSON object and was left out: %s", error)
+        return {}
+
+
+def _warning(warning: pb.Warning) -> dict[str, Any]:
+    found: dict[str, Any] = {"code": warning.code, "message": warning.message, "turn": warning.turn}
+    if warning.HasField("index"):
+        found["index"] = warning.index
+    return found

@@ -1,0 +1,133 @@
+"""What kinds of values a JSON Schema without references takes: its unions flattened, its type words, its choices."""
+
+from collections.abc import Iterable
+from typing import Final, TypeVar
+
+import msgspec
+
+from rollout_gateway.osmosis_http.schema_refs import JSON, Schema
+
+UNIONS: Final = ("anyOf", "oneOf")
+#: In place of a type word: any kind of value, or nobody said which.
+ANY: Final = "any"
+
+_Value = TypeVar("_Value", bound=JSON)
+_NULL: Final = "null"
+# They say nothing of the value.
+_NOTES: Final = frozenset({"title", "description", "default", "examples", "deprecated"})
+# What authors leave the type out beside.
+_IMPLIED: Final = (
+    (
+        "object",
+        ("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"),
+    ),
+    ("array", ("items", "prefixItems", "contains", "minItems", "maxItems", "uniqueItems")),
+    ("string", ("pattern", "format", "minLength", "maxLength")),
+    ("number", ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")),
+)
+
+
+def members(node: Schema, key: str) -> list[Schema]:
+    """The schemas under `allOf`, `anyOf` or `oneOf`, without those that take nothing."""
+    found = node.get(key)
+    if not isinstance(found, list):
+        return []
+    return [member if isinstance(member, dict) else {} for member in found if member is not False]
+
+
+def flattened(node: Schema) -> Schema:
+    """The schema without null in its unions, with a union or conjunction of one member merged into what stands beside it.
+
+    Members are flattened too, other schemas within it are not.
+    """
+    done: set[str] = set()
+    for key in ("allOf", *UNIONS):
+        if key not in node or key in done:
+            continue
+        left = [flattened(member) for member in members(node, key)]
+        if key in UNIONS:
+            left = _without_null(left)
+        rest = {name: value for name, value in node.items() if name != key}
+        if len(left) == 1 and _agree(left[0], rest):
+            node = {**left[0], **rest}
+            done.update(left[0])
+        else:
+            node = {**rest, key: [*left]} if left else rest
+    return node
+
+
+def kinds(node: Schema) -> list[str]:
+    """The type words of the values that a flattened schema takes, the first one first; null only where nothing else is.
+
+    `number` holds `integer`.
+    """
+    found = _declared(node) or [_kind(value) for value in values(node)]
+    if not found:
+        found = [kind for key in UNIONS for member in members(node, key) for kind in kinds(member)]
+    if not found:
+        known = [words for words in map(kinds, members(node, "allOf")) if words != [ANY]]
+        found = known[0] if known else [word for word, keys in _IMPLIED if not node.keys().isdisjoint(keys)][:1]
+    words = list(dict.fromkeys(found))
+    if "number" in words:
+        words = [word for word in words if word != "integer"]
+    return [word for word in words if word != _NULL] or words or [ANY]
+
+
+def values(node: Schema) -> list[JSON]:
+    """The values that a flattened schema lists, null only where nothing else is; none where it does not list them all."""
+    listed = node.get("enum")
+    if "const" in node:
+        found = [node["const"]]
+    elif isinstance(listed, list):
+        found = listed
+    else:
+        unions = [members(node, key) for key in UNIONS if key in node]
+        options = [values(member) for member in unions[0]] if unions else []
+        found = [value for option in options for value in option] if all(options) else []
+    found = distinct(found)
+    return [value for value in found if value is not None] or found
+
+
+def distinct(found: Iterable[_Value]) -> list[_Value]:
+    """Each value once, in order. Raises ValueError for text that UTF-8 does not have."""
+    return list({msgspec.json.encode(value): value for value in found}.values())
+
+
+def _without_null(options: Iterable[Schema]) -> list[Schema]:
+    """The members of a union, those of unions within it among them; none where they take any value."""
+    found: list[Schema] = []
+    for option in options:
+        inner = [key for key in UNIONS if option.keys() - _NOTES == {key}]
+        found += members(option, inner[0]) if inner else [option]
+    if any(not option.keys() - _NOTES for option in found):
+        return []
+    left = [option for option in found if kinds(option) != [_NULL]] or found[:1]
+    if any(option.keys() - _NOTES == {"type"} and option["type"] == "number" for option in left):
+        left = [option for option in left if kinds(option) != ["integer"]]
+    return distinct(left)
+
+
+def _agree(member: Schema, rest: Schema) -> bool:
+    return all(member[key] == rest[key] for key in member.keys() & rest.keys() - _NOTES)
+
+
+def _declared(node: Schema) -> list[str]:
+    found = node.get("type")
+    words = found if isinstance(found, list) else [found]
+    return [word for word in words if isinstance(word, str) and word]
+
+
+def _kind(value: JSON) -> str:
+    match value:
+        case bool():
+            return "boolean"
+        case None:
+            return _NULL
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case dict():
+            return "object"
+        case msgspec.Raw():
+            return "integer" if bytes(value).lstrip(b"-").isdigit() else "number"

@@ -1,0 +1,99 @@
+"""The synchronous dialect: `POST /rollout` answers with the end of the rollout; `/tools` and `/health` beside it."""
+
+from typing import Any, Final
+
+import grpc
+from fastapi import APIRouter
+from osmosis.rollout.v1.rollout_service_pb2 import ListToolsRequest, RunRolloutRequest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from rollout_gateway.calls import CallMetadata, Rollouts, call_metadata, unless_hung_up
+from rollout_gateway.health import health
+from rollout_gateway.http.request_body import Intake
+from rollout_gateway.osmosis_http import openapi
+from rollout_gateway.osmosis_http.outcome import rollout_answer
+from rollout_gateway.osmosis_http.sync_body import EXAMPLE, RolloutBody, parse_rollout
+from rollout_gateway.osmosis_http.sync_conversion import FIELDS, run_request, tools_answer
+from rollout_gateway.osmosis_http.trace import read_trace
+from rollout_gateway.status import answer_failed_call
+
+_COMMON: Final[dict[int | str, dict[str, Any]]] = {
+    401: openapi.error("The server demands a key, and this is not one."),
+    404: openapi.error("There is no such agent."),
+    503: openapi.error("The rollout server is not available; try again after Retry-After."),
+}
+_ROLLOUT_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"description": "The rollout ended, well or not: see `status`.", "model": openapi.RolloutAnswer},
+    **_COMMON,
+    400: openapi.error("This server cannot run such a rollout."),
+    409: openapi.error("A rollout with this id and another payload runs."),
+    413: openapi.error("The body is too large."),
+    422: openapi.error("The body does not validate; nobody was called.", openapi.InvalidBodyAnswer),
+    429: openapi.error("Too many rollouts wait; try again after Retry-After."),
+    500: openapi.error("A fault of ours; the server's log has it under the x-request-id."),
+}
+_ROLLOUT_BODY: Final = openapi.raw_body(RolloutBody, {"example": EXAMPLE})
+
+
+def synchronous_router(rollouts: Rollouts, intake: Intake) -> APIRouter:
+    """The routes of the synchronous dialect."""
+    router = APIRouter(tags=["synchronous dialect"])
+
+    @router.post("/rollout", response_class=JSONResponse, responses=_ROLLOUT_ANSWERS, openapi_extra=_ROLLOUT_BODY)
+    async def run_rollout(request: Request) -> Response:
+        """Runs a rollout and answers when it has ended.
+
+        While it runs, the same id with the same payload attaches to it. Hanging up detaches; with nobody attached the
+        rollout is cancelled after a grace time.
+        """
+        return await _run_rollout(request, rollouts, intake)
+
+    @router.get("/tools", response_class=JSONResponse, responses={200: {"model": openapi.ToolsAnswer}, **_COMMON})
+    async def list_tools(request: Request, agent: str = "") -> Response:
+        """The tools of an agent, the default one if none is named."""
+        found = await rollouts.stub.ListTools(
+            ListToolsRequest(agent=agent), metadata=_metadata(request, rollouts), timeout=rollouts.settings.call_seconds
+        )
+        return Response(tools_answer(found.tools), media_type="application/json")
+
+    health_answers: dict[int | str, dict[str, Any]] = {
+        200: {"model": openapi.HealthAnswer},
+        503: openapi.error("The rollout server is not available.", openapi.UnhealthyAnswer),
+    }
+
+    @router.get("/health", response_class=JSONResponse, responses=health_answers)
+    async def open_health(request: Request) -> Response:
+        """Whether rollouts can be run. Open also where a key is demanded elsewhere."""
+        return await health(rollouts, call_metadata(request))
+
+    return router
+
+
+def _metadata(request: Request, rollouts: Rollouts) -> CallMetadata:
+    """This dialect can stay open where a key is demanded: callers without one then use the gateway's."""
+    return call_metadata(request, rollouts.settings.synchronous_key)
+
+
+async def _run_rollout(request: Request, rollouts: Rollouts, intake: Intake) -> Response:
+    metadata = _metadata(request, rollouts)
+
+    def parse(content: bytes) -> tuple[RunRolloutRequest, bool]:
+        parsed = parse_rollout(content, rollouts.settings.max_metadata_bytes)
+        return run_request(parsed, rollouts.settings), parsed.body.metadata.debug_trace is True
+
+    asked, traced = await intake.read(request, metadata, parse)
+    rollout_id = asked.start.spec.rollout_id
+
+    async def run() -> tuple[str, bytes]:
+        uid, outcome = await rollouts.run(asked, metadata)
+        trace = await read_trace(rollouts, uid, metadata) if traced else None
+        return uid, rollout_answer(rollout_id, outcome, trace)
+
+    try:
+        uid, answer = await unless_hung_up(request, run())
+    except grpc.aio.AioRpcError as error:
+        return answer_failed_call(error, request.state.request_id, FIELDS)
+    # Before the answer: a client that has it may use the id anew at once.
+    await rollouts.acknowledge(uid, metadata)
+    return Response(answer, media_type="application/json", headers={"x-rollout-uid": uid})

@@ -1,0 +1,254 @@
+"""Agents by the words of a command line: MODULE, MODULE:OBJECT, FILE.py or FILE.py:OBJECT.
+
+Importing runs the author's code, so it may raise anything; what is wrong is told by the author's own file and line.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rollout_server.agent import Agent
+from rollout_server.authoring.author_traceback import Mistake, mistake_in, near
+
+_FORMS = "MODULE, MODULE:OBJECT, FILE.py or FILE.py:OBJECT"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Where an object is. `place` is a module's name or a file; without `name` it is the only one that fits."""
+
+    place: str
+    name: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Reference:
+        """Raises `Mistake` for what is no reference."""
+        place, colon, name = text, "", ""
+        if not text.endswith(".py"):
+            before, colon, after = text.rpartition(":")
+            place, name = (before, after) if colon else (text, "")
+        if not place or (colon and not name.isidentifier()):
+            raise Mistake(f"{text!r} is not {_FORMS}")
+        return cls(place, name)
+
+    @property
+    def is_file(self) -> bool:
+        """It names a file, not a module."""
+        return self.place.endswith(".py")
+
+    @property
+    def folder(self) -> Path:
+        """Where its code is, so far as can be told without running it."""
+        return Path(self.place).resolve().parent if self.is_file else Path.cwd()
+
+    def load(self) -> ModuleType:
+        """Imports the module. Raises `Mistake`."""
+        return _load_file(Path(self.place)) if self.is_file else _load_module(self.place)
+
+    def of(self, name: str) -> Reference:
+        """Another object at the same place."""
+        return Reference(self.place, name)
+
+    def __str__(self) -> str:
+        return f"{self.place}:{self.name}" if self.name else self.place
+
+
+def find_agents(texts: Sequence[str]) -> list[Agent]:
+    """One agent for each reference. Raises `Mistake`, also for two agents of one name."""
+    agents = [_only(Reference.parse(text)) for text in texts]
+    names = [agent.name for agent in agents]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise Mistake(f"more than one agent is called {', '.join(map(repr, doubled))}: requests choose agents by name")
+    return agents
+
+
+def all_agents(text: str) -> list[Agent]:
+    """The agent that a reference names, or all that are at its place, at least one. Raises `Mistake`."""
+    reference = Reference.parse(text)
+    module = reference.load()
+    if reference.name:
+        return [_agent(module, reference)]
+    return [_agent(module, reference.of(name)) for name in _agents_in(module, reference)]
+
+
+def named(module: ModuleType, reference: Reference) -> object:
+    """The object of a reference. Raises `Mistake`."""
+    try:
+        found: object = getattr(module, reference.name)
+    except AttributeError:
+        raise Mistake(f"there is no {reference.name} in it", reference.place) from None
+    return found
+
+
+def made(found: object, kinds: tuple[type[Any], ...] | None, reference: Reference) -> object:
+    """An object as it is; a class (of one of the kinds, where some are given) is made without arguments. Raises `Mistake`."""
+    if not isinstance(found, type) or not issubclass(found, kinds or object):
+        return found
+    try:
+        return found()
+    except (Exception, SystemExit) as error:
+        mistake = mistake_in(error, str(reference))
+        if mistake.file:
+            raise mistake from None
+        raise Mistake(mistake.text.removeprefix(f"{reference}: "), *_source(found)) from None
+
+
+def _only(reference: Reference) -> Agent:
+    module = reference.load()
+    if reference.name:
+        return _agent(module, reference)
+    names = _agents_in(module, reference)
+    if len(names) > 1:
+        one = reference.of(names[0])
+        raise Mistake(f"holds {len(names)} agents ({', '.join(names)}); name one of them: {one}", reference.place)
+    return _agent(module, reference.of(names[0]))
+
+
+def _agent(module: ModuleType, reference: Reference) -> Agent:
+    found = made(named(module, reference), _kinds(), reference)
+    if isinstance(found, Agent):
+        return found
+    if not isinstance(found, _kinds()):
+        raise Mistake(f"{reference.name!r} in {reference.place} is not an Agent")
+    from rollout_server.sdk.adapter import as_agent
+
+    try:
+        return as_agent(found)
+    except (TypeError, ValueError) as error:
+        raise Mistake(str(error), *_source(type(found))) from None
+
+
+def _kinds() -> tuple[type[Any], ...]:
+    """What an agent can be made of. Only a file that imports the earlier SDK's names has a loop of it."""
+    if "rollout_server.sdk.core.base" not in sys.modules:
+        return (Agent,)
+    from rollout_server.sdk.core.base import RolloutAgentLoop
+
+    return Agent, RolloutAgentLoop
+
+
+def _agents_in(module: ModuleType, reference: Reference) -> list[str]:
+    """The names of a module's agents: objects first, then the classes that it defines and that none of these is made of."""
+    kinds = _kinds()
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    objects = {name: value for name, value in public.items() if isinstance(value, kinds)}
+    classes = {
+        name: value
+        for name, value in public.items()
+        if isinstance(value, type) and issubclass(value, kinds) and value.__module__ == module.__name__
+    }
+    bases = {base for kind in [*classes.values(), *map(type, objects.values())] for base in kind.__mro__[1:]}
+    spoken_for = bases | {type(value) for value in objects.values()}
+    ready = {name: kind for name, kind in classes.items() if not inspect.isabstract(kind)}
+    found = [*objects, *(name for name, kind in ready.items() if kind not in spoken_for)]
+    if not found:
+        raise Mistake("holds no agent: write a class in it that is an Agent", reference.place)
+    return found
+
+
+def _load_module(name: str) -> ModuleType:
+    _look_in(Path.cwd())
+    with _importing(name):
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError as error:
+            spec = None
+            if not f"{name}.".startswith(f"{error.name}."):
+                raise
+        if spec is None:
+            raise Mistake(f"there is no module {name}; what is meant is {_FORMS}")
+        if spec.origin and spec.origin.endswith(".py"):
+            _check_source(Path(spec.origin))
+        return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise Mistake(f"there is no file {path}")
+    parts, folder = [path.stem], path.resolve().parent
+    while (folder / "__init__.py").exists():  # part of a package, whose modules import each other
+        parts, folder = [folder.name, *parts], folder.parent
+    _look_in(folder)
+    with _importing(str(path)):
+        _check_source(path)
+        if len(parts) > 1 and all(part.isidentifier() for part in parts):
+            return importlib.import_module(".".join(parts))
+        return _executed(path)
+
+
+def _executed(path: Path) -> ModuleType:
+    """The file as a module of its name; of another name where a module has that name already."""
+    name, number = path.stem, 1
+    while name in sys.modules or name in sys.stdlib_module_names:
+        known = getattr(sys.modules.get(name), "__file__", None)
+        if known and Path(known).resolve() == path.resolve():
+            return sys.modules[name]
+        number += 1
+        name = f"{path.stem}_{number}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise Mistake("cannot be read as Python", str(path))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _check_source(path: Path) -> None:
+    """A call of `serve` at the top of a file would serve instead of being imported, and never come back.
+
+    `serve_agent_loop` is what the earlier SDK calls it.
+    """
+    tree = ast.parse(path.read_bytes(), str(path))
+    names = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("rollout_server.")
+        for alias in node.names
+        if alias.name in ("serve", "serve_agent_loop")
+    }
+    for node in tree.body:
+        call = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in {*names, "rollout_server.serve"}:
+            called = ast.unparse(call.func).rpartition(".")[2]
+            text = f'{called}() is called as the file is imported; put it under `if __name__ == "__main__":`'
+            raise Mistake(text, str(path), node.lineno)
+
+
+def _look_in(folder: Path) -> None:
+    """Modules of a folder are found, as Python finds those beside a script."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@contextmanager
+def _importing(place: str) -> Iterator[None]:
+    try:
+        yield
+    except Mistake:
+        raise
+    except (Exception, SystemExit) as error:
+        mistake = mistake_in(error, place)
+        raise Mistake(f"{place} cannot be imported: {mistake.text}", mistake.file, mistake.line) from None
+
+
+def _source(kind: Callable[..., object]) -> tuple[str, int]:
+    try:
+        return near(inspect.getsourcefile(kind) or ""), inspect.getsourcelines(kind)[1]
+    except (OSError, TypeError):
+        return "", 0

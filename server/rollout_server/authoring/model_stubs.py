@@ -1,0 +1,77 @@
+"""Models that stand in for one: a script from a file, an object of an author's, or an echo."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from rollout_server.authoring.agent_loader import Reference, made, named
+from rollout_server.authoring.author_traceback import Mistake
+from rollout_server.testing.model.calculator import Model, text_of
+from rollout_server.testing.model.script_json import script_from_json
+from rollout_server.testing.script import Reply, Script
+
+_LONGEST_SCRIPT = 16 * 1024 * 1024
+
+
+class Echo:
+    """Answers with what the user said last. It calls no tool."""
+
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> Reply:
+        """The model's next message."""
+        said = [text_of(message) for message in messages if message.get("role") == "user"]
+        return Reply(content=said[-1] if said and said[-1] else "Nobody said anything.")
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """What stands in for a model: the lines of `script` for each rollout, or where it leaves them to it, `model`."""
+
+    name: str
+    model: Model = field(default_factory=Echo)
+    script: Script = field(default_factory=lambda: Script(then_model=True))
+
+
+def stand_in(text: str) -> StandIn:
+    """What a reference to a script means: FILE.json in the form of `PUT /script`, or an object that has `reply(messages)`.
+
+    Empty: an echo. Raises `Mistake`, and OSError for a file that cannot be read.
+    """
+    if not text:
+        return StandIn("echo")
+    if text.endswith(".json"):
+        return StandIn(text, script=_script(Path(text)))
+    reference = Reference.parse(text)
+    module = reference.load()
+    if not reference.name:
+        own = [
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type)
+            and value.__module__ == module.__name__
+            and callable(getattr(value, "reply", None))
+        ]
+        if len(own) != 1:
+            what = f"{len(own)} classes" if own else "no class"
+            raise Mistake(
+                f"holds {what} with a method reply(messages); name one: {reference.of('NAME')}", reference.place
+            )
+        reference = reference.of(own[0])
+    model = made(named(module, reference), None, reference)
+    if not callable(getattr(model, "reply", None)):
+        raise Mistake(
+            f"{reference.name} in {reference.place} has no method reply(messages), so it is no scripted model"
+        )
+    return StandIn(text, model=cast("Model", model))
+
+
+def _script(path: Path) -> Script:
+    if path.stat().st_size > _LONGEST_SCRIPT:
+        raise Mistake(f"a script has at most {_LONGEST_SCRIPT} bytes", str(path))
+    try:
+        return script_from_json(json.loads(path.read_bytes()))
+    except (ValueError, RecursionError) as error:
+        raise Mistake(f"this is no script: {error}", str(path)) from None

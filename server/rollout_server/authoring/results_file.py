@@ -1,0 +1,112 @@
+"""The file of results: JSON lines, the first of which says what was evaluated, each other one how a rollout ended.
+
+A line is written once its rollout has ended, so whatever interrupts an evaluation costs at most what was under way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from rollout_server.authoring.author_traceback import Mistake
+from rollout_server.authoring.dataset import Row
+from rollout_server.authoring.rollout_result import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One rollout that is to be played; `repeat` counts from 1."""
+
+    row: Row
+    repeat: int
+
+    @property
+    def rollout_id(self) -> str:
+        """Its name."""
+        return f"row-{self.row.number}-{self.repeat}"
+
+
+def jobs_of(rows: Sequence[Row], repeats: int) -> list[Job]:
+    """All rollouts, each row's first ones first: what is asked for early says something about all rows."""
+    return [Job(row, repeat) for repeat in range(1, repeats + 1) for row in rows]
+
+
+class ResultsFile:
+    """Results of one evaluation. `results` are those that came to their own end, of rows that are still the same."""
+
+    def __init__(self, path: Path, evaluation: Mapping[str, Any]) -> None:
+        self.path = path
+        self.results: dict[tuple[int, int], Result] = {}
+        self._evaluation = dict(evaluation)
+        self._file: IO[bytes] | None = None
+
+    def resume(self, jobs: Sequence[Job]) -> None:
+        """Reads what is there. Raises `Mistake` where it is another evaluation's, or no file of results."""
+        if not self.path.exists() or not self.path.stat().st_size:
+            return
+        wanted = {(job.row.number, job.repeat): job.row.fingerprint for job in jobs}
+        first, *others = self._lines()
+        self._compare(first)
+        for number, line in enumerate(others, start=2):
+            try:
+                result = msgspec.json.decode(line, type=Result)
+            except msgspec.MsgspecError as error:
+                raise Mistake(f"this is no result: {error}", str(self.path), number) from None
+            if wanted.get((result.row, result.repeat)) == result.fingerprint:
+                self.results[result.row, result.repeat] = result
+        self.results = {key: result for key, result in self.results.items() if result.finished}
+
+    @contextmanager
+    def appending(self, *, anew: bool) -> Iterator[None]:
+        """Until the end of the block results are written."""
+        anew = anew or not self.path.exists() or not self.path.stat().st_size
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("wb" if anew else "ab") as file:
+            self._file = file
+            if anew:
+                self._write(json.dumps({"evaluation": self._evaluation}).encode())
+            try:
+                yield
+            finally:
+                self._file = None
+
+    def take(self, result: Result) -> None:
+        """Writes a result."""
+        self.results[result.row, result.repeat] = result
+        self._write(msgspec.json.encode(asdict(result)))
+
+    def _write(self, line: bytes) -> None:
+        assert self._file is not None  # noqa: S101 - within `appending`
+        self._file.write(line + b"\n")
+        self._file.flush()
+
+    def _lines(self) -> list[bytes]:
+        """The whole lines. A last one without its end was interrupted, and is cut off."""
+        content = self.path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            os.truncate(self.path, whole)
+        lines = content[:whole].splitlines()
+        if not lines:
+            raise Mistake("holds no results; --overwrite begins anew", str(self.path))
+        return lines
+
+    def _compare(self, line: bytes) -> None:
+        try:
+            before = json.loads(line)["evaluation"]
+        except (ValueError, KeyError, TypeError):
+            raise Mistake("is no file of results; choose another one with --results", str(self.path), 1) from None
+        now = json.loads(json.dumps(self._evaluation))
+        different = [key for key in now if now[key] != before.get(key)]
+        if different:
+            key = different[0]
+            was = f"{key} was {json.dumps(before.get(key))}, and is {json.dumps(now[key])}"
+            text = f"these results are of another evaluation: {was}"
+            raise Mistake(f"{text}; --overwrite begins anew, --results FILE elsewhere", str(self.path))

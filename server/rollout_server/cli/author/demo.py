@@ -1,0 +1,216 @@
+"""`rollout demo`: the main job end to end, on embedded defaults.
+
+Starts the server as a process of its own and a strict trainer beside it, runs the calculator's rollout over gRPC, over
+`POST /rollout` and over `POST /v1/rollout/init`, shows who wrote every token, and lets the trainer judge. Fails where the
+two records differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from rollout_server.cli.demo_output import event_line, show_judgement, show_ledger, show_messages, show_metrics
+from rollout_server.cli.errors import hush_transformers
+from rollout_server.cli.json_output import AsJson, answering
+from rollout_server.edge.grpc_loop import run_loop
+from rollout_server.inspection.escape import visible
+
+if TYPE_CHECKING:
+    import httpx
+    from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
+    from rich.console import Console
+
+    from rollout_server.testing.trainer import StrictTrainer
+
+START_SECONDS = 30
+WAIT_SECONDS = 60
+MODEL = "Qwen/Qwen3-8B"
+QUESTION = "Please calculate 5 plus 3, and then multiply the result by 2."
+SYSTEM = "You are a helpful calculator assistant with access to calculator tools."
+
+
+def demo(as_json: AsJson = False) -> None:
+    """Run a rollout over gRPC and both HTTP dialects against a strict trainer, and show who wrote every token.
+
+    With --json: {"agreed": bool, "rollouts": {how it was asked for: whether every token agrees}}.
+    """
+    hush_transformers()
+    with answering(as_json=as_json) as answers:
+        agreed = run_loop(_demo())
+        answers.give({"agreed": all(agreed.values()), "rollouts": agreed})
+    raise typer.Exit(0 if all(agreed.values()) else 1)
+
+
+async def _demo() -> dict[str, bool]:
+    import httpx
+    from rich.console import Console
+
+    from rollout_server.testing.checks.dialect import Dialect
+    from rollout_server.testing.trainer import StrictTrainer
+
+    console = Console(highlight=False)
+    grpc_port, http_port = _free_port(), _free_port()
+    gateway = f"http://127.0.0.1:{http_port}"
+    async with (
+        httpx.AsyncClient(base_url=gateway, timeout=WAIT_SECONDS, trust_env=False) as http,
+        _server(console, grpc_port, http),
+        StrictTrainer(tools_from=gateway, dialect=Dialect.EITHER) as trainer,
+        _stub(grpc_port) as stub,
+    ):
+        console.print(f"strict trainer on {trainer.url}: it counts every token itself and refuses a wrong mask\n")
+        agreed = {
+            "RunRollout": await _over_grpc(console, stub, trainer),
+            "POST /rollout": await _over_http(console, http, trainer),
+            "POST /v1/rollout/init": await _over_callbacks(console, http, stub, trainer),
+        }
+    console.print("[green]every token agrees[/]" if all(agreed.values()) else "[red]the records differ[/]")
+    return agreed
+
+
+@contextlib.asynccontextmanager
+async def _server(console: Console, grpc_port: int, http: httpx.AsyncClient) -> AsyncIterator[None]:
+    """`rollout serve` as a process of its own, from start to a clean stop."""
+    http_port = http.base_url.port
+    command = [sys.executable, "-m", "rollout_server.cli", "serve", "--host", "127.0.0.1"]
+    command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port), "--tokenizer", f"{MODEL}=toy"]
+    with tempfile.TemporaryFile() as log:
+        began = time.monotonic()
+        spawned = await asyncio.create_subprocess_exec(*command, stderr=log)
+        try:
+            while not await _healthy(http):
+                if spawned.returncode is not None or time.monotonic() - began > START_SECONDS:
+                    log.seek(0)
+                    console.print(log.read().decode(errors="replace"), style="red", markup=False)
+                    raise typer.Exit(1)
+                await asyncio.sleep(0.01)
+            took = time.monotonic() - began
+            console.print(f"server healthy {took:.2f} s after its start: gRPC on {grpc_port}, HTTP on {http_port}")
+            yield
+        finally:
+            if spawned.returncode is None:
+                spawned.terminate()
+            await spawned.wait()
+
+
+async def _healthy(http: httpx.AsyncClient) -> bool:
+    import httpx
+
+    try:
+        return (await http.get("/health", timeout=2)).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextlib.asynccontextmanager
+async def _stub(port: int) -> AsyncIterator[RolloutServiceAsyncStub]:
+    import grpc
+    from osmosis.rollout.v1 import rollout_service_pb2_grpc
+
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.enable_http_proxy", 0)]) as channel:
+        yield rollout_service_pb2_grpc.RolloutServiceStub(channel)
+
+
+async def _over_grpc(console: Console, stub: RolloutServiceAsyncStub, trainer: StrictTrainer) -> bool:
+    """Streams the rollout's events, then reads its ledger and compares it with what the trainer accumulated."""
+    from osmosis.rollout.v1 import event_pb2, message_pb2, rollout_service_pb2, spec_pb2
+
+    console.rule("over gRPC: RunRollout")
+    spec = spec_pb2.RolloutSpec(
+        rollout_id="demo-grpc",
+        messages=[message_pb2.Message(json=json.dumps(message)) for message in _messages()],
+        completions=spec_pb2.Target(url=trainer.url),
+        tokenizer=spec_pb2.Tokenizer(name=MODEL),
+        sampling=spec_pb2.Sampling(temperature=0.7, max_tokens=512, logprobs=True),
+    )
+    start = rollout_service_pb2.StartRolloutRequest(request_id="demo", spec=spec)
+    uid = ""
+    async for item in stub.RunRollout(
+        rollout_service_pb2.RunRolloutRequest(start=start, detail=event_pb2.EVENT_DETAIL_MESSAGES)
+    ):
+        if item.HasField("started"):
+            uid = item.started.rollout.uid
+        else:
+            console.print(visible(f"  {item.event.sequence:2} {event_line(item.event)}"), markup=False)
+    view = rollout_service_pb2.ROLLOUT_VIEW_FULL
+    reply = await stub.GetRollout(rollout_service_pb2.GetRolloutRequest(uid=uid, view=view))
+    outcome = reply.rollout.outcome
+    if not outcome.HasField("stop"):
+        console.print(visible(f"  {outcome.failure.message}"), style="red", markup=False)
+        return False
+    show_ledger(console, outcome.segments[0], trainer.tokenizer_dir)
+    return show_judgement(console, trainer.verdict("demo-grpc"), outcome.samples)
+
+
+async def _over_http(console: Console, http: httpx.AsyncClient, trainer: StrictTrainer) -> bool:
+    """The synchronous dialect: one call, answered with the result."""
+    console.rule("over HTTP: POST /rollout")
+    body = {
+        "rollout_id": "demo-http",
+        "server_url": trainer.url,
+        "messages": _messages(),
+        "sampling_params": {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512, "logprobs": True},
+        "tokenizer_name": MODEL,
+        "max_turns": 10,
+        "max_tokens_total": 8192,
+    }
+    answer = (await http.post("/rollout", json=body)).json()
+    show_messages(console, answer["final_messages"])
+    show_metrics(console, answer)
+    return answer["status"] == "COMPLETED" and show_judgement(console, trainer.verdict("demo-http"))
+
+
+async def _over_callbacks(
+    console: Console, http: httpx.AsyncClient, stub: RolloutServiceAsyncStub, trainer: StrictTrainer
+) -> bool:
+    """The asynchronous dialect: accepted at once, played over callbacks, told of with the last one."""
+    from osmosis.rollout.v1 import rollout_service_pb2 as pb
+
+    console.rule("over HTTP: POST /v1/rollout/init")
+    rollout_id = "demo-init"
+    body = {
+        "rollout_id": rollout_id,
+        "server_url": trainer.url,
+        "messages": _messages(),
+        "completion_params": {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512, "logprobs": True},
+    }
+    answer = await http.post("/v1/rollout/init", json=body)
+    tools = ", ".join(tool["function"]["name"] for tool in answer.json().get("tools", ()))
+    console.print(f"  {answer.status_code}, with the tools {tools}", markup=False)
+    try:
+        outcome = await asyncio.wait_for(trainer.completed(rollout_id), WAIT_SECONDS)
+    except TimeoutError:
+        console.print(f"  [red]no outcome came within {WAIT_SECONDS} s[/]")
+        return False
+    for asked in trainer.requests:
+        if asked.body["rollout_id"] == rollout_id:
+            count, key = len(asked.body["messages"]), asked.headers["idempotency-key"]
+            console.print(f"  callback /v1/chat/completions: {count} messages, key {key}", markup=False)
+    for told in trainer.deliveries(rollout_id):
+        console.print(f"  callback /v1/rollout/completed: met with {told.met}, key {told.key}", markup=False)
+    show_messages(console, outcome["final_messages"][-1:])
+    show_metrics(console, outcome)
+    chosen = pb.Selection(rollout_ids=[rollout_id])
+    reply = await stub.ListRollouts(pb.ListRolloutsRequest(selection=chosen, view=pb.ROLLOUT_VIEW_FULL))
+    samples = [sample for rollout in reply.rollouts for sample in rollout.outcome.samples]
+    return outcome["status"] == "COMPLETED" and show_judgement(console, trainer.verdict(rollout_id), samples)
+
+
+def _messages() -> Sequence[dict[str, str]]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,253 @@
+"""`rollout test`: an agent on a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollout_server.cli.completion_flags import AskFlags
+from rollout_server.cli.demo_output import counted
+from rollout_server.cli.errors import Interrupted, complaining, hush_transformers
+from rollout_server.cli.flags import taken, takes
+from rollout_server.cli.json_output import answering
+from rollout_server.edge.grpc_loop import run_loop
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rollout_server.agent import Agent
+    from rollout_server.authoring.results_file import Job, ResultsFile
+    from rollout_server.authoring.rollout_result import Result
+    from rollout_server.authoring.summary import Summary
+    from rollout_server.cli.local_server import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class TestFlags:
+    """What `rollout test` takes beside who completes."""
+
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="An agent: MODULE[:OBJECT] or FILE.py[:OBJECT].")]
+    dataset: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DATASET", help="FILE.jsonl, .csv or .parquet: system_prompt, user_prompt, ground_truth, ..."
+        ),
+    ]
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN=NAME", help="Repeatable: the file's name for a column; an empty NAME: there is none."
+        ),
+    ] = None
+    repeats: Annotated[int, typer.Option("-n", "--repeats", min=1, max=10_000, help="Rollouts of each row.")] = 1
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many rows.")] = None
+    concurrency: Annotated[int, typer.Option(min=1, max=10_000, help="Rollouts at the same time.")] = 8
+    threshold: Annotated[float, typer.Option(help="A rollout passes if its reward is at least this.")] = 1.0
+    min_pass_rate: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Exit with 1 where fewer of the rollouts pass.")
+    ] = None
+    max_failures: Annotated[int | None, typer.Option(min=1, help="Give up after so many rollouts that went wrong.")] = (
+        None
+    )
+    results: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where results go, a line each. Default: DATASET.results.jsonl, here."),
+    ] = None
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the results that are there; what went wrong is played again.")
+    ] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin the file of results anew.")] = False
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where the HTML report goes. Default: DATASET.report.html, here."),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")] = False
+
+    @property
+    def results_file(self) -> Path:
+        """Where results go."""
+        return self.results or Path(f"{self.dataset.stem}.results.jsonl")
+
+    @property
+    def report_file(self) -> Path:
+        """Where the report goes."""
+        return self.report or Path(f"{self.dataset.stem}.report.html")
+
+
+@takes(TestFlags, AskFlags)
+def test(**given: Any) -> None:
+    """Run an agent on each row of a dataset, and sum up: pass rate, rewards, tokens, times, tool errors, and an HTML report.
+
+    The columns system_prompt, user_prompt and ground_truth are needed, --column maps other names; every further column is in
+    run.metadata. Rollouts go through the real server. Each result is a line of a file as soon as it is there, so --resume can
+    go on after any interruption. The exit code is 1 where rollouts failed or --min-pass-rate is not reached.
+
+    With --json: {"summary": {"rollouts", "pass_rate", "mean_reward", "pass_at", "tokens", "seconds", "failures", ...},
+    "passed": bool, "files": {"results", "report"}}; each result is in the file.
+    """
+    hush_transformers()
+    flags, asked = taken(TestFlags, given), taken(AskFlags, given)
+    with complaining("test"), answering(as_json=flags.as_json) as answers:
+        from rich.console import Console
+
+        from rollout_server.authoring.agent_loader import find_agents
+
+        console = Console(highlight=False)
+        jobs = _jobs(flags)
+        [agent] = find_agents([flags.target])
+        played = _Played(agent, flags, asked, console)
+        try:
+            run_loop(played.play(jobs))
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted; --resume goes on with {flags.results_file}") from None
+        summary = played.sum_up()
+        unmet = _unmet(summary, flags, complete=played.complete)
+        files = {"results": str(flags.results_file), "report": str(flags.report_file)}
+        answers.give({"summary": asdict(summary), "passed": not unmet, "unmet": unmet, "files": files})
+        _show(console, summary, unmet, files)
+    raise typer.Exit(1 if unmet else 0)
+
+
+class _Played:
+    """An evaluation under way."""
+
+    def __init__(self, agent: Agent, flags: TestFlags, asked: AskFlags, console: Console) -> None:
+        self._agent = agent
+        self._flags = flags
+        self._asked = asked
+        self._console = console
+        self._facts: Mapping[str, Any] = {}
+        self._results: Sequence[Result] = ()
+        self.complete = True
+
+    async def play(self, jobs: Sequence[Job]) -> None:
+        """Plays what has no result yet."""
+        from rollout_server.cli.local_server import stage
+        from rollout_server.cli.server_log import remarking
+
+        with remarking(self._console):
+            async with stage([self._agent], self._asked, self._flags.concurrency) as here:
+                self._facts = self._told(here)
+                file = self._open(jobs)
+                left = [job for job in jobs if (job.row.number, job.repeat) not in file.results]
+                self._flags.report_file.parent.mkdir(parents=True, exist_ok=True)
+                self._flags.report_file.open("ab").close()  # what cannot be reported is not played
+                self._say(here, jobs, left)
+                with file.appending(anew=not self._flags.resume):
+                    try:
+                        await self._evaluate(here, left, file)
+                    finally:
+                        self._results = sorted(file.results.values(), key=lambda each: (each.row, each.repeat))
+
+    def sum_up(self) -> Summary:
+        """The figures; the report is written."""
+        from rollout_server.authoring.report import report
+        from rollout_server.authoring.summary import summary_of
+
+        summary = summary_of(self._results, self._flags.threshold)
+        facts = {**self._facts, "dataset": str(self._flags.dataset), "rows": summary.rows}
+        self._flags.report_file.write_text(report(facts, summary, self._results), encoding="utf-8")
+        return summary
+
+    async def _evaluate(self, here: Stage, left: Sequence[Job], file: ResultsFile) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from rollout_server.authoring.evaluation import Plan, evaluate
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bar:
+            task = bar.add_task("rollouts", total=len(left))
+
+            def take(result: Result) -> None:
+                file.take(result)
+                bar.advance(task)
+
+            plan = Plan(left, self._agent.name, self._flags.concurrency, self._flags.max_failures)
+            self.complete = await evaluate(here.client, here.endpoint, plan, take)
+
+    def _open(self, jobs: Sequence[Job]) -> ResultsFile:
+        from rollout_server.authoring.author_traceback import Mistake
+        from rollout_server.authoring.results_file import ResultsFile
+
+        path = self._flags.results_file
+        if self._flags.resume and self._flags.overwrite:
+            raise Mistake("--resume and --overwrite exclude each other")
+        file = ResultsFile(path, self._facts)
+        if self._flags.resume:
+            file.resume(jobs)
+        elif path.exists() and not self._flags.overwrite:
+            raise Mistake(f"{path} is there already; --resume goes on with it, --overwrite begins anew")
+        return file
+
+    def _told(self, here: Stage) -> Mapping[str, Any]:
+        return {"agent": self._agent.name, "version": self._agent.version, "endpoint": here.endpoint.told()}
+
+    def _say(self, here: Stage, jobs: Sequence[Job], left: Sequence[Job]) -> None:
+        again = f", {len(jobs) - len(left)} of them are there already" if len(left) < len(jobs) else ""
+        text = f"agent {self._agent.name}, {here.endpoint.title}: {counted(len(jobs), 'rollout')}{again}"
+        self._console.print(text, markup=False, soft_wrap=True)
+        if here.stand_in is not None and here.stand_in.name == "echo":
+            text = "an echo stands in for a model: --model-url URL asks a real one, --script FILE one that you write"
+            self._console.print(text, markup=False, soft_wrap=True, style="yellow")
+
+
+def _jobs(flags: TestFlags) -> list[Job]:
+    from rollout_server.authoring.dataset import column_names, read_rows
+    from rollout_server.authoring.results_file import jobs_of
+
+    rows = read_rows(flags.dataset, column_names(flags.column or []))
+    return jobs_of(rows[: flags.limit], flags.repeats)
+
+
+def _unmet(summary: Summary, flags: TestFlags, *, complete: bool) -> list[str]:
+    """Why the exit code is 1."""
+    wrong = summary.rollouts - summary.finished
+    unmet = [f"{wrong} of {counted(summary.rollouts, 'rollout')} went wrong"] if wrong else []
+    if not complete:
+        unmet.append(f"given up: --max-failures {flags.max_failures} is reached")
+    if flags.min_pass_rate is not None and (summary.pass_rate is None or summary.pass_rate < flags.min_pass_rate):
+        rate = "not known, as the agent gives no reward" if summary.pass_rate is None else f"{summary.pass_rate:.4g}"
+        unmet.append(f"the pass rate is {rate}; --min-pass-rate asks for {flags.min_pass_rate:g}")
+    return unmet
+
+
+def _show(console: Console, summary: Summary, unmet: Sequence[str], files: Mapping[str, str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from rollout_server.inspection.escape import visible
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in _figures(summary):
+        table.add_row(Text(name, "dim"), Text(visible(value)))
+    console.print(table)
+    for text in unmet:
+        console.print(Text(text, "red"), soft_wrap=True)
+    for kind, text in summary.examples.items():
+        console.print(Text(visible(f"  {kind}: {text}"), "red"), soft_wrap=True)
+    console.print(
+        f"next: open {files['report']}; each rollout is a line of {files['results']}", markup=False, soft_wrap=True
+    )
+
+
+def _figures(summary: Summary) -> list[tuple[str, str]]:
+    rate = "no rewards" if summary.pass_rate is None else f"{summary.pass_rate:.1%} (reward >= {summary.threshold:g})"
+    reward = "no rewards" if summary.mean_reward is None else f"{summary.mean_reward:.4g}"
+    times = ", ".join(f"{name} {value:.3g} s" for name, value in summary.seconds.items())
+    errors = ", ".join(f"{name} {count}" for name, count in summary.tool_errors.items())
+    found = [
+        ("rollouts", f"{summary.finished} of {summary.rollouts} came to their end, of {counted(summary.rows, 'row')}"),
+        ("pass rate", rate),
+        *((f"pass@{k}", f"{value:.1%}") for k, value in summary.pass_at.items()),
+        ("mean reward", reward),
+        ("tokens", f"{summary.tokens['generated']:.0f} generated, {summary.tokens['generated_mean']:.1f} a rollout"),
+        ("time", times or "-"),
+        ("tool calls", f"{summary.tool_calls}" + (f", errors: {errors}" if errors else ", no errors")),
+    ]
+    if summary.failures:
+        found.append(("failures", ", ".join(f"{name} {count}" for name, count in summary.failures.items())))
+    return found

@@ -1,0 +1,136 @@
+"""`rollout validate`: what is wrong with an agent."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollout_server.cli.demo_output import counted
+from rollout_server.cli.errors import complaining, hush_transformers
+from rollout_server.cli.json_output import AsJson, answering
+from rollout_server.edge.grpc_loop import run_loop
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rollout_client import AsyncClient
+
+    from rollout_server.agent import Agent
+    from rollout_server.authoring.validation import AgentReport
+
+
+def validate(
+    targets: Annotated[
+        list[str], typer.Argument(metavar="TARGET...", help="Agents: MODULE[:OBJECT] or FILE.py[:OBJECT].")
+    ],
+    call_tools: Annotated[
+        bool,
+        typer.Option(
+            "--call-tools", help="Call each tool once, with arguments that its schema allows. They really run."
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check agents: they can be imported, their tools are what models may be told of, and a rollout with a scripted model ends.
+
+    Without OBJECT all agents of a module or file are checked. The scripted model calls no tool unless --call-tools is given. The
+    exit code is 1 where something is wrong; advice alone leaves it 0.
+
+    With --json: {"valid": bool, "agents": [{"name", "version", "tools": [{"name", "parameters", "errors", "advice", "called"}],
+    "errors", "advice", "dry_run"}], "next"}.
+    """
+    hush_transformers()
+    with complaining("validate"), answering(as_json=as_json) as answers:
+        from rich.console import Console
+
+        from rollout_server.authoring.agent_loader import all_agents
+
+        agents = [agent for target in targets for agent in all_agents(target)]
+        console = Console(highlight=False)
+        reports = run_loop(_validate(agents, console, call_tools=call_tools))
+        valid = all(report.valid for report in reports)
+        step = _next(targets[0], reports, valid=valid, called=call_tools)
+        found = [{**asdict(report), "valid": report.valid} for report in reports]
+        answers.give({"valid": valid, "agents": found, "next": step})
+        for report in reports:
+            _show(console, report)
+        console.print(f"next: {step}", markup=False, soft_wrap=True)
+    raise typer.Exit(0 if valid else 1)
+
+
+async def _validate(agents: Sequence[Agent], console: Console, *, call_tools: bool) -> list[AgentReport]:
+    from rollout_server.authoring.author_traceback import Mistake
+    from rollout_server.cli.server_log import remarking
+
+    names = [agent.name for agent in agents]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise Mistake(
+            f"more than one agent is called {', '.join(map(repr, sorted(doubled)))}: requests choose agents by name"
+        )
+    with remarking(console):
+        return [await _validated(agent, call_tools=call_tools) for agent in agents]
+
+
+async def _validated(agent: Agent, *, call_tools: bool) -> AgentReport:
+    """In a server of its own, whose model calls this agent's tools."""
+    from rollout_server.authoring.model_stubs import StandIn
+    from rollout_server.authoring.validation import DryModel, callable_tools
+    from rollout_server.authoring.validation import validate as validated
+    from rollout_server.cli.local_server import stage_with
+
+    calls: list[tuple[str, Any]] = []
+
+    async def prepare(client: AsyncClient) -> StandIn:
+        if call_tools:
+            calls.extend(callable_tools(await client.tools(agent.name)))
+        return StandIn("a dry run", DryModel(calls))
+
+    async with stage_with([agent], prepare) as here:
+        return await validated(here.client, here.endpoint, agent, lambda: calls)
+
+
+def _show(console: Console, report: AgentReport) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from rollout_server.inspection.escape import visible
+
+    table = Table(title=visible(f"agent {report.name}, version {report.version}"), title_justify="left")
+    for heading in ("", "what", "says"):
+        table.add_column(heading, overflow="fold")
+    for kind, what, says in _lines(report):
+        style = {"error": "bold red", "advice": "yellow"}.get(kind, "green")
+        table.add_row(Text(kind, style), Text(visible(what)), Text(visible(says)))
+    console.print(table)
+
+
+def _lines(report: AgentReport) -> list[tuple[str, str, str]]:
+    run = report.dry_run
+    lines = []
+    for tool in report.tools:
+        what = f"tool {tool.name}"
+        lines += [("error", what, text) for text in tool.errors] + [("advice", what, text) for text in tool.advice]
+        if not tool.errors:
+            parameters = ", ".join(tool.parameters.get("properties", {})) or "no parameters"
+            lines.append(("ok", what, f"{parameters}; a call returned {tool.called}" if tool.called else parameters))
+    lines += [("error", "dry run", text) for text in report.errors]
+    lines += [("advice", "dry run", text) for text in run.get("warnings", ())]
+    lines += [("advice", "agent", text) for text in report.advice]
+    if not report.errors:
+        reward = "no reward" if run.get("reward") is None else f"reward {run['reward']:g}"
+        lines.append(
+            ("ok", "dry run", f"{run.get('end')} ({run.get('reason')}) after {counted(run['turns'], 'turn')}, {reward}")
+        )
+    return lines
+
+
+def _next(named: str, reports: Sequence[AgentReport], *, valid: bool, called: bool) -> str:
+    target = shlex.quote(named)
+    if not valid:
+        return "mend what is marked as an error, and validate again"
+    if not called and any(report.tools for report in reports):
+        return f"rollout validate {target} --call-tools runs each tool once; rollout run {target} --prompt TEXT plays a rollout"
+    return f"rollout run {target} --prompt TEXT plays a rollout; rollout test {target} DATASET many of them"

@@ -1,0 +1,30 @@
+"""`rollout config`: the settings as they are in force."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from rollout_server.cli.errors import complaining
+
+
+def config(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+    """Print the settings in force, their environment names and what they mean. Secrets are not shown."""
+    from pydantic import SecretStr
+
+    from rollout_server.settings import Settings, load, names_of
+
+    with complaining("config"):
+        settings = load()
+    values = {name: getattr(settings, name) for name in Settings.model_fields}
+    shown = {name: "(hidden)" if isinstance(value, SecretStr) else value for name, value in values.items()}
+    if as_json:
+        typer.echo(json.dumps(shown, default=str, indent=2))
+        return
+    for name, field in Settings.model_fields.items():
+        first, *others = names_of(name)
+        typer.secho(f"{first}={shown[name]}", bold=True)
+        also = f" Also {', '.join(others)}." if others else ""
+        typer.echo(f"    {field.description}{also}")

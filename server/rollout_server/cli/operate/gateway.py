@@ -1,0 +1,67 @@
+"""`rollout gateway`: the HTTP gateway alone."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated, Any, Literal, get_origin
+
+import typer
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
+from rollout_gateway.standalone_settings import Options, load_options, name_of
+
+from rollout_server.cli.errors import complaining
+from rollout_server.cli.json_output import answering
+
+_REPEATED = {"servers": "--server"}
+
+
+def gateway(as_json: bool = False, **flags: object) -> None:
+    """Serve HTTP before one or several rollout servers until SIGTERM or Ctrl-C.
+
+    A flag goes before the environment, and that before .env. API keys are set there only: a command line can be read by others.
+
+    With --json: {"serving": {"url", "port", "servers"}} on a line once it serves.
+    """
+    given = {name: value for name, value in flags.items() if value not in (None, [])}
+    if as_json:
+        given.setdefault("log_format", "json")
+    with complaining("gateway"), answering(as_json=as_json) as answers:
+        options = load_options(**given)
+        from rollout_gateway import main  # gRPC takes its time
+
+        from rollout_server import logs
+
+        logs.set_up(options.log_format, options.log_level)
+        main.run(options, lambda url, port: answers.line(_serving(url, port, options)))
+
+
+def _serving(url: str, port: int, options: Options) -> dict[str, Any]:
+    return {"serving": {"url": url, "port": port, "servers": list(options.servers)}}
+
+
+def _flags() -> inspect.Signature:
+    """A flag for each setting that is no secret, for typer, which reads flags off a function's parameters."""
+    fields = {name: field for name, field in Options.model_fields.items() if field.annotation is not SecretStr}
+    as_json = typer.Option("--json", help="A JSON object on a line once it serves; logs in JSON.")
+    last = inspect.Parameter(
+        "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, as_json]
+    )
+    return inspect.Signature([*(_flag(name, field) for name, field in fields.items()), last])
+
+
+def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    flag = _REPEATED.get(name, f"--{name.replace('_', '-')}")
+    default = f" Default: {field.default}." if field.default not in (None, "", ()) else ""
+    option = typer.Option(None, flag, help=f"{field.description}{default} [{name_of(name)}]")
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=_kind(name, field))
+
+
+def _kind(name: str, field: FieldInfo) -> Any:
+    if name in _REPEATED:
+        return list[str]
+    # The words are checked with the other settings.
+    return str if get_origin(field.annotation) is Literal else field.annotation
+
+
+gateway.__dict__["__signature__"] = _flags()

@@ -1,0 +1,140 @@
+"""`rollout trainer`: the strict trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollout_server.cli.demo_output import counted
+from rollout_server.cli.errors import complaining, hush_transformers
+from rollout_server.cli.flags import taken, takes
+from rollout_server.cli.json_output import Answers, answering
+from rollout_server.edge.grpc_loop import run_loop
+from rollout_server.inspection.escape import visible
+from rollout_server.testing.checks.dialect import Dialect
+
+if TYPE_CHECKING:
+    from rollout_server.testing.checks.verdict import Verdict
+    from rollout_server.testing.trainer import StrictTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFlags:
+    """What `rollout trainer` takes."""
+
+    port: Annotated[int, typer.Option(envvar="MOCK_TRAINER_PORT", help="HTTP port; 0: any.")] = 9001
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer; none: the built-in one.")] = None
+    tools_from: Annotated[
+        str | None, typer.Option(help="Base URL of the gateway whose tools the trainer renders; empty: none.")
+    ] = "http://127.0.0.1:9000"
+    tools_key: Annotated[
+        str | None, typer.Option(envvar="ROLLOUT_API_KEY", help="API key for the tools, if the gateway demands one.")
+    ] = None
+    api_key: Annotated[str | None, typer.Option(envvar="MOCK_TRAINER_API_KEY", help="Demand this bearer token.")] = None
+    dialect: Annotated[
+        Dialect, typer.Option(help="Expect response masks, never, or as each rollout's first call says.")
+    ] = Dialect.EITHER
+    script: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="What the model answers: FILE.json (as PUT /script takes it), or FILE.py[:OBJECT] with reply(messages). "
+            "Without one it calculates.",
+        ),
+    ] = ""
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON object on each line: once it serves, then each outcome that comes.")
+    ] = False
+
+
+@takes(TrainerFlags)
+def trainer(**given: Any) -> None:
+    """Run a mock trainer that counts every token itself and refuses what is wrong, with a scripted model.
+
+    It speaks both HTTP dialects. POST /rollout leads to callbacks with response
+    masks, POST /v1/rollout/init to callbacks without them, which end with
+    POST /v1/rollout/completed; each outcome that comes is told in one line.
+
+    GET /verdicts lists what was found, GET /verdict?rollout_id= tells all of it.
+    PUT /script?rollout_id= says what the model answers and how the trainer fails.
+
+    With --json: {"serving": {"url", "grpc_target"}} on a line once it serves, then for each outcome that comes {"verdict":
+    {"rollout_id", "accepted", "turns", "refusals", "outcome", ...}}, as GET /verdicts lists it.
+    """
+    hush_transformers()
+    flags = taken(TrainerFlags, given)
+    with complaining("trainer"), answering(as_json=flags.as_json) as answers:
+        run_loop(_serve(_trainer(flags, answers), answers))
+
+
+def _trainer(flags: TrainerFlags, answers: Answers) -> StrictTrainer:
+    from rollout_server.authoring.model_stubs import StandIn, stand_in
+    from rollout_server.testing.model.calculator import CalculatorModel
+    from rollout_server.testing.trainer import StrictTrainer
+
+    model = stand_in(flags.script) if flags.script else StandIn("calculator", CalculatorModel())
+    return StrictTrainer(
+        _directory(flags.tokenizer),
+        model=model.model,
+        script=model.script,
+        host=flags.host,
+        port=flags.port,
+        tools_from=flags.tools_from or None,
+        tools_key=flags.tools_key,
+        api_key=flags.api_key,
+        dialect=flags.dialect,
+        reuses_ids=True,
+        settled=lambda verdict: _tell(verdict, answers),
+    )
+
+
+def _tell(verdict: Verdict, answers: Answers) -> None:
+    import msgspec
+
+    from rollout_server.testing.http.wire import summary_body
+
+    if answers.as_json:
+        answers.line({"verdict": msgspec.to_builtins(summary_body(verdict))})
+    else:
+        typer.echo(told(verdict))
+
+
+def _directory(tokenizer: Path | None) -> Path:
+    """Where the tokenizer is; None: the built-in one's. Raises ValueError where none is."""
+    from rollout_server.testing.tokenizer import TOY_TOKENIZER
+
+    if tokenizer is not None and not (tokenizer / "tokenizer_config.json").exists():
+        raise ValueError(f"there is no tokenizer in {tokenizer}: it has no tokenizer_config.json")
+    return tokenizer or TOY_TOKENIZER
+
+
+def told(verdict: Verdict) -> str:
+    """One line about a rollout whose outcome came: what it came to, and what was wrong with it."""
+    said = verdict.outcome.body if verdict.outcome else {}
+    parts = [counted(len(verdict.turns), "turn"), f"{counted(sum(verdict.sample.response_mask), 'token')} generated"]
+    if said.get("reward") is not None:
+        parts.append(f"reward {said['reward']}")
+    if verdict.siblings:
+        parts.append(f"{counted(verdict.siblings, 'turn')} generated again")
+    parts += [f"refused: {refusal.text}" for refusal in verdict.refusals]
+    ended = f"{said.get('status')}, {said.get('finish_reason')}"
+    return visible(f"{verdict.rollout_id}: {ended}; {', '.join(parts)}")
+
+
+async def _serve(strict: StrictTrainer, answers: Answers) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with strict:
+        typer.echo(
+            f"strict trainer on {strict.url}; verdicts under /verdicts; CompletionService on grpc://{strict.grpc_target}",
+            err=True,
+        )
+        answers.line({"serving": {"url": strict.url, "grpc_target": strict.grpc_target}})
+        await stopped.wait()

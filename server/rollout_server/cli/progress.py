@@ -1,0 +1,196 @@
+"""One rollout, as it goes: each event on lines of its own, and below them, on a terminal, where it stands."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rollout_server.cli.demo_output import counted, deed
+from rollout_server.core.limits import Limits
+from rollout_server.core.message import MalformedMessage, parse_object
+from rollout_server.core.record import FIRST
+from rollout_server.inspection.escape import EMPTY, visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+    from rollout_client import Message, RolloutEvent
+
+    from rollout_server.authoring.rollout_result import Result
+
+_LONGEST = 20_000
+_STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
+_AUTHORS = (("M", "model"), ("A", "author"), ("P", "prompt"), ("E", "environment"), ("C", "closing"))
+_DEEDS = {"fork": "blue", "given up": "magenta", "masked": "red", "observed": "dim"}
+_TOLD = frozenset({"answered", "tool_returned", "appended", "drift_found"})
+_SAID = {"model": "of the model", "author": "of the model, masked by the agent"}
+
+
+class Progress:
+    """Prints a rollout's events, and knows where it stands."""
+
+    def __init__(self, console: Console, limits: Limits) -> None:
+        self._console = console
+        self._limits = limits
+        self._began = time.monotonic()
+        self._turn = self._calls = self._tokens = 0
+        self._segment = FIRST
+        self._doing = "starting"
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """On a terminal, the state stands below everything else until the end of the block, which is the rollout's."""
+        self._began = time.monotonic()
+        if not self._console.is_terminal:
+            yield
+            return
+        from rich.live import Live
+
+        with Live(get_renderable=self._state, console=self._console, transient=True, refresh_per_second=8):
+            yield
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Prints the messages that a rollout begins with."""
+        for message in messages:
+            self._message(message)
+
+    def see(self, event: RolloutEvent) -> None:
+        """Prints an event."""
+        self._turn = max(event.turn, self._turn)
+        self._where(event)
+        match event.WhichOneof("event"):
+            case "asked":
+                self._doing = "waiting for the model"
+            case "answered":
+                self._answered(event)
+            case "tool_started":
+                self._doing = f"running {visible(event.tool_started.name)}"
+            case "tool_returned":
+                self._returned(event)
+            case "appended":
+                self.messages([_parsed(message) for message in event.appended.messages])
+            case "drift_found":
+                self._line("drift", f"the trainer's prompt parts from ours at token {event.drift_found.index}", "red")
+            case "note":
+                self._line("note", f"{event.note.code}: {event.note.text}", "magenta")
+            case "forked" | "given_up" | "masked" | "observed":
+                self._did(event)
+
+    def _where(self, event: RolloutEvent) -> None:
+        """Conversations may go on at the same time: what follows belongs to this one."""
+        told = event.WhichOneof("event") in _TOLD
+        if told and event.segment_id and event.segment_id != self._segment:
+            self._segment = event.segment_id
+            self._line("", f"in segment {event.segment_id}:", "dim")
+
+    def _did(self, event: RolloutEvent) -> None:
+        """What the agent itself did."""
+        who, text = deed(event)
+        self._line(who, text, _DEEDS[who])
+        if event.HasField("forked"):
+            self._segment = event.segment_id
+            self.messages([_parsed(message) for message in event.forked.messages])
+
+    def _answered(self, event: RolloutEvent) -> None:
+        answered = event.answered
+        self._tokens += answered.generated_tokens
+        self._doing = "thinking"
+        self._message(_parsed(answered.message))
+        self._line("", f"{counted(answered.generated_tokens, 'token')}, {answered.elapsed_ms:.0f} ms", "dim")
+
+    def _returned(self, event: RolloutEvent) -> None:
+        returned = event.tool_returned
+        self._calls += 1
+        style = "red" if returned.failed else _STYLES["tool"]
+        text = _text(_parsed(returned.message).get("content")) or EMPTY
+        self._line("tool", f"{returned.name}, {returned.elapsed_ms:.0f} ms: {text}", style)
+
+    def _message(self, message: Mapping[str, Any]) -> None:
+        role = str(message.get("role", ""))
+        style = _STYLES.get(role, "")
+        texts = {key: _text(message.get(key)) for key in ("reasoning_content", "content")}
+        calls = message.get("tool_calls") or ()
+        if not calls and not any(texts.values()):
+            texts["content"] = EMPTY
+        for key, text in texts.items():
+            if text:
+                self._line(role, text, "dim italic" if key == "reasoning_content" else style)
+        for call in calls:
+            function = call.get("function", {}) if isinstance(call, Mapping) else {}
+            arguments = function.get("arguments")
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            self._line(role, f"calls {function.get('name')} {written}", style)
+
+    def _line(self, who: str, text: str, style: str) -> None:
+        """Each line of a text begins with who says it, so that no text can pass for somebody else's."""
+        from rich.text import Text
+
+        cut = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} … ({len(text) - _LONGEST} characters more)"
+        for part in cut.split("\n"):
+            line = Text()
+            line.append(f"{visible(who)[:9]:9} │ ", "dim")
+            line.append(visible(part), style)
+            self._console.print(line, soft_wrap=True)
+
+    def _state(self) -> Text:
+        from rich.text import Text
+
+        limits = self._limits
+        seconds = time.monotonic() - self._began
+        parts = [
+            f"turn {self._turn}{_of(limits.turns)}",
+            counted(self._calls, "tool call"),
+            f"tokens generated: {self._tokens}{_of(limits.generated_tokens)}",
+            f"{seconds:.1f}{_of(limits.seconds)} s",
+            self._doing,
+        ]
+        return Text(" · ".join(parts), "reverse")
+
+
+def show_result(console: Console, result: Result, authors: Mapping[str, int] | None) -> None:
+    """Prints how a rollout ended, and what it used."""
+    from rich.text import Text
+
+    failed = f", {sum(result.tool_errors.values())} of them failed" if result.tool_calls else ""
+    used = f"{counted(result.turns, 'turn')}, {counted(result.tool_calls, 'tool call')}{failed}"
+    lines = [(f"{result.end}: {result.reason}{f': {result.message}' if result.message else ''}", "bold")]
+    lines.append((f"{used}; {counted(result.tokens.generated, 'token')} generated, {result.ms.total:.0f} ms", ""))
+    if authors is None:
+        lines.append(("who wrote which token is not known: the endpoint told no token ids", "dim"))
+    else:
+        named = ", ".join(f"{authors[name]} {_SAID.get(name, name)}" for _, name in _AUTHORS if authors.get(name))
+        lines.append((f"tokens: {named}", ""))
+    reward = "the agent gave no reward" if result.reward is None else f"reward {result.reward:g}"
+    scores = "".join(f", {name} {value:g}" for name, value in sorted(result.scores.items()))
+    lines.append((reward + scores, "bold"))
+    lines += [(f"warning: {text}", "yellow") for text in result.warnings]
+    for text, style in lines:
+        colour = style if result.finished or style != "bold" else "bold red"
+        console.print(Text(visible(text), colour), soft_wrap=True)
+
+
+def authors_of(letters: Mapping[str, int]) -> dict[str, int]:
+    """Counts of tokens by who wrote them or why they do not train, from those by a transcript's letters."""
+    return {name: letters[letter] for letter, name in _AUTHORS if letter in letters}
+
+
+def _parsed(message: Message) -> Mapping[str, Any]:
+    from rollout_client import messages
+
+    try:
+        return parse_object(message.json) if message.HasField("json") else messages([message])[0]
+    except (MalformedMessage, ValueError):
+        return {"role": "assistant", "content": message.json}
+
+
+def _text(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    return "" if content is None else json.dumps(content, ensure_ascii=False)
+
+
+def _of(bound: float | None) -> str:
+    return "" if bound is None else f"/{bound:g}"

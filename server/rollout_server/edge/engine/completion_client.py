@@ -1,0 +1,123 @@
+"""One turn's completion: by messages, by messages with the prompt's ids (SGLang), or by ids and back (vLLM)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from rollout_server.core.ledger import Tokens
+from rollout_server.core.message import Message
+from rollout_server.core.spec import Spec
+from rollout_server.edge.engine.errors import wants_other_limit
+from rollout_server.edge.engine.request import OTHER_LIMIT, ChatWriter, TokenWriter
+from rollout_server.edge.engine.response import EngineAnswer, Sampled, read_completion, read_sampled
+from rollout_server.edge.engine.routes import Routes
+from rollout_server.edge.engine.transport import Access, post, usable, whole, wrote
+from rollout_server.edge.trainer.response_limits import aside
+from rollout_server.edge.trainer.retry import Fetched
+from rollout_server.runtime.ports import Ask, Tool
+
+_SCALE_OUT: Final = (
+    "token mode needs the routes that vLLM serves with --enable-scale-out, and `completions.model` to be a name it serves; message "
+    "mode needs no such routes"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """An answer: its message, what was sampled, and the requests that were sent for it."""
+
+    message: Message
+    tool_calls: int
+    finish_reason: str
+    sampled: Sampled
+    attempts: int
+
+
+class Completes(Protocol):
+    """Completes the conversation of one rollout, which only grows."""
+
+    async def complete(self, messages: Sequence[Message], ask: Ask, prompt: Tokens | None = None) -> Completed:
+        """The answer to the conversation; `prompt` is how it was rendered here, in token mode. Raises `Failed`."""
+
+
+class Chat:
+    """Chat completions: the engine reads the answer's calls and thoughts. Given a prompt, SGLang renders nothing."""
+
+    def __init__(self, access: Access, spec: Spec, tools: Sequence[Tool]) -> None:
+        self._access = access
+        self._target = spec.completions
+        self._url = Routes.of(spec.completions.url).chat
+        self._writer = ChatWriter(spec, tools)
+        self._most_calls = spec.limits.calls_read
+
+    async def complete(self, messages: Sequence[Message], ask: Ask, prompt: Tokens | None = None) -> Completed:
+        """As `Completes` says."""
+
+        async def fetch() -> Fetched:
+            return await self._fetch(messages, ask, prompt)
+
+        answer, _, attempts = await whole(self._access, ask, fetch, self.read)
+        return _completed(answer, answer.sampled, attempts)
+
+    def read(self, body: bytes, turn: int) -> EngineAnswer:
+        """An answer. Raises `Failed`."""
+        return read_completion(body, turn, self._most_calls)
+
+    def body(self, messages: Sequence[Message], ask: Ask) -> bytes:
+        """The request, for whoever has to read the answer to another one."""
+        return self._written(messages, ask, self._access.limits.of(self._target))
+
+    async def _fetch(self, messages: Sequence[Message], ask: Ask, prompt: Tokens | None) -> Fetched:
+        """Asks; where the engine speaks of the other name for `max_tokens`, once more with that one."""
+        limit = self._access.limits.of(self._target)
+        first = await post(self._access, self._url, self._written(messages, ask, limit, prompt), ask)
+        if limit == OTHER_LIMIT or ask.sampling.max_tokens is None:
+            return first
+        if not wants_other_limit(first.answer, OTHER_LIMIT):
+            return first
+        again = await post(self._access, self._url, self._written(messages, ask, OTHER_LIMIT, prompt), ask)
+        if again.answer.status == 200:
+            self._access.limits.remember_other(self._target)
+        return Fetched(again.answer, first.attempts + again.attempts)
+
+    def _written(self, messages: Sequence[Message], ask: Ask, limit: str, prompt: Tokens | None = None) -> bytes:
+        return wrote(ask.asked.turn, lambda: self._writer.written(messages, ask.sampling, limit, prompt))
+
+
+class Generation:
+    """vLLM's token routes: it generates from the ids it is sent, and its own parsers then read the message in what it sampled."""
+
+    def __init__(self, access: Access, spec: Spec, tools: Sequence[Tool]) -> None:
+        self._access = access
+        self._chat = Chat(access, spec, tools)
+        self._routes = Routes.of(spec.completions.url)
+        self._writer = TokenWriter(spec.completions.model)
+
+    async def complete(self, messages: Sequence[Message], ask: Ask, prompt: Tokens | None = None) -> Completed:
+        """As `Completes` says; a prompt is needed. Raises ValueError without one."""
+        if prompt is None:
+            raise ValueError("ids are needed to generate from")
+        writer = self._writer
+        request = wrote(ask.asked.turn, lambda: writer.generation(prompt, ask.sampling))
+
+        async def fetch() -> Fetched:
+            return await self._post(self._routes.generate, request, ask)
+
+        sampled, generated, attempts = await whole(self._access, ask, fetch, read_sampled)
+        body = writer.rendering(prompt, generated, self._chat.body(messages, ask))
+        fetched = await self._post(self._routes.derender, body, ask)
+        message = usable(fetched, ask)
+        answer = await aside(lambda: self._chat.read(message, ask.asked.turn), len(message))
+        return _completed(answer, sampled, attempts + fetched.attempts)
+
+    async def _post(self, url: str, body: bytes, ask: Ask) -> Fetched:
+        fetched = await post(self._access, url, body, ask)
+        if fetched.answer.status in (404, 405):
+            usable(fetched, ask, _SCALE_OUT)
+        return fetched
+
+
+def _completed(answer: EngineAnswer, sampled: Sampled, attempts: int) -> Completed:
+    return Completed(answer.message, answer.tool_calls, answer.finish_reason, sampled, attempts)

@@ -1,0 +1,190 @@
+"""Answers of engines: chat completions, with ids and logprobs where each engine has them.
+
+vLLM (`return_token_ids`): `prompt_token_ids` beside the choices, `token_ids` and `logprobs.content[].logprob` in the choice.
+SGLang (`return_prompt_token_ids`, `return_token_ids`, `return_meta_info`): `prompt_token_ids`, `token_ids` and
+`meta_info.output_token_logprobs`, a list of [logprob, id, text], in the choice. One reader takes both, whoever the engine is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
+from rollout_server.core.message import MalformedMessage, Message
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.edge.trainer.chat_completion import read_message
+from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, check_values
+from rollout_server.runtime.ports import Failed
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+_Sampled: TypeAlias = tuple[float | None, _TokenId, msgspec.Raw]
+"""Logprob, id and text of a token, as SGLang lists them."""
+
+_LONGEST_WORD = 256
+"""Characters."""
+_NULL = msgspec.Raw(b"null")
+
+
+class _Meta(msgspec.Struct):
+    output_token_logprobs: list[_Sampled] | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: msgspec.Raw = _NULL
+    finish_reason: str | None = None
+    token_ids: list[_TokenId] | None = None
+    prompt_token_ids: list[_TokenId] | None = None
+    logprobs: msgspec.Raw = _NULL
+    meta_info: _Meta | None = None
+
+
+class _Body(msgspec.Struct):
+    choices: list[_Choice]
+    prompt_token_ids: list[_TokenId] | None = None
+    usage: msgspec.Raw = _NULL
+    metadata: msgspec.Raw = _NULL
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+
+
+class _Content(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+class _Metadata(msgspec.Struct):
+    weight_version: str = ""
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """What an engine sampled.
+
+    `token_ids` and `reported`, its prompt, are None where it sends none; `logprobs` is as long as `token_ids`, or None where there
+    are none that fit; `usage` counts prompt and completion tokens; `policy_version` is its word for its weights.
+    """
+
+    finish_reason: str
+    token_ids: Tokens | None
+    reported: Tokens | None
+    logprobs: Logprobs | None
+    usage: tuple[int, int] | None
+    policy_version: str
+
+
+class EngineAnswer(msgspec.Struct, frozen=True):
+    """A chat completion, checked: the message verbatim, how many calls it holds, and what was sampled."""
+
+    message: Message
+    tool_calls: int
+    sampled: Sampled
+
+    @property
+    def finish_reason(self) -> str:
+        """The engine's word; it may know better than where the ids came from, as of calls."""
+        return self.sampled.finish_reason
+
+
+_decoder = msgspec.json.Decoder(_Body)
+_usage_decoder = msgspec.json.Decoder(_Usage | None)
+_content_decoder = msgspec.json.Decoder(_Content | None)
+_metadata_decoder = msgspec.json.Decoder(_Metadata | None)
+
+
+def read_sampled(body: bytes, turn: int) -> Sampled:
+    """An answer without a message: ids alone. Raises `Failed` with VALIDATION, naming turn and field."""
+    return _sampled(_parsed(body, turn))
+
+
+def read_completion(body: bytes, turn: int, most_calls: int) -> EngineAnswer:
+    """A chat completion. Raises `Failed` with VALIDATION, naming turn and field."""
+    parsed = _parsed(body, turn)
+    raw = parsed.choices[0].message
+    if bytes(raw) == b"null":
+        raise malformed(turn, "`choices[0].message` is missing")
+    try:
+        message, calls = read_message(raw, most_calls)
+    except MalformedMessage as error:
+        raise malformed(turn, f"`choices[0].message`: {error}") from None
+    return EngineAnswer(message, calls, _sampled(parsed))
+
+
+def malformed(turn: int, what: str) -> Failed:
+    """The failure of a turn whose answer cannot be used."""
+    return Failed(Failure(Category.VALIDATION, f"turn {turn}: the engine's answer is malformed: {what}", turn))
+
+
+def _parsed(body: bytes, turn: int) -> _Body:
+    try:
+        check_values(body, ANSWER_VALUES)
+        parsed = _decoder.decode(body)
+    except MalformedMessage as error:
+        raise malformed(turn, str(error)) from None
+    except msgspec.ValidationError as error:
+        raise malformed(turn, str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise malformed(turn, f"it is not JSON: {error}") from None
+    if not parsed.choices:
+        raise malformed(turn, "`choices` is empty")
+    return parsed
+
+
+def _sampled(parsed: _Body) -> Sampled:
+    choice = parsed.choices[0]
+    listed = choice.meta_info.output_token_logprobs if choice.meta_info is not None else None
+    ids = choice.token_ids
+    if ids is None and listed is not None:
+        ids = [token for _, token, _ in listed]
+    prompt = parsed.prompt_token_ids if parsed.prompt_token_ids is not None else choice.prompt_token_ids
+    return Sampled(
+        finish_reason=(choice.finish_reason or "")[:_LONGEST_WORD],
+        token_ids=pack_tokens(ids) if ids is not None else None,
+        reported=pack_tokens(prompt) if prompt is not None else None,
+        logprobs=_logprobs(ids, listed, choice.logprobs) if ids is not None else None,
+        usage=_usage(parsed.usage),
+        policy_version=_weights(parsed.metadata),
+    )
+
+
+def _logprobs(ids: Sequence[int], listed: Sequence[_Sampled] | None, raw: msgspec.Raw) -> Logprobs | None:
+    """One for each id, or None: those listed with the ids, if they are of the same ids, else those of OpenAI's form."""
+    if listed is not None and [token for _, token, _ in listed] == list(ids):
+        values: Sequence[float | None] = [value for value, _, _ in listed]
+    else:
+        try:
+            content = _content_decoder.decode(raw)
+        except msgspec.DecodeError:
+            return None
+        values = [token.logprob for token in content.content or ()] if content is not None else []
+    known = [value for value in values if value is not None]
+    if len(known) != len(ids):
+        return None
+    packed = pack_logprobs(known)
+    return packed if all(map(isfinite, packed)) else None
+
+
+def _usage(raw: msgspec.Raw) -> tuple[int, int] | None:
+    try:
+        found = _usage_decoder.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    return (found.prompt_tokens, found.completion_tokens) if found is not None else None
+
+
+def _weights(raw: msgspec.Raw) -> str:
+    """SGLang says which weights answered; others have other metadata, or none."""
+    try:
+        found = _metadata_decoder.decode(raw)
+    except msgspec.DecodeError:
+        return ""
+    return found.weight_version[:_LONGEST_WORD] if found is not None else ""

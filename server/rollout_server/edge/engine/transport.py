@@ -1,0 +1,97 @@
+"""Asking an engine, and asking again.
+
+An engine keeps no record of what it was asked, so a request that is sent twice generates twice and spoils nothing: the last answer
+counts, and no other turn follows from the one before. Retries follow the asynchronous dialect's rule, without its warning (D8), and
+an answer that the engine broke off is asked for again as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol, TypeVar
+
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.edge.engine.errors import aborted, is_error, refused_by_engine
+from rollout_server.edge.engine.request import LimitNames
+from rollout_server.edge.trainer.headers import turn_headers
+from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest
+from rollout_server.edge.trainer.response_limits import aside
+from rollout_server.edge.trainer.retry import Errand, Fetched, Retries, fetch_again
+from rollout_server.edge.trainer.sampling_parameters import WrongParameter
+from rollout_server.runtime.ports import Ask, Failed
+
+_BROKEN_OFF: Final = ("abort", "error")
+"""Finish reasons of vLLM and SGLang for an answer that is not whole: the engine was paused, updated or in trouble."""
+
+_PASSING: Final = (408, 429)
+
+
+class _Finished(Protocol):
+    @property
+    def finish_reason(self) -> str:
+        """The engine's word."""
+
+
+_A = TypeVar("_A", bound=_Finished)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What leads to engines, shared by all rollouts."""
+
+    client: HttpClient
+    retries: Retries
+    limits: LimitNames = field(default_factory=LimitNames)
+
+
+async def post(access: Access, url: str, body: bytes, ask: Ask) -> Fetched:
+    """Posts until there is an answer of any status. Raises `Failed` where there is none."""
+    errand = Errand(
+        HttpRequest(url, body, turn_headers(ask), is_known=ask.last is not None),
+        ask.asked.turn,
+        ask.deadline,
+        who="the engine",
+        unreachable="is it running, and does completions.url name its host and port?",
+        again_on=_PASSING,
+    )
+    return await fetch_again(access.client, errand, access.retries, _nothing)
+
+
+def usable(fetched: Fetched, ask: Ask, hint: str = "") -> bytes:
+    """The body of an answer. Raises `Failed` for a refusal; `hint` says what a person can do about it."""
+    if fetched.answer.status != 200 or is_error(fetched.answer):
+        raise Failed(refused_by_engine(fetched.answer, ask.asked.turn, ask.credentials.secrets(), hint))
+    return fetched.answer.body
+
+
+async def whole(
+    access: Access, ask: Ask, fetch: Callable[[], Awaitable[Fetched]], read: Callable[[bytes, int], _A]
+) -> tuple[_A, bytes, int]:
+    """An answer that came to its end, its body, and the requests that were sent for it. Raises `Failed`."""
+    turn, attempts, failures = ask.asked.turn, 0, 0
+    while True:
+        fetched = await fetch()
+        attempts += fetched.attempts
+        body = usable(fetched, ask)
+        answer = await aside(partial(read, body, turn), len(body))
+        if answer.finish_reason not in _BROKEN_OFF:
+            return answer, body, attempts
+        if failures >= access.retries.count:
+            raise Failed(aborted(turn, answer.finish_reason, attempts))
+        await asyncio.sleep(access.retries.wait(failures))
+        failures += 1
+
+
+def wrote(turn: int, write: Callable[[], bytes]) -> bytes:
+    """The request that `write` makes. Raises `Failed` for a parameter that no engine could read."""
+    try:
+        return write()
+    except WrongParameter as error:
+        raise Failed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
+
+
+def _nothing(code: str, text: str) -> None:
+    """Remarks nothing."""

@@ -1,0 +1,31 @@
+"""The reporter: packs outcomes in the receiver's protocol, and has them delivered."""
+
+from __future__ import annotations
+
+from rollout_server.core.spec import Dialect, Target
+from rollout_server.edge.outcome.grpc import GrpcCourier
+from rollout_server.edge.outcome.http import HttpCourier
+from rollout_server.edge.wire.delivery import WriteBody, delivery_bytes, finished_rollout
+from rollout_server.runtime.delivery import Receipt
+from rollout_server.runtime.ports import Parcel
+from rollout_server.runtime.rollout import Rollout
+
+
+class OutcomeReporter:
+    """Implements the runtime's `Reporter`. `write_body` makes the JSON of the final callback: the gateway knows its form."""
+
+    def __init__(self, write_body: WriteBody, http: HttpCourier, grpc: GrpcCourier) -> None:
+        self._write_body = write_body
+        self._http = http
+        self._grpc = grpc
+
+    def pack(self, rollout: Rollout, target: Target, key: str) -> bytes:
+        """The outcome as the receiver takes it."""
+        if target.dialect is Dialect.GRPC:
+            return delivery_bytes(rollout, key)
+        return self._write_body(finished_rollout(rollout))
+
+    async def deliver(self, parcel: Parcel) -> Receipt:
+        """Sends it once."""
+        courier = self._grpc if parcel.target.dialect is Dialect.GRPC else self._http
+        return await courier.deliver(parcel)

@@ -1,0 +1,75 @@
+"""TrainerService: trainers that are only clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+import grpc
+from osmosis.rollout.v1 import trainer_service_pb2 as pb
+from osmosis.rollout.v1 import trainer_service_pb2_grpc
+
+from rollout_server.core.error import Draining, InvalidRequest, Violation
+from rollout_server.edge.rpc.caller import caller
+from rollout_server.edge.stream.connection import talk
+from rollout_server.edge.stream.dispatcher import MOST_CREDIT, Desk
+from rollout_server.edge.stream.streams import Connection
+from rollout_server.edge.wire import train as wire
+from rollout_server.runtime.start_request import Caller
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_HELLO_SECONDS = 30.0
+
+
+class TrainerService(trainer_service_pb2_grpc.TrainerServiceServicer):
+    """Serves streams."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def Train(  # noqa: N802 - the contract's name
+        self, request_iterator: AsyncIterator[pb.TrainRequest], context: _Context
+    ) -> AsyncIterator[pb.TrainResponse]:
+        """One connection of a stream."""
+        hello = await _hello(request_iterator)
+        who = caller()
+        connection = self._connect(hello, who)
+        async with aclosing(talk(self._desk, connection, request_iterator, who)) as items:
+            async for item in items:
+                yield item
+
+    def _connect(self, hello: pb.TrainHello, who: Caller) -> Connection:
+        """A new stream, or one that goes on. Raises as `Streams`."""
+        desk, detail = self._desk, wire.detail(hello)
+        if not 1 <= hello.credit <= MOST_CREDIT:
+            raise InvalidRequest(Violation("hello.credit", f"is {hello.credit}, but must be from 1 to {MOST_CREDIT}"))
+        if hello.stream_id:
+            connection = desk.streams.resume(hello.stream_id, who.name, hello.last_seen)
+            desk.acknowledge(connection.stream, hello.last_seen, who)
+        elif hello.last_seen:
+            raise InvalidRequest(Violation("hello.last_seen", "must be 0 where there is no stream_id to go on with"))
+        elif desk.roster.draining:
+            raise Draining("the server is stopping and takes no new trainers", retry_after=1.0)
+        else:
+            connection = desk.streams.open(who.name)
+        connection.stream.asks.credit, connection.stream.detail = hello.credit, detail
+        return connection
+
+
+async def _hello(given: AsyncIterator[pb.TrainRequest]) -> pb.TrainHello:
+    """The first item. Raises `InvalidRequest` where it is another one, or does not come."""
+    wanted = "`hello` comes first"
+    try:
+        first = await asyncio.wait_for(anext(given), _HELLO_SECONDS)
+    except TimeoutError:
+        raise InvalidRequest(Violation("hello", f"{wanted}, and it did not come for {_HELLO_SECONDS:g} s")) from None
+    except StopAsyncIteration:
+        raise InvalidRequest(Violation("hello", f"{wanted}, but nothing came")) from None
+    kind = first.WhichOneof("item")
+    if kind != "hello":
+        raise InvalidRequest(Violation(kind or "item", f"{wanted}, then all others"))
+    if first.sequence:
+        raise InvalidRequest(Violation("sequence", "is for other items; `hello` has none"))
+    return first.hello

@@ -1,0 +1,165 @@
+"""Takes what trainers send: every item once, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from rollout_server.core.error import Busy, InvalidRequest, NotFound, NotPossible, RolloutError, Violation
+from rollout_server.edge.stream.items import Refused, Started
+from rollout_server.edge.stream.stream import Stream
+from rollout_server.edge.stream.streams import Streams
+from rollout_server.edge.trainer.response_limits import aside
+from rollout_server.edge.wire import request as requests
+from rollout_server.edge.wire import train as wire
+from rollout_server.runtime.registry.admitted import Admitted
+from rollout_server.runtime.registry.registry import Roster
+from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.start_request import Caller, Wish
+
+_log = logging.getLogger(__name__)
+NUMBERED = ("start", "answer", "reject", "cancel")
+MOST_CREDIT = 1_000_000
+
+
+class TooManyRefusals(Busy):
+    """A trainer goes on with what is refused and does not take note of it."""
+
+    reason = "TOO_MANY_REFUSALS"
+
+
+class Desk:
+    """`violations` is what this server may not do for a wish; it raises `NotPossible` for what it cannot do at all.
+
+    `ignored` is called for each answer to an ask that is not under way.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        streams: Streams,
+        violations: Callable[[Wish], Sequence[Violation]],
+        ignored: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.roster = roster
+        self.streams = streams
+        self._violations = violations
+        self._ignored = ignored
+        self._groups: dict[Stream, asyncio.Task[None]] = {}
+
+    async def take(self, stream: Stream, given: wire.Given, caller: Caller) -> None:
+        """Takes one item. Raises `InvalidRequest` for one that is out of order, `TooManyRefusals`: then it is not taken."""
+        kind = given.WhichOneof("item")
+        if kind in NUMBERED:
+            await self._begun(stream)
+        if kind in NUMBERED and not self._is_next(stream, kind, given.sequence):
+            return
+        if kind not in NUMBERED and given.sequence:
+            raise InvalidRequest(Violation("sequence", f"is for {', '.join(NUMBERED)}; other items have none"))
+        match kind:
+            case "start":
+                await self._begin(stream, given.start, caller)
+            case "answer" | "reject":
+                turn_key, said = wire.answer(given)
+                if not stream.answered(turn_key, said):
+                    self._ignored()
+            case "cancel":
+                self._cancel(stream, given.cancel, caller)
+            case "acknowledge":
+                self.acknowledge(stream, given.acknowledge.sequence, caller)
+            case "credit":
+                stream.asks.credit = min(MOST_CREDIT, stream.asks.credit + given.credit.asks)
+                stream.stir()
+            case "ledger":
+                stream.readings.shown(given.ledger.uid, given.ledger.segment_id, partial(wire.ledger, given.ledger))
+            case "hello":
+                raise InvalidRequest(Violation("hello", "is the first item of a connection and comes once"))
+            case _:
+                raise InvalidRequest(Violation("item", "is unset, or of a kind that is not known here"))
+
+    def acknowledge(self, stream: Stream, sequence: int, caller: Caller) -> None:
+        """Items of the server came there; outcomes among them were received. Raises `InvalidRequest`."""
+        for rollout in stream.acknowledge(sequence):
+            with suppress(NotFound):  # one that was taken over after its end may be forgotten by now
+                self.roster.acknowledge(rollout.uid, caller)
+            self.streams.received(rollout)
+
+    def _is_next(self, stream: Stream, kind: str | None, sequence: int) -> bool:
+        """Whether an item is to be taken, which it is noted to be; not one that was taken before."""
+        if not sequence:
+            raise InvalidRequest(Violation("sequence", f"is needed for `{kind}`: it counts up from 1"))
+        if sequence <= stream.seen:
+            return False
+        if sequence != stream.seen + 1:
+            text = f"is {sequence}, but {stream.seen + 1} comes next: items count up without gaps, over all connections of a stream"
+            raise InvalidRequest(Violation("sequence", text))
+        if kind in ("start", "cancel") and stream.refusals >= stream.limits.unacknowledged:
+            text = f"{stream.refusals} refusals wait to be taken: read and acknowledge what the server sends"
+            raise TooManyRefusals(text, retry_after=1.0)
+        stream.seen = sequence
+        stream.stir()
+        return True
+
+    def _cancel(self, stream: Stream, cancel: wire.Cancel, caller: Caller) -> None:
+        try:
+            if requests.is_empty(cancel.selection):
+                raise InvalidRequest(Violation("selection", "is empty; set `all` to cancel all rollouts of yours"))
+            if len(cancel.reason) > 1000:
+                raise InvalidRequest(Violation("reason", "has at most 1000 characters"))
+            selection = requests.selection(cancel.selection, Caller(caller.name))
+            self.roster.cancel(selection, cancel.reason or "cancelled")
+        except RolloutError as error:
+            stream.reply(Refused(stream.seen, error))
+
+    async def _begin(self, stream: Stream, start: wire.Start, caller: Caller) -> None:
+        """Starts a group. A connection that breaks meanwhile does not leave it undone: the item was taken."""
+        task = asyncio.create_task(self._start(stream, stream.seen, start, caller), name="start a group")
+        self._groups[stream] = task
+        task.add_done_callback(lambda _: self._groups.pop(stream, None))
+        await asyncio.shield(task)
+
+    async def _begun(self, stream: Stream) -> None:
+        """Waits for the group that is being started, by an earlier connection of the stream."""
+        task = self._groups.get(stream)
+        if task is not None:
+            await asyncio.wait((task,))
+
+    async def _start(self, stream: Stream, sequence: int, start: wire.Start, caller: Caller) -> None:
+        try:
+            admitted = await aside(lambda: self._admitted(start, caller), start.ByteSize() * max(start.count, 1))
+            taken = await self.roster.start_all(admitted, partial(self._check, stream))
+        except RolloutError as error:
+            stream.reply(Refused(sequence, error))
+            return
+        except Exception:  # a fault of ours; the others of this stream go on
+            _log.exception("a group could not be started")
+            stream.reply(Refused(sequence, RolloutError("a fault of the server's; its log has the reason")))
+            return
+        for rollout, attached in taken:
+            stream.reply(Started(self.streams.sit(rollout, stream), attached))
+
+    def _admitted(self, start: wire.Start, caller: Caller) -> Sequence[Admitted]:
+        wishes = wire.wishes(start, caller)
+        wrong = self._violations(wishes[0])
+        return [self.roster.admit(wish, wrong) for wish in wishes]
+
+    def _check(self, stream: Stream, found: Sequence[Rollout | None]) -> None:
+        """Raises where these rollouts cannot be on a stream: `NotPossible`, `Busy`."""
+        if stream.closed or not self.streams.holds(stream):
+            raise NotPossible("the stream ended while the rollouts were to start", reason="STREAM_EXPIRED")
+        for rollout in found:
+            if rollout is not None:
+                self.streams.check(rollout, stream)
+        come = sum(rollout is None or rollout.uid not in stream.seats for rollout in found)
+        if len(stream.seats) + come > stream.limits.rollouts:
+            text = (
+                f"{len(stream.seats)} rollouts of this stream are not acknowledged, at most {stream.limits.rollouts} may be; "
+                "acknowledge outcomes, or open another stream"
+            )
+            raise Busy(text, retry_after=1.0)
+        if stream.replies > stream.limits.rollouts:  # those that were found anew and anew, which nothing else counts
+            text = f"{stream.replies} rollouts wait to be told as started: read and acknowledge what the server sends"
+            raise Busy(text, retry_after=1.0)

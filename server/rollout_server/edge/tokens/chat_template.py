@@ -1,0 +1,218 @@
+"""A tokenizer's chat template: rendered by transformers, or with less around it where that was seen to give the same text.
+
+transformers 5 copies the whole conversation for each rendering, in case it holds more than JSON. Ours holds nothing else, and the
+sandbox lets templates call no method that changes a list or a dictionary and set no attribute of one. So templates are
+given the messages themselves. That the text is the same is no assumption about a version: it is compared when a tokenizer is
+loaded, and where it differs, or the library's parts are not there, transformers renders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, Protocol, TypeAlias
+
+from rollout_server.edge.tokens.rendering_form import Fields
+from rollout_server.edge.tokens.sandbox import remember
+from rollout_server.edge.tokens.template_literals import Literals, literals
+
+Options: TypeAlias = Mapping[str, Any]
+"""What `apply_chat_template` is given besides the messages; `tools` is among it, `tokenize` is not."""
+_Render: TypeAlias = Callable[[Sequence[Fields], Options, datetime], str]
+_Compile: TypeAlias = Callable[[str], Any]
+"""Makes a `jinja2.Template` of a text."""
+
+
+class Templated(Protocol):
+    """The part of a transformers tokenizer that renders."""
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, object]:
+        """Special tokens by the names under which templates see them."""
+
+    def get_chat_template(self, chat_template: str | None = None, tools: list[Fields] | None = None) -> str:
+        """The template that is used with these tools."""
+
+    def apply_chat_template(self, conversation: list[Fields], **options: object) -> str:
+        """The conversation as text, if `tokenize` is False."""
+
+
+# transformers gives templates `strftime_now`, which tells its own time, and turns functions that are passed to templates into
+# text. So where transformers renders, a macro of that name goes in front of the template, which reads the dates from a table.
+# A format that the table lacks ends the rendering with an error that names it, and the next one has it. The empty expression
+# at the end keeps a line break with which the template may begin.
+_DATES: Final = "rollout_dates"
+_LACKS: Final = "no date yet in the format "
+_DATED: Final = (
+    "{%- macro strftime_now(format) -%}"
+    f"{{%- if format not in {_DATES} -%}}{{{{- raise_exception('{_LACKS}' ~ format) -}}}}{{%- endif -%}}"
+    f"{{{{- {_DATES}[format] -}}}}"
+    "{%- endmacro -%}{{- '' }}"
+)
+_MOST_FORMATS: Final = 64
+
+
+class Templates:
+    """Renders conversations. Both methods raise whatever the template does; `date` is what it takes for now."""
+
+    def __init__(self, tokenizer: Templated) -> None:
+        self._tokenizer = tokenizer
+        self._formats: tuple[str, ...] = ()
+        self._direct = _find(tokenizer, self._by_library)
+
+    @property
+    def direct(self) -> bool:
+        """Whether conversations are rendered without transformers."""
+        return self._direct is not None
+
+    def literals(self, templates: Sequence[str]) -> Literals | None:
+        """What stands in the expressions of these templates; None where that cannot be told."""
+        return None if self._direct is None else self._direct.literals(templates)
+
+    def text(self, messages: Sequence[Fields], options: Options, date: datetime) -> str:
+        """The conversation as its template writes it."""
+        # The library has something of its own to say about documents, and about no messages at all.
+        if self._direct is None or not messages or "documents" in options:
+            return self._by_library(messages, options, date)
+        return self._direct.text(messages, options, date)
+
+    def compared(self, messages: Sequence[Fields], options: Options, date: datetime) -> str:
+        """The same as transformers writes it. Where the direct way comes to something else, it is not taken again."""
+        given = messages, options, date
+        if self.direct and _outcome(self.text, *given) != _outcome(self._by_library, *given):
+            self._direct = None
+        return self._by_library(*given)
+
+    def _by_library(self, messages: Sequence[Fields], options: Options, date: datetime) -> str:
+        template = self._tokenizer.get_chat_template(options.get("chat_template"), tools=options.get("tools"))
+        if "strftime_now" not in template or "strftime_now" in options:
+            return self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        dates = {format: date.strftime(format) for format in self._formats}
+        dated = {**options, "chat_template": _DATED + template, "tokenize": False, _DATES: dates}
+        while True:
+            try:
+                return self._tokenizer.apply_chat_template(list(messages), **dated)
+            except Exception as error:
+                before, lacks, format = str(error).partition(_LACKS)
+                if before or not lacks or format in dates or len(dates) >= 2 * _MOST_FORMATS:
+                    raise
+            dates[format] = date.strftime(format)
+            self._formats = tuple(dates)[:_MOST_FORMATS]
+
+
+class _Direct:
+    """Hands messages to a compiled template. `given` makes of each what the library would hand over."""
+
+    def __init__(self, tokenizer: Templated, compiles: _Compile, given: Callable[[Fields], Fields]) -> None:
+        self._tokenizer = tokenizer
+        self._compile = compiles
+        self._given = given
+        self._always = {"documents": None, **tokenizer.special_tokens_map}
+        self._compiled: dict[str, Any] = {}
+
+    def text(self, messages: Sequence[Fields], options: Options, date: datetime) -> str:
+        def strftime_now(format: str) -> str:
+            return date.strftime(format)
+
+        variables: dict[str, Any] = {
+            "strftime_now": strftime_now,
+            **self._always,
+            **options,
+            "messages": [self._given(message) for message in messages],
+        }
+        template = variables.pop("chat_template", None)
+        if template is None:
+            template = self._tokenizer.get_chat_template(tools=variables.get("tools"))
+        return str(self._template(template).render(variables))
+
+    def literals(self, templates: Sequence[str]) -> Literals | None:
+        """As `Templates.literals`."""
+        return literals(templates, self._compile("").environment)
+
+    def _template(self, text: str) -> Any:
+        known = self._compiled.get(text)
+        if known is None:
+            environment = self._compile(text).environment.overlay()
+            remember(environment)
+            known = self._compiled[text] = environment.from_string(text)
+        return known
+
+
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_NAMES_OF_REASONING: Final = frozenset(_REASONING)
+
+
+def _as_it_is(message: Fields) -> Fields:
+    return message
+
+
+def _without_nulls(message: Fields) -> Fields:
+    if None not in message.values():
+        return message
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _with_reasoning(message: Fields) -> Fields:
+    """With what the model thought under each name by which templates read it."""
+    if _NAMES_OF_REASONING.isdisjoint(message):
+        return message
+    thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
+
+
+def _with_reasoning_and_without_nulls(message: Fields) -> Fields:
+    return _with_reasoning(_without_nulls(message))
+
+
+_GIVEN: Final = (_with_reasoning_and_without_nulls, _without_nulls, _with_reasoning, _as_it_is)
+_CALL: Final[Fields] = {
+    "id": "a1b2c3d4e",
+    "type": "function",
+    "function": {"name": "f", "arguments": {"é<": [1.0, None]}},
+}
+_SAMPLE: Final[Sequence[Fields]] = (
+    {"role": "user", "content": "Hello", "name": None},
+    {"role": "assistant", "content": None, "reasoning": "One.", "tool_calls": [_CALL]},
+    {"role": "tool", "content": "", "tool_call_id": "a1b2c3d4e"},
+    {"role": "assistant", "content": "Two.", "thinking": "Two.", "reasoning_content": None, "tool_calls": None},
+    {"role": "user", "content": [{"type": "text", "text": "More", "more": None}]},
+    {"role": "assistant", "reasoning_content": "Three.", "thinking": "Four.", "reasoning": "Five.", "content": "Six."},
+)
+_PARAMETERS: Final[Fields] = {"type": "object", "properties": {"é<": {"type": "array", "default": None}}}
+_TOOL: Final[Fields] = {"type": "function", "function": {"name": "f", "description": "F.", "parameters": _PARAMETERS}}
+_SHOWN: Final = "{{ [messages, tools, documents, add_generation_prompt] | tojson }}"
+
+
+def _find(tokenizer: Templated, by_library: _Render) -> _Direct | None:
+    """The direct way that gives a template what the library gives it; None where there is none."""
+    compiles = _compiler(tokenizer)
+    if compiles is None:
+        return None
+    special = "".join(f"{{{{ {name} }}}}" for name in tokenizer.special_tokens_map)
+    options: Options = {"chat_template": _SHOWN + special, "tools": [_TOOL], "add_generation_prompt": True}
+    sample = _SAMPLE, options, datetime.min
+    expected = _outcome(by_library, *sample)
+    if not expected[0]:
+        return None
+    ways = (_Direct(tokenizer, compiles, given) for given in _GIVEN)
+    return next((way for way in ways if _outcome(way.text, *sample) == expected), None)
+
+
+def _compiler(tokenizer: Templated) -> _Compile | None:
+    """What transformers makes templates with; None for tokenizers that render in a way of their own."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils import chat_template_utils
+
+    renders = getattr(tokenizer.apply_chat_template, "__func__", None)
+    if renders is not PreTrainedTokenizerBase.apply_chat_template:
+        return None
+    compiles: _Compile | None = getattr(chat_template_utils, "_compile_jinja_template", None)
+    return compiles
+
+
+def _outcome(render: _Render, messages: Sequence[Fields], options: Options, date: datetime) -> tuple[str, str]:
+    """The text, or what was raised."""
+    try:
+        return render(messages, options, date), ""
+    except Exception as error:  # templates are foreign code
+        return "", f"{type(error).__name__}: {error}"

@@ -1,0 +1,267 @@
+"""What a chat template does with answers, found by rendering a few when its tokenizer is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
+from typing import Final
+
+from rollout_server.core.message import JSON
+from rollout_server.edge.tokens.encoding import common_prefix
+from rollout_server.edge.tokens.rendering_form import Arguments, Fields
+from rollout_server.edge.tokens.short_form import shortened
+from rollout_server.edge.tokens.template_literals import Literals
+from rollout_server.edge.tokens.turn_boundary import Render, RenderedTurn, environment_text, new_mark
+from rollout_server.runtime.ports import Failed
+
+_SAID = "Qf7xSaidByTheModel"
+_ASKED: Fields = {"role": "user", "content": "Hello"}
+_ANSWERED: Fields = {"role": "assistant", "content": _SAID}
+_CALL_ID = "a1b2c3d4"  # nine letters and digits with its number, which is all that Mistral's templates take
+_LONGEST_EXAMPLE = 160
+_LONGEST_COUNT = 32
+_NO_LITERALS: Final = Literals()
+_VALUE: Final[Fields] = {"value": {"type": "string", "description": "What to look at."}}
+_PARAMETERS: Final[Fields] = {"type": "object", "properties": _VALUE, "required": ["value"]}
+_LOOK: Final[Fields] = {"name": "look", "description": "Looks at something.", "parameters": _PARAMETERS}
+TOOL: Final[Fields] = {"type": "function", "function": _LOOK}
+"""What the calls of the probe call. Some tokenizers have another template for conversations with tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The special token that a template writes after an answer. `opens_next`: only where another message follows."""
+
+    text: str
+    id: int
+    opens_next: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What was found.
+
+    Args:
+        final: what closes an answer without tool calls; None where no special token does.
+        calls: what closes one with tool calls; some templates use another token there.
+        arguments: the forms of tool call arguments with which the template does not raise.
+        short_form: in all that was tried, what follows an answer is the same behind a short history as behind the whole one.
+        inside: ids of special tokens that the template writes inside answers, such as those that end a call.
+        refusal: why rollouts cannot be rendered with this template, with an example; empty: they can.
+    """
+
+    final: Stop | None
+    calls: Stop | None
+    arguments: frozenset[Arguments]
+    short_form: bool = False
+    refusal: str = ""
+    inside: frozenset[int] = frozenset()
+
+    @property
+    def stops(self) -> tuple[Stop, ...]:
+        """What closes answers."""
+        return tuple(stop for stop in (self.final, self.calls) if stop is not None)
+
+    @property
+    def preferred(self) -> Arguments:
+        """The form of arguments that is used: as they come, unless the template takes objects only."""
+        return Arguments.PARSED if self.arguments == {Arguments.PARSED} else Arguments.RECEIVED
+
+    def stop(self, *, calls: bool) -> Stop | None:
+        """What closes an answer."""
+        return self.calls if calls else self.final
+
+
+def probe(
+    render: Render,
+    special: Mapping[int, str],
+    eos: int | None = None,
+    tooled: Render | None = None,
+    literals: Literals | None = _NO_LITERALS,
+) -> Probed:
+    """Renders answers with and without tool calls (tokens.md, R2, R3 and R6a).
+
+    Args:
+        render: without tools.
+        special: texts of special tokens by id.
+        eos: the tokenizer's end token, which is often another one than templates close answers with.
+        tooled: with `TOOL`; None: as without.
+        literals: those of the template. None, where nobody knows them: no short form is tried.
+    """
+    tooled = tooled or render
+    refusal = _refusal(render)
+    if refusal and not _refusal(tooled):  # a template for conversations with tools only
+        render, refusal = tooled, ""
+    closers = _Closers(special, eos)
+    final = closers.stop(render, [_ASKED, _ANSWERED], _ASKED)
+    rounds = {form: _round(1, form, _SAID) for form in Arguments}
+    texts = {form: _try(tooled, [_ASKED, *messages]) for form, messages in rounds.items()}
+    accepted = frozenset(form for form, text in texts.items() if text is not None)
+    shown = [rounds[form] for form, text in texts.items() if _SAID in (text or "")]
+    opens_next = final is not None and final.opens_next
+    found = (closers.stop(tooled, [_ASKED, call], result, opens_next=opens_next) for call, result in shown)
+    calls = next((stop for stop in found if stop is not None), None) if shown else final
+    first = Probed(final, calls, accepted, refusal=refusal)
+    short = literals is not None and all(_short_form_holds(each, first, literals) for each in {render, tooled})
+    inside = frozenset(index for each in {render, tooled} for index in _inside(each, first, special))
+    return Probed(final, calls, accepted, short, refusal, inside)
+
+
+class _Closers:
+    """Finds what closes answers."""
+
+    def __init__(self, special: Mapping[int, str], eos: int | None) -> None:
+        self._stops = {text: Stop(text, index) for index, text in special.items() if text}
+        self._eos = "" if eos is None else special.get(eos, "")
+        longest_first = sorted(self._stops, key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def stop(
+        self, render: Render, said: Sequence[Fields], following: Fields, *, opens_next: bool = False
+    ) -> Stop | None:
+        """The special token with which a model ends what it `said`; None where it ends with none.
+
+        Behind what was said a template may write several, those that end a call and the one that ends the answer: they
+        are there whether something follows or not. `eos` is the last of them, if it is among them. Some models (GLM) end
+        with the token with which the next message begins; it is the first that stands in front of that message's content. With
+        `opens_next` that is known of final answers: then special tokens at the end of a call only end the call.
+        """
+        text = _behind(_try(render, [*said, following]))
+        if text is None:
+            return None
+        found = list(self._any.finditer(text))
+        alone = _try(render, said, generation_prompt=False) or ""
+        ends = self._any.findall(_behind(alone) or "")
+        own = [match[0] for match, end in takewhile(lambda pair: pair[0][0] == pair[1], zip(found, ends, strict=False))]
+        if not own or opens_next:
+            begins = text.find(str(following["content"]))
+            behind = (self._stops[match[0]] for match in found[len(own) :] if match.end() <= begins)
+            opening = next(behind, None)
+            if opening is not None:
+                return replace(opening, opens_next=opens_next or not ends)
+            if not own:
+                return None
+        if self._eos in own:
+            return self._stops[self._eos]
+        closing = own[: max(1, len(ends) - len(self._any.findall(_opening(render, alone, said))))]
+        return self._stops[closing[-1]]
+
+
+def _opening(render: Render, alone: str, said: Sequence[Fields]) -> str:
+    """The end of `alone` that may open another answer, though none was asked for."""
+    if alone != _try(render, said):
+        return ""
+    asked = _try(render, said[:-1]) or ""
+    return alone[len(alone) - common_prefix(asked[::-1], alone[::-1]) :]
+
+
+def _behind(text: str | None) -> str | None:
+    """What stands behind what was said."""
+    return text.rpartition(_SAID)[2] if text is not None and _SAID in text else None
+
+
+def _short_form_holds(render: Render, probed: Probed, literals: Literals) -> bool:
+    """Whether every environment that is tried comes out the same behind a short history."""
+    seen = [
+        same
+        for messages, answered in _histories(probed, literals)
+        if (same := _same(render, messages, answered, probed)) is not None
+    ]
+    return bool(seen) and all(seen)
+
+
+def _same(render: Render, messages: Sequence[Fields], answered: int, probed: Probed) -> bool | None:
+    """None where the template refuses the conversation, so that nothing was seen."""
+    stop = probed.stop(calls="tool_calls" in messages[answered])
+    turn = _rendered(render, messages, answered)
+    if turn is None or stop is None:
+        return None
+    short = _rendered(render, *shortened(messages, answered, new_mark()))
+    return short is not None and environment_text(turn, stop.text) == environment_text(short, stop.text)
+
+
+def _inside(render: Render, probed: Probed, special: Mapping[int, str]) -> Iterator[int]:
+    """Special tokens between the prompt and the stop of an answer, in all kinds of answers."""
+    call, result = _round(1, probed.preferred)
+    thought: Fields = {"reasoning_content": "Let me see."}
+    both: Fields = {**call, "tool_calls": [*_calls(call), *_calls(_round(2, probed.preferred)[0])]}
+    second: Fields = {**result, "tool_call_id": f"{_CALL_ID}2"}
+    for answer, following in (
+        ({**_ANSWERED, **thought}, [_ASKED]),
+        ({**call, **thought}, [result]),
+        (both, [result, second]),
+    ):
+        turn = _rendered(render, [_ASKED, answer, *following], 1)
+        stop = probed.stop(calls="tool_calls" in answer)
+        text = None if turn is None or stop is None else environment_text(turn, stop.text)
+        if turn is None or stop is None or text is None:
+            continue
+        end = len(turn.full) - len(text) - len(stop.text)
+        said = turn.full[common_prefix(turn.prompt, turn.full) : end]
+        yield from (index for index, token in special.items() if token and token in said)
+
+
+def _calls(message: Fields) -> Sequence[JSON]:
+    calls = message["tool_calls"]
+    return calls if isinstance(calls, list) else []
+
+
+def _rendered(render: Render, messages: Sequence[Fields], answered: int) -> RenderedTurn | None:
+    full, prompt = _try(render, messages), _try(render, messages[:answered])
+    return None if full is None or prompt is None else RenderedTurn(render, messages, answered, full, prompt)
+
+
+def _histories(probed: Probed, literals: Literals) -> Iterator[tuple[list[Fields], int]]:
+    """Conversations, and the index of the answer in each that is followed by an environment.
+
+    The last one is long: a template may count messages. It cannot count to more than the numbers that are written in it.
+    """
+    system: Fields = {"role": "system", "content": "Be brief."}
+    thought: Fields = {**_ANSWERED, "reasoning_content": "Let me see."}
+    for start in ([_ASKED], [system, _ASKED], [_ASKED, thought, _ASKED]):
+        rounds = [_round(number, probed.preferred) for number in (1, 2, 3)]
+        rounds[1][0] = {**rounds[1][0], "content": "Let me look."}
+        for messages in accumulate(rounds, initial=list(start)):
+            if len(messages) > len(start):
+                yield messages, len(messages) - 2
+            yield [*messages, _ANSWERED, _ASKED], len(messages)
+    most = max((number for number in literals.numbers if number <= _LONGEST_COUNT), default=1)
+    for rounds in ([_round(1, probed.preferred)], [[_ANSWERED, _ASKED]]):
+        for count in range(1, most + 4):
+            messages = [_ASKED, *rounds[0] * count]
+            yield messages, len(messages) - 2
+
+
+def _round(number: int, form: Arguments, said: str = "x") -> list[Fields]:
+    """A call and its result."""
+    arguments: JSON = f'{{"value": "{said}"}}' if form is Arguments.RECEIVED else {"value": said}
+    call: JSON = {
+        "id": f"{_CALL_ID}{number}",
+        "type": "function",
+        "function": {"name": "look", "arguments": arguments},
+    }
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": f"{_CALL_ID}{number}", "name": "look", "content": f"seen {number}"},
+    ]
+
+
+def _refusal(render: Render) -> str:
+    try:
+        render([_ASKED], True)
+        text = render([_ASKED, _ANSWERED, _ASKED], True)
+    except Failed as failed:
+        return f"{failed.failure.message} (tried with {_ASKED['content']!r} from a user, an answer, and the same again)"
+    if _SAID in text:
+        return ""
+    shown = text[-_LONGEST_EXAMPLE:]
+    return f"the chat template leaves out what was said before: {_SAID!r}, said by the model, is not in {shown!r}"
+
+
+def _try(render: Render, messages: Sequence[Fields], *, generation_prompt: bool = True) -> str | None:
+    try:
+        return render(messages, generation_prompt)
+    except Failed:
+        return None

@@ -1,0 +1,180 @@
+"""OpenAI-style chat completions, as both HTTP dialects have them: the synchronous one with response_mask.
+
+The request's history only grows, so its bytes are kept and new messages are added to them. The answer's message is taken as
+the slice of text that it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Annotated
+
+import msgspec
+
+from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
+from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object, tool_calls
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, aside, check_message, check_values
+from rollout_server.runtime.ports import Failed
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+
+
+_NULL = msgspec.Raw(b"null")
+
+
+class _Choice(msgspec.Struct):
+    message: msgspec.Raw = _NULL
+    finish_reason: str | None = None
+
+
+class _Body(msgspec.Struct):
+    choices: list[_Choice]
+    token_ids: list[_TokenId] | None = None
+    prompt_token_ids: list[_TokenId] | None = None
+    logprobs: msgspec.Raw = _NULL
+    usage: msgspec.Raw = _NULL
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A trainer's answer, checked.
+
+    `logprobs` is as long as `token_ids`, or None where the trainer sent none that fit; `usage` counts prompt and completion
+    tokens, where the trainer does.
+    """
+
+    message: Message
+    tool_calls: int
+    finish_reason: str
+    token_ids: Tokens | None
+    reported: Tokens | None
+    logprobs: Logprobs | None
+    usage: tuple[int, int] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+_usage_decoder = msgspec.json.Decoder(_Usage | None)
+_logprobs_decoder = msgspec.json.Decoder(list[float])
+
+
+class RequestWriter:
+    """Writes the requests of one rollout. `rollout_id` is None for an endpoint that knows nothing of rollouts.
+
+    `parameters` are the members beside it and the messages: how the model samples, and what else the turn says.
+    """
+
+    def __init__(self, rollout_id: str | None) -> None:
+        self._head = b"{" if rollout_id is None else f'{{"rollout_id":{json.dumps(rollout_id)},'.encode()
+        self._history = bytearray()
+        self._messages = 0
+
+    def masked(self, messages: Sequence[Message], parameters: str, mask_length: int | None) -> bytes:
+        """The body for a conversation that extends the one written before. `mask_length` None or 0 is a null mask."""
+        mask = b"[" + b"0," * (mask_length - 1) + b"0]" if mask_length else b"null"
+        return self.plain(messages, parameters, b',"response_mask":' + mask)
+
+    def plain(self, messages: Sequence[Message], parameters: str, more: bytes = b"") -> bytes:
+        """The same without a mask. `more` is a further member, with a comma before it."""
+        members = parameters.encode(), b',"messages":[', self._written(messages), b"]", more
+        return b"".join((self._head, *members, b"}"))
+
+    def _written(self, messages: Sequence[Message]) -> bytearray:
+        for message in messages[self._messages :]:
+            if self._history:
+                self._history += b","
+            self._history += message.text.encode()
+        self._messages = len(messages)
+        return self._history
+
+
+def read_answer(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> Answer:
+    """Parses and checks an answer. Raises `Failed` with VALIDATION, naming turn and field."""
+    try:
+        check_values(body, ANSWER_VALUES)
+        parsed = _decoder.decode(body)
+    except MalformedMessage as error:
+        raise _malformed(turn, str(error)) from None
+    except msgspec.ValidationError as error:
+        raise _malformed(turn, str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _malformed(turn, f"it is not JSON: {error}") from None
+    if not parsed.choices:
+        raise _malformed(turn, "`choices` is empty")
+    choice = parsed.choices[0]
+    if bytes(choice.message) == b"null":
+        raise _malformed(turn, "`choices[0].message` is missing")
+    if parsed.token_ids is None and ids_needed:
+        raise _malformed(
+            turn, "`token_ids` is missing, so no mask can be made; the trainer must return the ids it sampled"
+        )
+    try:
+        message, calls = read_message(choice.message, most_calls)
+    except MalformedMessage as error:
+        raise _malformed(turn, f"`choices[0].message`: {error}") from None
+    return Answer(
+        message=message,
+        tool_calls=calls,
+        finish_reason=choice.finish_reason or "",
+        token_ids=pack_tokens(parsed.token_ids) if parsed.token_ids is not None else None,
+        reported=pack_tokens(parsed.prompt_token_ids) if parsed.prompt_token_ids is not None else None,
+        logprobs=_logprobs(parsed.logprobs, len(parsed.token_ids)) if parsed.token_ids is not None else None,
+        usage=_usage(parsed.usage),
+    )
+
+
+def read_message(raw: msgspec.Raw, most_calls: int) -> tuple[Message, int]:
+    """An answer's message, verbatim, and how many calls it holds. Raises `MalformedMessage`."""
+    data = bytes(raw)
+    check_message(data, most_calls)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise MalformedMessage(str(error)) from None
+    fields = parse_object(text)
+    message = Message.parsed(text, fields)
+    if message.role != "assistant":
+        # Not repeated: what a trainer writes there may be the key that it was sent.
+        raise MalformedMessage('role is another than "assistant"')
+    _check_content(fields)
+    return message, len(tool_calls(fields))
+
+
+async def read_answer_aside(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> Answer:
+    """The same; a large answer is parsed in a thread, so that other rollouts do not wait for it."""
+    return await aside(lambda: read_answer(body, turn, ids_needed=ids_needed, most_calls=most_calls), len(body))
+
+
+def _check_content(fields: Mapping[str, JSON]) -> None:
+    content = fields.get("content")
+    if content is not None and not isinstance(content, str | list):
+        raise MalformedMessage("content is neither a string nor a list")
+
+
+def _usage(raw: msgspec.Raw) -> tuple[int, int] | None:
+    try:
+        found = _usage_decoder.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    return (found.prompt_tokens, found.completion_tokens) if found is not None else None
+
+
+def _logprobs(raw: msgspec.Raw, length: int) -> Logprobs | None:
+    """The logprobs, or None where they are absent, of another length or shape, or no 32-bit numbers."""
+    try:
+        values = _logprobs_decoder.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    packed = pack_logprobs(values)
+    return packed if len(packed) == length and all(map(isfinite, packed)) else None
+
+
+def _malformed(turn: int, what: str) -> Failed:
+    return Failed(Failure(Category.VALIDATION, f"turn {turn}: the trainer's answer is malformed: {what}", turn))

@@ -1,0 +1,51 @@
+"""How trainers were found to render and count, and what to try where one refused a mask."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Final, TypeAlias
+
+from rollout_server.core.spec import Spec
+from rollout_server.edge.tokens.rendering_form import Form
+from rollout_server.edge.trainer.http_client import HttpAnswer
+
+_KEPT: Final = 10_000
+_LOOKED_AT: Final = 64 * 1024
+_Key: TypeAlias = tuple[str, str, str]
+
+
+class Forms:
+    """The forms of trainers, by endpoint and tokenizer. The least recently used are forgotten."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[_Key, Form] = OrderedDict()
+
+    def of(self, spec: Spec) -> Form | None:
+        """How the trainer of a rollout was found to count; None where nothing was found."""
+        return self._known.get(_key(spec))
+
+    def remember(self, spec: Spec, form: Form) -> None:
+        """Notes the form for the rollouts to come."""
+        key = _key(spec)
+        self._known[key] = form
+        self._known.move_to_end(key)
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+
+
+def refuses_mask(answer: HttpAnswer) -> bool:
+    """The trainer says 422 and speaks of a mask, so nothing was generated."""
+    return answer.status == 422 and b"mask" in answer.body[:_LOOKED_AT].lower()
+
+
+def likeliest(counts: Mapping[Form, int], answer: HttpAnswer) -> Form | None:
+    """The form to try next: one whose number the trainer names, else the one that differs least. None where there is none."""
+    named = {int(digits) for digits in re.findall(rb"(?<![\w.])\d{1,9}(?![\w.]*\d)", answer.body[:_LOOKED_AT])}
+    return next((form for form, length in counts.items() if length in named), next(iter(counts), None))
+
+
+def _key(spec: Spec) -> _Key:
+    name = spec.tokenizer
+    return spec.completions.url, name.name if name is not None else "", name.revision if name is not None else ""

@@ -1,0 +1,79 @@
+"""What a trainer said instead of an answer, without the secrets it may repeat."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from urllib.parse import quote
+
+from rollout_server.core.message import MalformedMessage, parse_object
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.edge.trainer.http_client import HttpAnswer
+
+TRAINER_TEXT = 500
+"""How much of a trainer's own words goes into an error message."""
+
+_LOOKED_AT = 256 * 1024
+_MEDIA_TYPE = re.compile(r"[a-z]{1,16}/[\w.+-]{1,48}")
+
+
+def refused(answer: HttpAnswer, turn: int, secrets: Sequence[str]) -> Failure:
+    """The failure of a turn that was answered with another status than 200."""
+    status = answer.status
+    text = error_text(answer, secrets)
+    said = f": {text}" if text else ""
+    if status == 429:
+        category = Category.RATE_LIMITED
+    elif status >= 500:
+        category = Category.TRAINER_SERVER
+    elif status >= 400:
+        category = Category.TRAINER_CLIENT
+    else:
+        category = Category.VALIDATION
+        said = "; only 200 is an answer, and redirects are not followed"
+    return Failure(category, f"turn {turn}: the trainer answered {status}{said}", turn, status)
+
+
+def error_text(answer: HttpAnswer, secrets: Sequence[str]) -> str:
+    """The error message in an answer, without secrets; where there is none, what came instead, in numbers. Empty: nothing did.
+
+    Nothing else of a body is ever shown. Whoever names a target may not be allowed to read what answers there.
+    """
+    text = _message(answer.quotable)
+    if text:
+        return redacted(text.encode("utf-8", "replace"), secrets)
+    if not answer.body[:_LOOKED_AT].strip():
+        return ""
+    kind = f" of type {answer.content_type}" if _MEDIA_TYPE.fullmatch(answer.content_type) else ""
+    why = "are no JSON error, and are" if answer.may_be_quoted else "are"
+    return f"{len(answer.body)} bytes{kind} that {why} not shown"
+
+
+def _message(body: bytes) -> str:
+    """The text of `{"detail"}` (FastAPI), `{"error": {"message"}}` (OpenAI), `{"error"}` or `{"object": "error", "message"}`."""
+    if len(body) > _LOOKED_AT:
+        return ""
+    try:
+        fields = parse_object(body.decode())
+    except (MalformedMessage, UnicodeDecodeError):
+        return ""
+    error = fields.get("error")
+    said = fields.get("message") if fields.get("object") == "error" else fields.get("detail", error)
+    if isinstance(error, Mapping):
+        said = error.get("message")
+    if isinstance(said, list):  # FastAPI, of a request that it could not read
+        said = "; ".join(str(each.get("msg", "")) for each in said if isinstance(each, Mapping))
+    return said.strip() if isinstance(said, str) else ""
+
+
+def redacted(body: bytes, secrets: Sequence[str]) -> str:
+    """The beginning of a text without the secrets that it may repeat, escaped or cut off."""
+    window = body[:_LOOKED_AT].decode("utf-8", "replace")
+    # The longest first: one secret may be a part of another.
+    for secret in sorted(secrets, key=len, reverse=True):
+        for form in {secret, json.dumps(secret)[1:-1], quote(secret), quote(secret, safe="")}:
+            window = window.replace(form, "[redacted]")
+    if secrets and len(body) > _LOOKED_AT:  # its end may be a part of one
+        window = window[: -6 * max(map(len, secrets))]
+    return window.strip()[:TRAINER_TEXT]

@@ -1,0 +1,120 @@
+"""The sampler for trainers that derive masks themselves: `http(s)://` targets of the asynchronous dialect.
+
+Nothing is rendered on this side. The ledger is built from the ids that the trainer reports, and what it does not report is unknown.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from rollout_server.core.ledger import SegmentKind
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.record import Answered
+from rollout_server.core.spec import Spec
+from rollout_server.edge.trainer.chat_completion import Answer, RequestWriter, read_answer_aside
+from rollout_server.edge.trainer.headers import turn_headers
+from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest
+from rollout_server.edge.trainer.http_errors import refused
+from rollout_server.edge.trainer.response_warnings import notes_on
+from rollout_server.edge.trainer.retry import Errand, Fetched, Retries, fetch_again
+from rollout_server.edge.trainer.sampling_parameters import WrongParameter, plain_parameters
+from rollout_server.runtime.ports import Ask, Failed, Fork
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTrainers:
+    """What all samplers of the asynchronous dialect share."""
+
+    client: HttpClient
+    retries: Retries
+
+    def open(self, spec: Spec) -> PlainSampler:
+        """The sampler of one rollout."""
+        return PlainSampler(self, spec)
+
+
+class PlainSampler:
+    """Asks one trainer for the completions of one conversation."""
+
+    def __init__(self, trainers: PlainTrainers, spec: Spec) -> None:
+        self._trainers = trainers
+        self._spec = spec
+        self._url = f"{spec.completions.url}/v1/chat/completions"
+        self._writer = RequestWriter(spec.rollout_id)
+        self._unnamed = False
+        self._asked = False
+
+    async def sample(self, ask: Ask) -> Answered:
+        """Posts and checks. Raises `Failed`."""
+        self._asked, turn = True, ask.asked.turn
+        body = self._body(ask)
+        request = HttpRequest(self._url, body, turn_headers(ask), is_known=ask.last is not None)
+        errand = Errand(request, turn, ask.deadline)
+        started = time.monotonic()
+        # Where the trainer declares that it replays turns, asking again makes no sibling (D8).
+        remark = _nothing if self._spec.completions.replays_turn_keys else ask.remark
+        fetched = await fetch_again(self._trainers.client, errand, self._trainers.retries, remark)
+        elapsed = 1000 * (time.monotonic() - started)
+        if fetched.answer.status != 200:
+            raise Failed(refused(fetched.answer, turn, ask.credentials.secrets()))
+        most = self._spec.limits.calls_read
+        answer = await read_answer_aside(fetched.answer.body, turn, ids_needed=False, most_calls=most)
+        return Answered(
+            turn=turn,
+            message=answer.message,
+            finish_reason=answer.finish_reason,
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            reported=answer.reported,
+            attempts=fetched.attempts,
+            elapsed_ms=elapsed,
+            usage=answer.usage,
+            notes=self._notes(answer, fetched, ask),
+            tool_calls=answer.tool_calls,
+        )
+
+    def fork(self, fork: Fork) -> PlainSampler:
+        """The trainer derives masks from what it was shown, so it takes any conversation, but it knows the agent's tools only."""
+        if fork.tools is not None:
+            text = (
+                "the agent forked a conversation with tools of its own, of which this trainer cannot be told: over HTTP it learns "
+                "the agent's tools once, when the rollout begins. Fork with the same tools, or use a trainer that speaks gRPC"
+            )
+            raise Failed(Failure(Category.VALIDATION, text))
+        other = PlainSampler(self._trainers, self._spec)
+        # What takes the place of a conversation that the trainer has not seen is the first one to it.
+        other._unnamed = self._asked or self._unnamed or fork.origin.kind is not SegmentKind.COMPACTION
+        return other
+
+    def _body(self, ask: Ask) -> bytes:
+        turn = ask.asked.turn
+        try:
+            parameters = plain_parameters(ask.sampling)
+        except WrongParameter as error:
+            raise Failed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
+        return self._writer.plain(ask.messages[: ask.asked.messages], parameters)
+
+    def _notes(self, answer: Answer, fetched: Fetched, ask: Ask) -> tuple[tuple[str, str], ...]:
+        turn, key = ask.asked.turn, ask.asked.turn_key
+        notes = list(notes_on(answer.token_ids, answer.logprobs, ask.sampling, turn))
+        if self._unnamed:
+            self._unnamed = False
+            text = (
+                f"turn {turn}: the agent's other conversation came under the same rollout_id, since this protocol has no word for "
+                "it; a trainer that derives masks from one growing history trains it wrongly"
+            )
+            notes.append(("conversation_unnamed", text))
+        # A trainer that answers with the key replays it, so there is no second generation (http-wire.md, B).
+        replays = self._spec.completions.replays_turn_keys or fetched.answer.replayed_key == key
+        if fetched.siblings and not replays:
+            text = (
+                f"turn {turn}: asked for {fetched.attempts} times; the trainer may have generated it "
+                f"{fetched.siblings + 1} times, of which the last answer counts"
+            )
+            notes.append(("resampled", text))
+        return tuple(notes)
+
+
+def _nothing(code: str, text: str) -> None:
+    """Remarks nothing."""

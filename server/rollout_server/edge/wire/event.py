@@ -1,0 +1,192 @@
+"""Records -> events: the view of a record that watchers get."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from operator import attrgetter
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from osmosis.rollout.v1 import event_pb2, token_pb2
+
+from rollout_server.core.ledger import Author, Segment, Span
+from rollout_server.core.outcome import Outcome
+from rollout_server.core.record import (
+    Accepted,
+    Answered,
+    Appended,
+    Asked,
+    Deed,
+    DriftFound,
+    Ended,
+    Forked,
+    GivenUp,
+    Masked,
+    Note,
+    Observed,
+    SegmentOpened,
+    ToolReturned,
+    ToolStarted,
+)
+from rollout_server.edge.wire import enums
+from rollout_server.edge.wire.message import message_to_proto, messages_to_proto
+from rollout_server.edge.wire.outcome import origin_to_proto, outcome_to_proto, span_to_proto
+from rollout_server.edge.wire.spec import sampling_to_proto
+from rollout_server.edge.wire.text import utf8
+from rollout_server.runtime.log import Entry
+from rollout_server.runtime.rollout import Rollout
+
+_WITH_MESSAGES = (event_pb2.EVENT_DETAIL_MESSAGES, event_pb2.EVENT_DETAIL_FULL, event_pb2.EVENT_DETAIL_OUTCOME)
+
+
+def timestamp(seconds: float) -> Timestamp:
+    """Seconds since 1970 as a timestamp."""
+    whole, rest = divmod(round(seconds * 1e9), 1_000_000_000)
+    return Timestamp(seconds=whole, nanos=rest)
+
+
+def event(rollout: Rollout, entry: Entry, detail: int) -> event_pb2.RolloutEvent:
+    """The event of an entry."""
+    proto = event_pb2.RolloutEvent(sequence=entry.sequence, time=timestamp(entry.time))
+    _View(rollout, detail).fill(proto, entry)
+    return proto
+
+
+class _View:
+    """Fills events in as much detail as is wanted."""
+
+    def __init__(self, rollout: Rollout, detail: int) -> None:
+        self._rollout = rollout
+        self._typed = rollout.spec.typed
+        self._messages = detail in _WITH_MESSAGES
+        self._full = detail == event_pb2.EVENT_DETAIL_FULL
+
+    def fill(self, proto: event_pb2.RolloutEvent, entry: Entry) -> None:
+        record = entry.record
+        proto.turn = entry.turn
+        proto.segment_id = getattr(record, "segment_id", entry.segment_id)
+        match record:
+            case Accepted(messages, agent, version):
+                proto.accepted.CopyFrom(
+                    event_pb2.Accepted(messages=messages, agent=agent, agent_version=version),
+                )
+            case Asked():
+                proto.asked.CopyFrom(_asked(record))
+            case Answered():
+                proto.answered.CopyFrom(self._answered(record))
+            case Appended(messages):
+                shown = messages_to_proto(messages, typed=self._typed) if self._messages else ()
+                proto.appended.CopyFrom(event_pb2.Appended(messages=shown, count=len(messages)))
+            case ToolStarted(_, index, call):
+                proto.tool_started.CopyFrom(
+                    event_pb2.ToolStarted(call_id=utf8(call.id), name=utf8(call.name), index=index)
+                )
+            case ToolReturned():
+                proto.tool_returned.CopyFrom(self._returned(record))
+            case SegmentOpened():
+                opened = event_pb2.SegmentOpened(
+                    origin=origin_to_proto(record.origin), prompt_tokens=record.prompt_tokens
+                )
+                proto.segment_opened.CopyFrom(opened)
+            case DriftFound():
+                proto.drift_found.CopyFrom(_drift(record))
+            case Forked() | GivenUp() | Masked() | Observed():
+                self._deed(proto, record)
+            case Note(_, code, text):
+                proto.note.CopyFrom(event_pb2.Note(code=utf8(code), text=utf8(text)))
+            case Ended():
+                self._finished(proto)
+
+    def _answered(self, record: Answered) -> event_pb2.Answered:
+        usage = record.usage or (0, 0)
+        return event_pb2.Answered(
+            message=message_to_proto(record.message, typed=self._typed) if self._messages else None,
+            finish_reason=utf8(record.finish_reason),
+            generated_tokens=len(record.token_ids) if record.token_ids is not None else usage[1],
+            prompt_tokens=self._prompt_tokens(record),
+            tool_calls=record.tool_calls,
+            spans=self._spans(record.turn) if self._full else (),
+            attempts=record.attempts,
+            elapsed_ms=record.elapsed_ms,
+            verified=record.reported is not None,
+            policy_version=record.policy_version,
+            mask_length=record.mask_length,
+            extra_json=utf8(record.extra_json) if self._messages else "",
+        )
+
+    def _prompt_tokens(self, record: Answered) -> int:
+        if record.reported is not None:
+            return record.shared + len(record.reported)
+        segment, spans = self._spans_of(record.turn)
+        if segment is None:
+            return record.usage[0] if record.usage else 0
+        return next((span.start for span in spans if span.author is Author.MODEL), len(segment))
+
+    def _spans(self, turn: int) -> list[token_pb2.Span]:
+        segment, spans = self._spans_of(turn)
+        return [span_to_proto(segment, span) for span in spans] if segment is not None else []
+
+    def _spans_of(self, turn: int) -> tuple[Segment | None, list[Span]]:
+        for segment in reversed(self._rollout.machine.ledger.segments):
+            spans = segment.spans  # their turns rise
+            start = bisect_left(spans, turn, key=attrgetter("turn"))
+            stop = bisect_right(spans, turn, key=attrgetter("turn"))
+            if start < stop:
+                return segment, list(spans[start:stop])
+        return None, []
+
+    def _returned(self, record: ToolReturned) -> event_pb2.ToolReturned:
+        return event_pb2.ToolReturned(
+            call_id=utf8(record.call.id),
+            name=utf8(record.call.name),
+            index=record.index,
+            failed=record.failed,
+            elapsed_ms=record.elapsed_ms,
+            message=message_to_proto(record.message, typed=self._typed) if self._messages else None,
+        )
+
+    def _deed(self, proto: event_pb2.RolloutEvent, record: Deed) -> None:
+        match record:
+            case Forked():
+                proto.forked.CopyFrom(self._forked(record))
+            case GivenUp():
+                proto.given_up.SetInParent()
+            case Masked(_, reason):
+                proto.masked.CopyFrom(event_pb2.Masked(reason=utf8(reason)))
+            case Observed(what, value):
+                told = utf8(value) if self._messages else ""
+                proto.observed.CopyFrom(event_pb2.Observed(what=what, value_json=told))
+
+    def _forked(self, record: Forked) -> event_pb2.Forked:
+        shown = messages_to_proto(record.messages, typed=self._typed) if self._messages else ()
+        return event_pb2.Forked(
+            of_segment_id=record.of,
+            origin=origin_to_proto(record.origin),
+            count=record.count,
+            messages=shown,
+            tools=[utf8(name) for name in record.tools],
+        )
+
+    def _finished(self, proto: event_pb2.RolloutEvent) -> None:
+        outcome: Outcome | None = self._rollout.outcome
+        if outcome is not None:
+            shown = outcome_to_proto(
+                outcome, typed=self._typed, messages=self._messages, samples=self._full, segments=self._full
+            )
+            proto.finished.CopyFrom(event_pb2.Finished(outcome=shown))
+
+
+def _asked(record: Asked) -> event_pb2.Asked:
+    sampling = sampling_to_proto(record.sampling) if record.sampling is not None else None
+    return event_pb2.Asked(turn_key=record.turn_key, messages=record.messages, sampling=sampling)
+
+
+def _drift(record: DriftFound) -> event_pb2.DriftFound:
+    drift = record.drift
+    return event_pb2.DriftFound(
+        kind=enums.DRIFT_KINDS[drift.kind],
+        index=drift.index,
+        expected_tokens=drift.expected,
+        reported_tokens=drift.reported,
+        expected_text=utf8(record.around[0]),
+        reported_text=utf8(record.around[1]),
+    )

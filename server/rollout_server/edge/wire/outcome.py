@@ -1,0 +1,119 @@
+"""Outcomes, metrics, segments and samples -> protos."""
+
+from __future__ import annotations
+
+from osmosis.rollout.v1 import outcome_pb2, token_pb2
+
+from rollout_server.core.ledger import Origin, Segment, Span
+from rollout_server.core.outcome import Cancellation, Failure, Metrics, Outcome, Stop, Warned
+from rollout_server.edge.wire import enums
+from rollout_server.edge.wire.message import messages_to_proto
+from rollout_server.edge.wire.text import utf8
+
+
+def outcome_to_proto(
+    outcome: Outcome, *, typed: bool, messages: bool, samples: bool, segments: bool
+) -> outcome_pb2.Outcome:
+    """An outcome, with as much of it as is wanted."""
+    verdict = outcome.verdict
+    proto = outcome_pb2.Outcome(
+        messages=messages_to_proto(outcome.messages, typed=typed) if messages else (),
+        segments=[segment_to_proto(segment) for segment in outcome.segments] if segments else (),
+        samples=[_sample(segment) for segment in outcome.segments] if samples else (),
+        metrics=metrics_to_proto(outcome.metrics),
+        reward=verdict.reward,
+        scores={utf8(name): score for name, score in (verdict.scores or {}).items()},
+        extra_json=utf8(verdict.extra_json),
+        warnings=[_warning(warned) for warned in outcome.warnings],
+    )
+    match outcome.end:
+        case Stop(reason, truncated):
+            proto.stop.CopyFrom(outcome_pb2.Stop(reason=utf8(reason), truncated=truncated))
+        case Failure(category, message, turn, http_status):
+            proto.failure.CopyFrom(
+                outcome_pb2.Failure(
+                    category=enums.CATEGORIES[category], message=utf8(message), turn=turn, http_status=http_status
+                )
+            )
+        case Cancellation(reason):
+            proto.cancellation.CopyFrom(outcome_pb2.Cancellation(reason=utf8(reason)))
+    return proto
+
+
+def metrics_to_proto(metrics: Metrics) -> outcome_pb2.Metrics:
+    """What a rollout used."""
+    return outcome_pb2.Metrics(
+        total_ms=metrics.total_ms,
+        completion_ms=metrics.completion_ms,
+        tool_ms=metrics.tool_ms,
+        turns=metrics.turns,
+        tool_calls=metrics.tool_calls,
+        tool_failures=metrics.tool_failures,
+        prompt_tokens=metrics.prompt_tokens,
+        generated_tokens=metrics.generated_tokens,
+        max_context_tokens=metrics.max_context_tokens,
+        completion_attempts=metrics.completion_attempts,
+        queued_ms=metrics.queued_ms,
+    )
+
+
+def segment_to_proto(segment: Segment) -> token_pb2.Segment:
+    """A segment with its spans."""
+    return token_pb2.Segment(
+        id=segment.id,
+        origin=origin_to_proto(segment.origin),
+        spans=[span_to_proto(segment, span) for span in segment.spans],
+        verified=segment.verified,
+    )
+
+
+def origin_to_proto(origin: Origin) -> token_pb2.SegmentOrigin:
+    """Where a segment comes from."""
+    return token_pb2.SegmentOrigin(
+        parent_id=origin.parent_id, parent_tokens=origin.parent_tokens, kind=enums.SEGMENT_KINDS[origin.kind]
+    )
+
+
+def span_to_proto(segment: Segment, span: Span) -> token_pb2.Span:
+    """A span with its tokens."""
+    known = span.logprobs_known
+    return token_pb2.Span(
+        author=enums.AUTHORS[span.author],
+        mask_reason=enums.MASK_REASONS[span.reason],
+        turn=span.turn,
+        token_ids=segment.ids(span.start, span.stop),
+        logprobs=token_pb2.Logprobs(values=segment.logprobs(span.start, span.stop)) if known else None,
+        policy_version=span.policy_version,
+        planes=[token_pb2.TokenPlane(name=each.name, dtype=each.dtype, values=each.values) for each in span.planes],
+    )
+
+
+def _sample(segment: Segment) -> token_pb2.Sample:
+    sample = segment.sample()
+    return token_pb2.Sample(
+        segment_id=sample.segment_id,
+        prompt_ids=sample.prompt_ids,
+        response_ids=sample.response_ids,
+        response_mask=sample.response_mask,
+        logprobs=token_pb2.Logprobs(values=sample.logprobs) if sample.logprobs is not None else None,
+        spans=[_sample_span(span) for span in segment.spans],
+        origin=origin_to_proto(segment.origin),
+        verified=segment.verified,
+    )
+
+
+def _sample_span(span: Span) -> token_pb2.SampleSpan:
+    return token_pb2.SampleSpan(
+        author=enums.AUTHORS[span.author],
+        mask_reason=enums.MASK_REASONS[span.reason],
+        turn=span.turn,
+        start=span.start,
+        stop=span.stop,
+        policy_version=span.policy_version,
+    )
+
+
+def _warning(warned: Warned) -> outcome_pb2.Warning:
+    return outcome_pb2.Warning(
+        code=utf8(warned.code), message=utf8(warned.message), turn=warned.turn, index=warned.index
+    )

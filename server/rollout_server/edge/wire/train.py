@@ -1,0 +1,126 @@
+"""The items of a trainer's stream (trainer_service.proto)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import grpc
+from osmosis.rollout.v1 import event_pb2, rollout_service_pb2
+from osmosis.rollout.v1 import trainer_service_pb2 as pb
+
+from rollout_server.core.error import InvalidRequest, RolloutError, Violation
+from rollout_server.core.ledger import Author, Tokens
+from rollout_server.core.record import Ended
+from rollout_server.core.spec import Dialect, Target
+from rollout_server.edge.rpc.status import code_of
+from rollout_server.edge.trainer.grpc_client import Rejection
+from rollout_server.edge.wire import request as wire
+from rollout_server.edge.wire.completion import Request, Response, checkpoint_from_proto, held_tokens
+from rollout_server.edge.wire.event import event
+from rollout_server.edge.wire.rollout import rollout_to_proto, started
+from rollout_server.edge.wire.spec import duration
+from rollout_server.runtime.log import Entry
+from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.start_request import Caller, Wish
+
+Item: TypeAlias = pb.TrainResponse
+Given: TypeAlias = pb.TrainRequest
+Hello: TypeAlias = pb.TrainHello
+Start: TypeAlias = pb.TrainStart
+Ledger: TypeAlias = pb.TrainLedger
+Cancel: TypeAlias = rollout_service_pb2.CancelRolloutsRequest
+
+LARGEST_GROUP = 1024
+_HERE = Target("", Dialect.STREAM)
+_CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
+
+
+def wishes(start: Start, caller: Caller) -> Sequence[Wish]:
+    """The rollouts of a group. Raises `InvalidRequest`."""
+    count = start.count or 1
+    if count > LARGEST_GROUP:
+        raise InvalidRequest(Violation("start.count", f"is {count}, at most {LARGEST_GROUP} are allowed"))
+    if not start.HasField("rollout"):
+        raise InvalidRequest(Violation("start.rollout", "is missing: request_id, spec and credentials belong in it"))
+    wish = wire.wish(start.rollout, caller, _HERE)
+    if count == 1:
+        return [wish]
+    name, key = wish.spec.rollout_id, wish.request_id
+    return [
+        replace(wish, spec=replace(wish.spec, rollout_id=f"{name}/{k}"), request_id=f"{key}/{k}" if key else "")
+        for k in range(count)
+    ]
+
+
+def answer(given: Given) -> tuple[str, Response | Rejection]:
+    """The turn key of an answer or a rejection, and what it says."""
+    if given.HasField("answer"):
+        return given.answer.turn_key, given.answer.response
+    reject = given.reject
+    after = wire.seconds(reject.retry_after) if reject.HasField("retry_after") else None
+    return reject.turn_key, Rejection(
+        _CODES.get(reject.code, grpc.StatusCode.UNKNOWN),
+        reject.message,
+        reject.reason,
+        None if after is None else max(0.0, after),
+        [checkpoint_from_proto(each) for each in reject.mismatch.checkpoints] if reject.HasField("mismatch") else None,
+    )
+
+
+def ledger(told: Ledger) -> tuple[Tokens, Sequence[Author]] | None:
+    """What a trainer holds of a segment; None where it does not tell."""
+    return held_tokens(told.ledger) if told.HasField("ledger") else None
+
+
+def welcome(stream_id: str, last_seen: int, grace: float) -> Item:
+    """The first item."""
+    return Item(welcome=pb.TrainWelcome(stream_id=stream_id, last_seen=last_seen, grace=duration(grace)))
+
+
+def started_item(sequence: int, rollout: Rollout, *, attached: bool) -> Item:
+    """A rollout was accepted or found."""
+    return Item(sequence=sequence, started=started(rollout, attached=attached))
+
+
+def refused_item(sequence: int, start_sequence: int, error: RolloutError) -> Item:
+    """A start or cancel was refused."""
+    code: int = code_of(error).value[0]
+    text = error.message.encode("utf-8", "replace").decode("utf-8")
+    return Item(sequence=sequence, refused=pb.TrainRefusal(start_sequence=start_sequence, code=code, message=text))
+
+
+def ask_item(sequence: int, request: Request | None) -> Item:
+    """A completion is asked for; None: it means nothing any more."""
+    return Item(sequence=sequence, ask=request) if request is not None else Item(sequence=sequence)
+
+
+def outcome_item(sequence: int, rollout: Rollout) -> Item:
+    """A rollout ended."""
+    shown = rollout_to_proto(rollout, rollout_service_pb2.ROLLOUT_VIEW_SAMPLES)
+    return Item(sequence=sequence, outcome=pb.DeliveredOutcome(rollout=shown))
+
+
+def event_item(rollout: Rollout, entry: Entry, detail: int) -> Item | None:
+    """Something happened; None where nobody wants to know of it."""
+    if not detail or (detail == event_pb2.EVENT_DETAIL_OUTCOME and not isinstance(entry.record, Ended)):
+        return None
+    return Item(event=pb.TrainEvent(uid=rollout.uid, event=event(rollout, entry, detail)))
+
+
+def acknowledge_item(sequence: int) -> Item:
+    """Items of the trainer were taken."""
+    return Item(acknowledge=pb.TrainAcknowledge(sequence=sequence))
+
+
+def ledger_item(uid: str, segment_id: str) -> Item:
+    """Asks what is held of a segment."""
+    item = Item()
+    item.read_ledger.uid, item.read_ledger.segment_id = uid, segment_id
+    return item
+
+
+def detail(hello: Hello) -> int:
+    """How much of each event is wanted; 0: none. Raises `InvalidRequest`."""
+    return wire.known(hello.detail, event_pb2.EventDetail, "hello.detail")

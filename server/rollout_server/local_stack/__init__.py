@@ -1,0 +1,13 @@
+"""A stage for agents: a real server, a scripted model, and a strict trainer that judges every token. For the tests of authors.
+
+The pytest plugin `pytest_rollout` offers it as fixtures; without pytest, `with Stage(LoopThread(), agent) as stage` does the same.
+"""
+
+from __future__ import annotations
+
+from rollout_server.local_stack.loop_thread import LoopThread
+from rollout_server.local_stack.result import Played
+from rollout_server.local_stack.scripted_model import ScriptedModel
+from rollout_server.local_stack.stack import Stage
+
+__all__ = ["LoopThread", "Played", "ScriptedModel", "Stage"]

@@ -1,0 +1,63 @@
+"""An event loop in a thread of its own, so that plain tests and asynchronous ones use the same stage."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rollout_server.runtime.aio.event_loop import end_tasks, hold, run_forever
+from rollout_server.runtime.aio.threads import Threads
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines in its own thread. A context manager."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(Threads())
+        self._thread = threading.Thread(target=run_forever, args=(self._loop,), name="rollout-stage", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        left = self.run(end_tasks())
+        if left:
+            hold(left)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine there and waits for its result. Raises what it raises."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def enter(self, manager: AbstractAsyncContextManager[T]) -> T:
+        """Enters a context there."""
+        return self.run(_entered(manager))
+
+    def leave(self, manager: AbstractAsyncContextManager[Any]) -> None:
+        """Leaves a context that was entered here."""
+        self.run(_left(manager))
+
+
+async def _entered(manager: AbstractAsyncContextManager[T]) -> T:
+    return await manager.__aenter__()
+
+
+async def _left(manager: AbstractAsyncContextManager[Any]) -> None:
+    await manager.__aexit__(None, None, None)

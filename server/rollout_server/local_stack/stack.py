@@ -1,0 +1,114 @@
+"""A server with the author's agents, and a strict trainer beside it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+
+from rollout_client import Client, Target
+
+from rollout_server.local_stack.loop_thread import LoopThread
+from rollout_server.local_stack.result import Played, objections, played
+from rollout_server.local_stack.scripted_model import ScriptedModel
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+
+if TYPE_CHECKING:
+    from rollout_server.agent import Agent
+    from rollout_server.testing.trainer import StrictTrainer
+
+_HOST: Final = "127.0.0.1"
+_TOKENIZER: Final = "toy"
+
+Form: TypeAlias = Literal["tokens", "messages"]
+"""What the trainer is sent: token ids that this server rendered, or messages that it renders itself."""
+
+
+class Stage:
+    """Serves agents on free ports, from `with` to its end. One server plays many rollouts.
+
+    `settings` are those of `rollout serve` by their field names; nothing is read from the environment's `.env`. Without a
+    `trainer` it has one of its own. Raises TypeError and ValueError for agents and settings that cannot be served.
+    """
+
+    def __init__(
+        self, loop: LoopThread, *agents: Agent, trainer: StrictTrainer | None = None, **settings: object
+    ) -> None:
+        self._loop = loop
+        self._agents = agents
+        self._settings = settings
+        self._trainer = trainer
+        self._stack = ExitStack()
+        self._client: Client
+        self.grpc_port = 0
+        self.http_port = 0
+
+    def __enter__(self) -> Self:
+        from rollout_server.app import Server  # takes a second to load
+        from rollout_server.settings import load
+        from rollout_server.testing.trainer import StrictTrainer
+
+        given = {"host": _HOST, "grpc_port": 0, "http_port": 0, "tokenizers": {_TOKENIZER: TOY_TOKENIZER}}
+        settings = load(_env_file=None, **(given | self._settings))
+        with ExitStack() as stack:
+            server = self._enter(stack, Server(self._agents, settings))
+            if self._trainer is None:
+                self._trainer = self._enter(stack, StrictTrainer())
+            self.grpc_port, self.http_port = server.grpc_port, server.http_port
+            self._client = stack.enter_context(Client(f"{_HOST}:{server.grpc_port}"))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def client(self) -> Client:
+        """A client of the server, for whatever `play` does not do."""
+        return self._client
+
+    @property
+    def trainer(self) -> StrictTrainer:
+        """The trainer that judges. Its `verdict` tells what it found."""
+        assert self._trainer is not None, "the stage is not entered"  # noqa: S101 - a mistake in the caller's code
+        return self._trainer
+
+    def play(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        model: ScriptedModel,
+        *,
+        form: Form = "tokens",
+        **fields: Any,
+    ) -> Played:
+        """Plays one rollout to its end. `prompt` is the user's message, or a whole conversation.
+
+        `fields` are those of RolloutSpec: agent, limits, metadata ... Raises AssertionError where the strict trainer objects to a
+        token, RolloutError where the server refuses the rollout. A rollout that fails is returned, with its failure.
+        """
+        conversation = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        rollout_id = fields.pop("rollout_id", f"test-{uuid.uuid4().hex}")
+        self._loop.run(self.trainer.put_script(rollout_id, model.script))
+        with self._client.run(
+            messages=conversation,
+            rollout_id=rollout_id,
+            completions=Target(f"grpc://{self.trainer.grpc_target}", "grpc", replays_turn_keys=True),
+            tokenizer=_TOKENIZER,
+            token_mode=form,
+            **fields,
+        ) as run:
+            events = list(run)
+        finished = played(self._client.get(run.uid, view="samples"), events)
+        objection = objections(finished, self.trainer.verdict(rollout_id))
+        if objection:
+            raise AssertionError(f"the strict trainer objects: {objection}")
+        return finished
+
+    def _enter(self, stack: ExitStack, manager: Any) -> Any:
+        entered = self._loop.enter(manager)
+        stack.callback(self._loop.leave, manager)
+        return entered

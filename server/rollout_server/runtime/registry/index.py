@@ -1,0 +1,84 @@
+"""The rollouts that a roster knows, by uid and by the ids of the requests that led to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+
+from rollout_server.core.error import Conflict, NotFound
+from rollout_server.runtime.registry.admitted import Admitted
+from rollout_server.runtime.registry.entry import Place, Selection
+from rollout_server.runtime.rollout import Rollout, RolloutState
+from rollout_server.runtime.start_request import Caller
+
+
+class Known:
+    """In the order in which they were taken."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, Place] = {}
+        self._requests: dict[tuple[str, str, str], str] = {}
+        self._numbers = count(1)
+
+    def add(self, rollout: Rollout, admitted: Admitted) -> int:
+        """One more. Returns its number."""
+        key = admitted.key
+        place = Place(next(self._numbers), rollout, admitted.fingerprint, key, admitted.wish.until_received)
+        self._places[rollout.uid] = place
+        if key is not None:
+            self._requests[key] = rollout.uid
+        return place.number
+
+    def drop(self, uid: str) -> None:
+        """One less."""
+        place = self._places.pop(uid)
+        if place.request is not None and self._requests.get(place.request) == uid:
+            del self._requests[place.request]
+
+    def rollouts(self) -> Sequence[Rollout]:
+        """All of them."""
+        return [place.rollout for place in self._places.values()]
+
+    def get(self, uid: str, caller: Caller) -> Rollout:
+        """A rollout that the caller sees. Raises `NotFound`."""
+        place = self._places.get(uid)
+        if place is None or not caller.sees(place.rollout.caller):
+            raise NotFound(
+                f"there is no rollout {uid!r}; finished ones are forgotten after a while", reason="ROLLOUT_NOT_FOUND"
+            )
+        return place.rollout
+
+    def select(self, selection: Selection, before: int | None) -> Iterator[tuple[int, Rollout]]:
+        """The selected rollouts with their numbers, newest first, those with a number below `before` only."""
+        if selection.uids:
+            chosen = [self._places[uid] for uid in set(selection.uids) if uid in self._places]
+            places: Sequence[Place] = sorted(chosen, key=lambda place: -place.number)
+        else:
+            places = list(reversed(self._places.values()))
+        for place in places:
+            if (before is None or place.number < before) and selection.matches(place.rollout):
+                yield place.number, place.rollout
+
+    def find(self, admitted: Admitted) -> Rollout | None:
+        """The rollout of an earlier request under this id. Raises `Conflict` where that was for something else."""
+        wish, key = admitted.wish, admitted.key
+        uid = self._requests.get(key) if key is not None else None
+        if uid is None:
+            return None
+        place = self._places[uid]
+        over = place.rollout.state is RolloutState.FINISHED
+        if place.fingerprint == admitted.fingerprint:
+            return None if place.until_received and over and place.rollout.received else place.rollout
+        if place.until_received and over:
+            return None
+        raise Conflict(
+            f"request id {wish.request_id!r} is known with another payload (rollout {uid}); use another id for another rollout"
+        )
+
+
+def check_alike(admitted: Iterable[Admitted]) -> None:
+    """Raises `Conflict` where one id stands for different rollouts."""
+    prints: dict[tuple[str, str, str], str] = {}
+    for each in admitted:
+        if each.key is not None and prints.setdefault(each.key, each.fingerprint) != each.fingerprint:
+            raise Conflict(f"request id {each.wish.request_id!r} stands twice, with different payloads; use two ids")

@@ -1,0 +1,122 @@
+"""The outbox: outcomes that somebody is to be told of, each until it is acknowledged (D7).
+
+An outcome is decided once and packed once: every attempt carries the same bytes under the same key, so a receiver that remembers
+keys sees it once. Nothing is sent after an acknowledgement, whichever way that came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from rollout_server.core.spec import Target
+from rollout_server.runtime.delivery import Acknowledged, Delivery, DeliveryState, Receipt, Refused, Unsettled
+from rollout_server.runtime.observer import Attempt
+from rollout_server.runtime.ports import Parcel
+from rollout_server.runtime.registry.dependencies import Surroundings
+from rollout_server.runtime.rollout import Rollout
+
+_log = logging.getLogger(__name__)
+_GIVE_WAY = 1.0
+"""Seconds that an attempt gets to take note of its cancellation."""
+_ATTEMPTS = {Acknowledged: Attempt.ACKNOWLEDGED, Refused: Attempt.REFUSED, Unsettled: Attempt.FAILED}
+
+
+class Outbox:
+    """Lives on one event loop. `settled` is called once for each rollout whose delivery is over."""
+
+    def __init__(self, surroundings: Surroundings, settled: Callable[[Rollout], None]) -> None:
+        self._reporter = surroundings.reporter
+        self._patience = surroundings.patience
+        self._clock = surroundings.clock
+        self._observer = surroundings.observer
+        self._settled = settled
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def pending(self) -> int:
+        """Outcomes that nobody has acknowledged yet."""
+        return len(self._tasks)
+
+    def send(self, rollout: Rollout, target: Target) -> None:
+        """Begins to deliver the outcome of a finished rollout."""
+        rollout.delivery = Delivery()
+        task = asyncio.create_task(self._deliver(rollout, target), name=f"deliver {rollout.uid}")
+        self._tasks[rollout.uid] = task
+        task.add_done_callback(lambda done: self._over(done, rollout))
+
+    def holds(self, rollout: Rollout) -> bool:
+        """Its outcome is being delivered, or is still to be."""
+        return rollout.owes or rollout.uid in self._tasks
+
+    def acknowledge(self, rollout: Rollout) -> None:
+        """The outcome was received in another way: it is not sent again."""
+        if rollout.owes:
+            self._end(rollout, DeliveryState.ACKNOWLEDGED, "")
+            task = self._tasks.get(rollout.uid)
+            if task is not None:
+                task.cancel()
+            else:  # the server had stopped trying
+                self._settled(rollout)
+
+    async def drain(self, grace: float) -> None:
+        """Goes on for `grace` seconds, then stops. What is left is lost with this process, and the log says so."""
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=grace)
+        left = list(self._tasks.items())
+        if left:
+            uids = ", ".join(uid for uid, _ in left[:20])
+            _log.error("%d outcomes were not delivered before the end: %s", len(left), uids)
+            for _, task in left:
+                task.cancel()
+            await asyncio.wait([task for _, task in left], timeout=_GIVE_WAY)
+
+    async def _deliver(self, rollout: Rollout, target: Target) -> None:
+        patience, wait = self._patience, self._patience.first
+        expires = self._clock.monotonic() + patience.expiry
+        key = f"{rollout.uid}/outcome"
+        parcel = Parcel(target, key, self._reporter.pack(rollout, target, key))
+        attempts = 0
+        while True:
+            attempts += 1
+            receipt = await self._attempt(rollout, parcel, attempts)
+            if not rollout.owes:
+                return None  # acknowledged in another way while the receiver answered
+            if isinstance(receipt, Acknowledged):
+                return self._end(rollout, DeliveryState.ACKNOWLEDGED, "")
+            if isinstance(receipt, Refused):
+                return self._end(rollout, DeliveryState.REFUSED, receipt.text)
+            pause = max(wait, receipt.retry_after or 0.0)
+            exhausted = patience.retries is not None and attempts > patience.retries
+            if exhausted or self._clock.monotonic() + pause >= expires:
+                return self._end(rollout, DeliveryState.EXPIRED, receipt.text)
+            rollout.delivery = Delivery(attempts=attempts, error=receipt.text, next_attempt=self._clock.wall() + pause)
+            await asyncio.sleep(pause)
+            wait = min(2 * wait, patience.most)
+
+    async def _attempt(self, rollout: Rollout, parcel: Parcel, number: int) -> Receipt:
+        rollout.delivery = replace(rollout.delivery or Delivery(), attempts=number, next_attempt=None)
+        began = self._clock.monotonic()
+        # The credential is looked up each time: a caller that attaches anew may bring another one.
+        receipt = await self._reporter.deliver(replace(parcel, credential=rollout.credentials.outcome))
+        self._observer.delivered(rollout, _ATTEMPTS[type(receipt)], 1000 * (self._clock.monotonic() - began))
+        return receipt
+
+    def _end(self, rollout: Rollout, state: DeliveryState, error: str) -> None:
+        before = rollout.delivery or Delivery()
+        rollout.delivery = Delivery(state, before.attempts, error, ended=self._clock.wall())
+        if state is not DeliveryState.ACKNOWLEDGED:
+            extra = {"rollout_uid": rollout.uid, "rollout_id": rollout.spec.rollout_id}
+            # A receiver's own words are in the delivery only: they could forge a line of the log.
+            _log.error("the outcome was not delivered in %d attempts: %s", before.attempts, state.value, extra=extra)
+
+    def _over(self, task: asyncio.Task[None], rollout: Rollout) -> None:
+        del self._tasks[rollout.uid]
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("delivering %s failed", rollout.uid, exc_info=task.exception())
+            if rollout.owes:
+                self._end(rollout, DeliveryState.EXPIRED, "a fault of the server's; its log has the reason")
+        if not rollout.owes:
+            self._settled(rollout)

@@ -1,0 +1,136 @@
+"""The rollouts that wait and run: whether there is room for more, and which one runs next."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollout_server.core.error import Busy
+from rollout_server.runtime.ports import Clock
+from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.start_request import Capacity
+
+_MIB = 2**20
+
+
+@dataclass(slots=True)
+class _Use:
+    """What one caller uses. `line` may hold rollouts that wait no more; `starts` are those left as of `at` (monotonic seconds)."""
+
+    starts: float
+    at: float
+    line: list[tuple[int, int, str]] = field(default_factory=list)
+    queued: int = 0
+    running: int = 0
+    bytes: int = 0
+
+
+class Queue:
+    """Rollouts by caller, within the limits of a `Capacity`. A rollout's bytes count until `forget`."""
+
+    def __init__(self, capacity: Capacity, clock: Clock) -> None:
+        self._capacity = capacity
+        self._quota = capacity.quota()
+        self._clock = clock
+        self._uses: dict[str, _Use] = {}
+        self._waiting: dict[str, Rollout] = {}
+        self._sizes: dict[str, int] = {}
+        self.running = 0
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        """How many rollouts wait for a slot, of all callers. Those that run are not among them: see `running`."""
+        return len(self._waiting)
+
+    def check(self, caller: str, sizes: Sequence[int]) -> None:
+        """Raises `Busy` where there is no room for rollouts of these sizes in bytes, or no quota."""
+        capacity, count, size = self._capacity, len(sizes), sum(sizes)
+        room = capacity.total - self.running - len(self)
+        if count > room:
+            more = f": there is no room for {count} more" if count > 1 else ""
+            raise Busy(f"{self.running} rollouts run and {len(self)} wait{more}; ask again later", retry_after=1.0)
+        # A rollout that is larger than the whole limit is let in alone: no waiting would help it.
+        if (self.bytes or count > 1) and self.bytes + size > capacity.active_bytes:
+            most = capacity.active_bytes // _MIB
+            text = f"rollouts hold {self.bytes // _MIB} MiB, at most {most} MiB are allowed; ask again later"
+            raise Busy(text, retry_after=1.0, reason="TOO_MANY_BYTES")
+        self._check_quota(self._use(caller), count, size)
+
+    def put(self, rollout: Rollout, number: int) -> None:
+        """One more waits. `number` is higher for later ones."""
+        use = self._use(rollout.caller)
+        heapq.heappush(use.line, (-rollout.spec.priority, number, rollout.uid))
+        use.queued += 1
+        use.starts -= 1
+        self._waiting[rollout.uid] = rollout
+
+    def next(self) -> Rollout | None:
+        """Takes the rollout that runs next: of the caller of whose the fewest run, by priority and age. None: none may run."""
+        most = self._quota.running
+        ready = [use for use in self._uses.values() if use.queued and (most is None or use.running < most)]
+        if not ready or self.running >= self._capacity.running:
+            return None
+        for use in ready:
+            while use.line[0][2] not in self._waiting:
+                heapq.heappop(use.line)
+        use = min(ready, key=lambda use: (use.running, use.line[0]))
+        use.queued -= 1
+        use.running += 1
+        self.running += 1
+        return self._waiting.pop(heapq.heappop(use.line)[2])
+
+    def withdraw(self, rollout: Rollout) -> bool:
+        """It waits no more. False: it did not wait."""
+        if self._waiting.pop(rollout.uid, None) is None:
+            return False
+        use = self._use(rollout.caller)
+        use.queued -= 1
+        if len(use.line) > 2 * use.queued:  # else a server without a free slot would keep all that were ever cancelled
+            use.line = [each for each in use.line if each[2] in self._waiting]
+            heapq.heapify(use.line)
+        return True
+
+    def leave(self, rollout: Rollout) -> None:
+        """It runs no more."""
+        self._use(rollout.caller).running -= 1
+        self.running -= 1
+
+    def measure(self, rollout: Rollout) -> None:
+        """Its conversation has grown."""
+        self._resize(rollout, rollout.machine.size)
+
+    def forget(self, rollout: Rollout) -> None:
+        """Its bytes count elsewhere from here on."""
+        self._resize(rollout, 0)
+        del self._sizes[rollout.uid]
+
+    def _resize(self, rollout: Rollout, size: int) -> None:
+        more = size - self._sizes.get(rollout.uid, 0)
+        self._sizes[rollout.uid] = size
+        self._use(rollout.caller).bytes += more
+        self.bytes += more
+
+    def _check_quota(self, use: _Use, count: int, size: int) -> None:
+        quota, reason = self._quota, "CALLER_QUOTA"
+        if quota.queued is not None:
+            slots = self._capacity.running if quota.running is None else quota.running
+            if use.running + use.queued + count > slots + quota.queued:
+                text = f"{use.running} rollouts of yours run and {use.queued} wait; the rest of the queue is for other callers"
+                raise Busy(text, retry_after=1.0, reason=reason)
+        if quota.bytes is not None and (use.bytes or count > 1) and use.bytes + size > quota.bytes:
+            text = f"rollouts of yours hold {use.bytes // _MIB} MiB, at most {quota.bytes // _MIB} MiB are allowed to one caller"
+            raise Busy(text, retry_after=1.0, reason=reason)
+        if quota.starts_per_minute is not None:
+            missing = min(count, quota.starts_per_minute) - use.starts
+            if missing > 0:
+                text = f"one caller may start {quota.starts_per_minute} rollouts a minute; ask again later"
+                raise Busy(text, retry_after=60.0 * missing / quota.starts_per_minute, reason=reason)
+
+    def _use(self, caller: str) -> _Use:
+        now, most = self._clock.monotonic(), self._quota.starts_per_minute or 0
+        use = self._uses.get(caller)
+        if use is None:
+            use = self._uses[caller] = _Use(most, now)
+        use.starts, use.at = min(most, use.starts + (now - use.at) * most / 60.0), now
+        return use

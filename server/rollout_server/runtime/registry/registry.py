@@ -1,0 +1,281 @@
+"""The roster: the rollouts this server knows. Admission, idempotency, cancelling and forgetting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, NotPossible, Violation
+from rollout_server.core.fingerprint import fingerprint
+from rollout_server.core.outcome import Cancellation, Category, Failure
+from rollout_server.core.record import Ended
+from rollout_server.core.spec_validation import Bounds, settle, violations
+from rollout_server.runtime.aio.source_location import defined_at
+from rollout_server.runtime.log import Entry
+from rollout_server.runtime.ports import Credentials, OpenSampler, PlaysRuns, Tool
+from rollout_server.runtime.registry.admitted import Admitted
+from rollout_server.runtime.registry.dependencies import Surroundings
+from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.index import Known, check_alike
+from rollout_server.runtime.registry.noting import log_finished
+from rollout_server.runtime.registry.outbox import Outbox
+from rollout_server.runtime.registry.queue import Queue
+from rollout_server.runtime.registry.retention import Kept
+from rollout_server.runtime.rollout import Rollout, RolloutState
+from rollout_server.runtime.run.driver import drive
+from rollout_server.runtime.start_request import Caller, Capacity, Wish
+from rollout_server.runtime.tools.resources import Workbench
+
+Check: TypeAlias = Callable[[Sequence[Rollout | None]], None]
+"""Looks at the rollouts that were found for wishes, None for those that are to be taken, and raises what forbids it."""
+
+_log = logging.getLogger(__name__)
+_LAST_DELIVERIES = 5.0
+
+
+class Roster:
+    """Lives on one event loop. `start` does not await, so duplicates that arrive together find each other."""
+
+    def __init__(
+        self,
+        agents: Sequence[PlaysRuns],
+        open_sampler: OpenSampler,
+        new_uid: Callable[[], str],
+        *,
+        capacity: Capacity = Capacity(),
+        bounds: Bounds = Bounds(),
+        surroundings: Surroundings = Surroundings(),
+    ) -> None:
+        self.agents = {agent.name: agent for agent in agents}
+        names = [agent.name for agent in agents]
+        doubled = [name for name in self.agents if names.count(name) > 1]
+        if doubled:
+            places = "; ".join(defined_at(type(agent)) for agent in agents if agent.name == doubled[0])
+            raise ValueError(f"two agents have the name {doubled[0]!r}: {places}")
+        self.default_agent = agents[0].name
+        self.capacity = capacity
+        self.bounds = bounds
+        self.finished = 0
+        self.draining = False
+        self._open_sampler = open_sampler
+        self._new_uid = new_uid
+        self._clock = surroundings.clock
+        self._observer = surroundings.observer
+        self._workbench = surroundings.workbench or Workbench()
+        self._outbox = Outbox(surroundings, self._settle)
+        self._known = Known()
+        self._queue = Queue(capacity, self._clock)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._kept = Kept(capacity, self._clock)
+
+    @property
+    def running(self) -> int:
+        """Rollouts that run now."""
+        return self._queue.running
+
+    @property
+    def queued(self) -> int:
+        """Rollouts that wait now."""
+        return len(self._queue)
+
+    @property
+    def active_bytes(self) -> int:
+        """About what rollouts hold that are not among those that are remembered."""
+        return self._queue.bytes
+
+    @property
+    def owed(self) -> int:
+        """Outcomes that are still to be delivered."""
+        return self._outbox.pending
+
+    def agent(self, name: str) -> PlaysRuns:
+        """The agent of that name; the default one for an empty name. Raises `NotFound`."""
+        agent = self.agents.get(name or self.default_agent)
+        if agent is None:
+            raise NotFound(f"there is no agent {name!r}; there are {sorted(self.agents)}", reason="AGENT_NOT_FOUND")
+        return agent
+
+    def start(self, admitted: Admitted) -> tuple[Rollout, bool]:
+        """Takes a rollout that `admit` has looked at, or finds the one that was taken under the same request id.
+
+        The second value says: found. Raises `RolloutError` where there is no room, or the request id is another rollout's.
+        """
+        known = self._known.find(admitted)
+        if known is not None:
+            return self._found(known, admitted.wish), True
+        self._check_room((admitted,))
+        return self._take(admitted, admitted.tools()), False
+
+    async def start_all(
+        self, admitted: Sequence[Admitted], check: Check = lambda found: None
+    ) -> Sequence[tuple[Rollout, bool]]:
+        """Takes a rollout for each that `admit` has looked at, or finds it, or takes none of them and raises what `start` raises.
+
+        Other work gets its turn while agents choose the tools. Then all are taken in one go. Right before, `check` is given what
+        was found for each and may raise; nothing else happens between that and the return.
+        """
+        tools = dict[int, Sequence[Tool]]()
+        for at, each in enumerate(admitted):
+            if self._known.find(each) is None:
+                tools[at] = each.tools()
+            await asyncio.sleep(0)
+        found = [self._known.find(each) for each in admitted]
+        check_alike(admitted)
+        lacking = {at: each for at, each in enumerate(admitted) if found[at] is None}
+        tools |= {at: each.tools() for at, each in lacking.items() if at not in tools}
+        self._check_room(tuple(lacking.values()))
+        check(found)
+        taken: list[tuple[Rollout, bool]] = []
+        for at, each in enumerate(admitted):
+            known = self._known.find(each)  # it may have come with this very group
+            taken.append(
+                (self._take(each, tools[at]), False) if known is None else (self._found(known, each.wish), True)
+            )
+        return taken
+
+    def get(self, uid: str, caller: Caller) -> Rollout:
+        """A rollout that the caller sees. Raises `NotFound`."""
+        return self._known.get(uid, caller)
+
+    def select(self, selection: Selection, *, before: int | None = None) -> Iterator[tuple[int, Rollout]]:
+        """The selected rollouts with their numbers, newest first, those with a number below `before` only."""
+        return self._known.select(selection, before)
+
+    def cancel(self, selection: Selection, reason: str) -> Sequence[str]:
+        """Asks the selected rollouts to end. Returns the uids of those that had not finished."""
+        chosen = [rollout for _, rollout in self.select(selection) if rollout.state is not RolloutState.FINISHED]
+        for rollout in chosen:
+            rollout.ask_to_end(Cancellation(reason))
+        return [rollout.uid for rollout in chosen]
+
+    def acknowledge(self, uid: str, caller: Caller) -> None:
+        """Its outcome was received. Raises `NotFound`, or `NotPossible` where there is none yet."""
+        rollout = self.get(uid, caller)
+        if rollout.outcome is None:
+            raise NotPossible(f"rollout {uid!r} has not finished", reason="ROLLOUT_NOT_FINISHED")
+        rollout.received = True
+        self._outbox.acknowledge(rollout)
+
+    def forget(self) -> None:
+        """Drops finished rollouts that are too old, too many or too large together, the oldest first."""
+        for uid in self._kept.surplus():
+            self._known.drop(uid)
+
+    async def drain(self, grace: float) -> None:
+        """Takes nothing new, lets rollouts finish for `grace` seconds, then ends those that are left as interrupted.
+
+        Outcomes that are to be delivered get what is left of that time, and a little in any case.
+        """
+        self.draining = True
+        until = asyncio.get_running_loop().time() + grace
+        text = "the server stopped while the rollout ran; start it again"
+        if self._tasks:
+            await self._idle(grace)
+        for rollout in self._known.rollouts():
+            rollout.ask_to_end(Failure(Category.INTERRUPTED, text, rollout.machine.turn))
+        await self._idle(5.0)
+        await self._outbox.drain(max(_LAST_DELIVERIES, until - asyncio.get_running_loop().time()))
+
+    async def _idle(self, seconds: float) -> None:
+        deadline = asyncio.get_running_loop().time() + seconds
+        while self._tasks and (left := deadline - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+    def admit(self, wish: Wish, also_wrong: Iterable[Violation] = ()) -> Admitted:
+        """Looks at everything that a request says. It changes nothing, so any thread may call it. Raises `RolloutError`.
+
+        `also_wrong` is what the caller of this method found. It is reported together with what is found here, one reason for each
+        field.
+        """
+        wrong = [*violations(wish.spec, self.bounds)]
+        named = {violation.field for violation in wrong}
+        wrong += [violation for violation in also_wrong if violation.field not in named]
+        if len(wish.request_id) > 256:
+            raise NotPossible("request_id has more than 256 characters", reason="REQUEST_ID_TOO_LONG")
+        if wrong:
+            raise InvalidRequest(*wrong)
+        agent = self.agent(wish.spec.agent)
+        spec = settle(wish.spec, agent.name, agent.limits, self.bounds)
+        return Admitted(replace(wish, spec=spec), agent, fingerprint(spec))
+
+    def _found(self, known: Rollout, wish: Wish) -> Rollout:
+        if known.outcome is None or known.owes:
+            known.credentials = known.credentials.refreshed(wish.credentials)
+        return known
+
+    def _check_room(self, admitted: Sequence[Admitted]) -> None:
+        """Raises `Draining`, or `Busy` where there is no room for all of them, which are of one caller."""
+        if not admitted:
+            return
+        if self.draining:
+            raise Draining("the server is stopping and takes no new rollouts", retry_after=1.0)
+        self._queue.check(admitted[0].wish.caller, [each.size for each in admitted])
+        most = max(self.capacity.finished, 1)
+        if self.owed >= most and any(each.wish.spec.outcome is not None for each in admitted):
+            text = f"{self.owed} outcomes wait for their receivers, at most {most} may; ask again when they have been taken"
+            raise Busy(text, retry_after=1.0)
+
+    def _take(self, admitted: Admitted, tools: Sequence[Tool]) -> Rollout:
+        rollout = Rollout(self._new_uid(), admitted, tools, self._clock, self)
+        number = self._known.add(rollout, admitted)
+        rollout.ending.add_done_callback(lambda _: self._end_queued(rollout))
+        self._queue.put(rollout, number)
+        self._fill()
+        return rollout
+
+    def _fill(self) -> None:
+        while (rollout := self._queue.next()) is not None:
+            self._run(rollout)
+
+    def _run(self, rollout: Rollout) -> None:
+        rollout.running = True
+        task = asyncio.create_task(drive(rollout, self._open_sampler, self._workbench), name=f"drive {rollout.uid}")
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._finished(done, rollout))
+
+    def _finished(self, task: asyncio.Task[None], rollout: Rollout) -> None:
+        self._tasks.discard(task)
+        self._queue.leave(rollout)
+        rollout.running = False
+        if not task.cancelled() and task.exception() is not None:
+            _log.error("driving rollout %s failed", rollout.uid, exc_info=task.exception())
+        self._keep(rollout)
+        self._fill()
+
+    def _end_queued(self, rollout: Rollout) -> None:
+        """A rollout that is to end before it found a place ends at once."""
+        if not self._queue.withdraw(rollout):
+            return
+        rollout.record(Ended(rollout.ending.result(), queued_ms=rollout.queued_ms()))
+        self._keep(rollout)
+
+    def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
+        """As `Keeper`."""
+        self._queue.measure(rollout)
+        if rollout.outcome is not None and rollout.spec.outcome is not None:
+            # At once: an agent that does not give way holds its place, not the outcome.
+            self._outbox.send(rollout, rollout.spec.outcome)
+        self._observer.recorded(rollout, entries)
+
+    def released(self, rollout: Rollout) -> None:
+        """As `Keeper`."""
+        if rollout.outcome is not None:
+            self._settle(rollout)
+
+    def _keep(self, rollout: Rollout) -> None:
+        self.finished += 1
+        log_finished(rollout)
+        self._settle(rollout)
+
+    def _settle(self, rollout: Rollout) -> None:
+        """Forgets its credentials once nobody waits to be told; remembers it for a while, once it has also left its place."""
+        if self._outbox.holds(rollout):
+            return
+        rollout.credentials = Credentials()
+        if not (rollout.running or rollout.held):
+            self._queue.forget(rollout)
+            self._kept.add(rollout)
+            self.forget()

@@ -1,0 +1,173 @@
+"""What the conversations of one rollout share while it is played: its log, its end, and who still waits for something."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any, NoReturn, TypeVar, cast
+
+from rollout_server.core.conversation import Conversation, State
+from rollout_server.core.outcome import End, Stop, Verdict
+from rollout_server.core.record import Input, Record
+from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.tools.slots import NoPlace, Places
+from rollout_server.runtime.tools.task import Work
+
+_T = TypeVar("_T")
+
+
+class RolloutOver(BaseException):
+    """The rollout has come to its end: raised out of `play`, past any `except Exception` on the way. Let it pass."""
+
+    def __init__(self, end: End) -> None:
+        super().__init__(type(end).__name__)
+        self.end = end
+
+
+class AgentMistake(Exception):
+    """The agent asked for something that makes no sense at this point."""
+
+
+class Course:
+    """One rollout on its way.
+
+    Args:
+        rollout: it.
+        threads: places for the plain functions of its agent.
+
+    Attributes:
+        over: the end that it has met, once there is one.
+        verdict: what its agent said with that end; the judgement of a rollout that came to a stop is another one.
+        state: what the agent keeps of it.
+    """
+
+    def __init__(self, rollout: Rollout, threads: Places) -> None:
+        self.rollout = rollout
+        self.machine = rollout.machine
+        self.over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self.verdict = Verdict()
+        self.state: dict[str, Any] = {}
+        self._loop = asyncio.get_running_loop()
+        self._thread = get_ident()
+        self._threads = threads
+        self._ignored = 0
+        self._waiting: set[asyncio.Task[object]] = set()
+
+    async def check(self, conversation: Conversation, *wanted: State) -> None:
+        """Raises `RolloutOver` after the end, and `AgentMistake` where the conversation is in no state that is wanted."""
+        if self.over.done() or self.machine.outcome is not None:
+            # Code that swallows its end and asks again must neither stop the event loop nor keep it busy.
+            await asyncio.sleep(min(1.0, 0.01 * self._ignored))
+            self._ignored += 1
+            raise RolloutOver(self.over.result() if self.over.done() else self._outcome_end())
+        if conversation.state is State.CLOSED:
+            raise AgentMistake(
+                f"the conversation is over after turn {conversation.turn}: a compaction took its place, and goes on with the Run "
+                "that `fork` returned, or nobody waited for its answer"
+            )
+        if conversation.state not in (wanted or (State.OPEN,)):
+            what = "rollout" if conversation is self.machine.main else "conversation"
+            raise AgentMistake(
+                f"the {what} is {conversation.state.value} in turn {conversation.turn}: await what is under way before "
+                "asking for more"
+            )
+
+    def record(self, record: Input) -> tuple[Record, ...]:
+        """Writes a record down, from whatever thread. Raises `RolloutOver` after the end."""
+        if get_ident() != self._thread:
+            return self.wait(self._recorded(record))
+        if self.machine.outcome is not None:
+            raise RolloutOver(self._outcome_end())
+        return self.rollout.record(record)
+
+    def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """The result of a coroutine, for a thread that is not the event loop's.
+
+        Raises what it raises, `RolloutOver` where the rollout ends meanwhile, and `AgentMistake` on the event loop.
+        """
+        if get_ident() == self._thread:
+            work.close()
+            raise AgentMistake("run.wait is for plain functions, which run in threads; an `async def` awaits")
+        returned: Future[_T] = Future()
+        try:
+            self._loop.call_soon_threadsafe(self._start, work, returned)
+        except RuntimeError:  # the loop is closed
+            work.close()
+            raise RolloutOver(self._outcome_end()) from None
+        try:
+            return returned.result()
+        except CancelledError:
+            raise RolloutOver(self._outcome_end()) from None
+
+    def _start(self, work: Coroutine[Any, Any, _T], returned: Future[_T]) -> None:
+        """The task of a coroutine that a thread waits for. It ends with the rollout."""
+        task = asyncio.ensure_future(work)
+        self._waiting.add(task)
+        task.add_done_callback(lambda done: self._tell(done, returned))
+
+    def _tell(self, task: asyncio.Task[_T], returned: Future[_T]) -> None:
+        self._waiting.discard(task)
+        if task.cancelled():
+            returned.cancel()
+        elif (error := task.exception()) is not None:
+            returned.set_exception(error)
+        else:
+            returned.set_result(task.result())
+
+    async def _recorded(self, record: Input) -> tuple[Record, ...]:
+        return self.record(record)
+
+    async def aside(self, name: str, function: Callable[[], _T]) -> _T:
+        """Runs a plain function in a thread. Cancelled, it leaves the thread alone, which keeps its place until it ends (D18).
+
+        Raises what the function raises, and `NoPlace` where all places are held by threads that were left alone.
+        """
+        try:
+            await self._threads.take()
+        except NoPlace:
+            text = f"{name} cannot run: all {self._threads.limit} threads for plain functions are held by ones that were given up"
+            raise NoPlace(text) from None
+        work = Work(name, (self._threads,))
+        task = work.start(work.in_thread(function))
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            work.give_up()
+            raise
+        return cast("_T", task.result())
+
+    def decide(self, end: End, verdict: Verdict | None = None) -> None:
+        """This is the end, unless there is one."""
+        if not self.over.done():
+            self.over.set_result(end)
+            self.verdict = verdict or self.verdict
+
+    def end(self, end: End) -> NoReturn:
+        """Ends the rollout."""
+        self.decide(end)
+        raise RolloutOver(end)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The current task waits for the world. What an agent started beside its `play` would otherwise outlive the rollout."""
+        task = asyncio.current_task()
+        entered = task is not None and task not in self._waiting
+        if task is not None:
+            self._waiting.add(task)
+        try:
+            yield
+        finally:
+            if task is not None and entered:
+                self._waiting.discard(task)
+
+    @property
+    def under_way(self) -> Sequence[asyncio.Task[object]]:
+        """The tasks that wait for the world."""
+        return tuple(self._waiting)
+
+    def _outcome_end(self) -> End:
+        outcome = self.machine.outcome
+        return outcome.end if outcome is not None else Stop("stop")

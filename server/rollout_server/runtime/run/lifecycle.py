@@ -1,0 +1,87 @@
+"""Starts agents with the server that holds them, and stops them with it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+
+from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
+from rollout_server.runtime.ports import PlaysRuns
+
+_log = logging.getLogger(__name__)
+
+STOP_SECONDS = 10.0
+"""How long an agent's stop may take: others, and whoever stops the server, wait for it."""
+PATIENT_SECONDS = 10.0
+"""How long a start may take without a word in the log. It may take longer: some load models."""
+
+
+class AgentFailed(RuntimeError):
+    """An agent could not start. The text names the agent, what it raised, and the line of the author's code."""
+
+
+async def start_agents(agents: Sequence[PlaysRuns], stack: AsyncExitStack) -> None:
+    """Starts agents in order; `stack` stops those that started, the last one first. Raises `AgentFailed`."""
+    if not agents:
+        raise AgentFailed("there is no agent to serve")
+    for agent in agents:
+        if isinstance(agent, type) or not callable(getattr(agent, "perform", None)):
+            made = f": serve an object of it, {agent.__name__}()" if isinstance(agent, type) else ""
+            raise AgentFailed(f"{agent!r:.100} is no agent{made}")
+        try:
+            await _started(agent)
+        except Exception as error:  # the boundary to an author's code
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            place = raised_at(error).removeprefix(" at ")
+            where = f" ({place})" if place else written_at(agent.start)
+            raise AgentFailed(f"agent {agent.name!r} could not start: {what}{where}") from error
+        stack.push_async_callback(_stop, agent)
+
+
+async def _started(agent: PlaysRuns) -> None:
+    task = asyncio.create_task(_called(agent.start), name=f"start of agent {agent.name}")
+    try:
+        done, _ = await asyncio.wait({task}, timeout=PATIENT_SECONDS)
+        if not done:
+            text = "agent %s%s still starts after %g s%s; the server takes no requests before it has"
+            where = written_at(agent.start)
+            _log.warning(text, agent.name, where, PATIENT_SECONDS, waits_at(task))
+            await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if task.cancelled():
+        raise RuntimeError("it was cancelled")
+    await task
+
+
+async def _stop(agent: PlaysRuns) -> None:
+    """Stops an agent. That it fails is its author's to know, and keeps nobody else from stopping."""
+    task = asyncio.create_task(_called(agent.stop), name=f"stop of agent {agent.name}")
+    done, _ = await asyncio.wait({task}, timeout=STOP_SECONDS)
+    if not done:
+        where = written_at(agent.stop)
+        _log.error("the stop of agent %s%s did not end within %g s%s", agent.name, where, STOP_SECONDS, waits_at(task))
+        task.cancel()
+    elif task.cancelled():
+        _log.error("the stop of agent %s%s was cancelled", agent.name, written_at(agent.stop))
+    elif (error := task.exception()) is not None:
+        where = raised_at(error) or written_at(agent.stop)
+        _log.error("the stop of agent %s failed%s", agent.name, where, exc_info=error)
+
+
+async def _called(function: Callable[[], object]) -> None:
+    """Calls a hook. What would end the program ends the hook only."""
+    try:
+        if inspect.iscoroutinefunction(function):
+            await function()
+            return
+        result = await asyncio.get_running_loop().run_in_executor(None, partial(function))
+        if inspect.isawaitable(result):
+            await result
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"it raised {error!r}") from error

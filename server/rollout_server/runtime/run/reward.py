@@ -1,0 +1,64 @@
+"""What an agent's `reward` returns, checked: the outcome holds it, and trainers are sent it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from numbers import Real
+from typing import TypeAlias, cast
+
+from rollout_server.core.message import MalformedMessage, parse_object
+from rollout_server.core.outcome import Verdict
+from rollout_server.core.spec_validation import ID_LENGTH
+
+Judgement: TypeAlias = float | Verdict | None
+"""What a reward is: a finite number, a number with named parts, or nothing."""
+
+_MOST_SCORES = 1000
+_LONGEST_EXTRA = 1024 * 1024
+"""Characters."""
+
+
+def verdict_of(judgement: object, where: str) -> Verdict:
+    """The judgement as a verdict. Raises TypeError or ValueError, which begins with `where`, for what is none."""
+    if judgement is None:
+        return Verdict()
+    if not isinstance(judgement, Verdict):
+        return Verdict(_number(judgement, where))
+    scores, extra = judgement.scores, judgement.extra_json
+    if scores is not None and not (isinstance(scores, Mapping) and len(scores) <= _MOST_SCORES):
+        raise TypeError(
+            f"{where} in a Verdict: scores are a dictionary of at most {_MOST_SCORES} numbers, not {scores!r:.100}"
+        )
+    odd = [key for key in scores or () if not isinstance(key, str) or len(key) > ID_LENGTH]
+    if odd:
+        raise TypeError(
+            f"{where} in a Verdict: a score's name is a text of at most {ID_LENGTH} characters, not {odd[0]!r:.100}"
+        )
+    try:
+        if not isinstance(extra, str):
+            raise MalformedMessage(f"it is no text, but {extra!r:.100}")
+        if len(extra) > _LONGEST_EXTRA:
+            raise MalformedMessage(f"it has {len(extra):,} characters, at most {_LONGEST_EXTRA:,} are kept")
+        if extra:
+            parse_object(extra)
+    except MalformedMessage as error:
+        raise ValueError(f"{where} in a Verdict: extra_json must be one JSON object: {error}") from None
+    return replace(
+        judgement,
+        reward=None if judgement.reward is None else _number(judgement.reward, f"{where} in a Verdict"),
+        scores=scores and {key: _number(value, f"{where}, score {key!r},") for key, value in scores.items()},
+    )
+
+
+def _number(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{where} returned {value!r}; a finite number, a Verdict or None is needed")
+    try:
+        number = float(cast("float", value))
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{where} returned {value!r}, which is not a finite number")
+    return number

@@ -1,0 +1,106 @@
+"""Runs the tool calls of one answer at the same time, and writes down how each went."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from rollout_server.core.conversation import Conversation
+from rollout_server.core.message import MalformedMessage, ToolCall, tool_calls
+from rollout_server.core.record import ToolReturned, ToolStarted
+from rollout_server.runtime.run.context import AgentMistake, Course
+from rollout_server.runtime.tools.executor import Toolbox, ToolResult
+
+_AT_ONCE = 16
+"""Calls that begin in one round of the event loop, so that other rollouts get their turns in between."""
+
+
+def made(calls: Iterable[ToolCall], conversation: Conversation) -> Sequence[ToolCall]:
+    """The calls, each of which the model has made in its last message. Raises `AgentMistake` for others: no answer fits them."""
+    wanted = list(calls)
+    open_ = _open_calls(conversation)
+    for call in wanted:
+        if not isinstance(call, ToolCall):
+            raise AgentMistake(f"call: {call!r} is no tool call; `reply.tool_calls` are those of an answer")
+        if not open_[call.id]:
+            raise AgentMistake(
+                f"call: the model has made no call {call.id!r} in turn {conversation.turn}, or it has its result already; "
+                "give what `reply.tool_calls` of its last answer holds, each call once"
+            )
+        open_[call.id] -= 1
+    return wanted
+
+
+def _open_calls(conversation: Conversation) -> Counter[str]:
+    """How often each id was called in the last answer, without the calls that have their results."""
+    returned: Counter[str] = Counter()
+    for message in reversed(conversation.messages):
+        fields = message.fields()
+        if message.role == "assistant":
+            try:
+                called = Counter(call.id for call in tool_calls(fields))
+            except MalformedMessage:
+                return Counter()
+            return called - returned
+        if message.role == "tool":
+            returned[str(fields.get("tool_call_id"))] += 1
+    return Counter()
+
+
+async def run_calls(course: Course, toolbox: Toolbox, started: Sequence[ToolStarted]) -> Sequence[ToolResult]:
+    """Runs calls that the machine allows. Raises `RolloutOver` where the rollout ends meanwhile."""
+    await _begin(course, started)
+    if len(started) == 1:
+        return [await _call(course, toolbox, started[0])]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(_call(course, toolbox, intent)) for intent in started]
+    return [task.result() for task in tasks]
+
+
+async def _begin(course: Course, started: Sequence[ToolStarted]) -> None:
+    """Writes down that the calls run, a few in each round of the event loop."""
+    for number, intent in enumerate(started):
+        if number and number % _AT_ONCE == 0:
+            try:
+                await asyncio.sleep(0)
+            except asyncio.CancelledError:
+                for begun in started[:number]:
+                    _return(course, begun, _given_up(begun), course.rollout.clock.monotonic())
+                raise
+        course.record(intent)
+
+
+async def _call(course: Course, toolbox: Toolbox, intent: ToolStarted) -> ToolResult:
+    began = course.rollout.clock.monotonic()
+    try:
+        with course.waiting():
+            for _ in range(intent.index // _AT_ONCE):
+                await asyncio.sleep(0)
+            result = await _run(course, toolbox, intent)
+    except asyncio.CancelledError:
+        _return(course, intent, _given_up(intent), began)
+        raise
+    _return(course, intent, result, began)
+    return result
+
+
+async def _run(course: Course, toolbox: Toolbox, intent: ToolStarted) -> ToolResult:
+    limit = course.machine.limits.calls_per_turn
+    if limit is not None and intent.index >= limit:
+        text = f"Error: Too many tool calls in one turn; the first {limit} ran"
+        return ToolResult(intent.call, text, failed=True)
+    return await toolbox.run(intent.call)
+
+
+def _given_up(intent: ToolStarted) -> ToolResult:
+    return ToolResult(intent.call, "Error: The call was given up before it returned", failed=True)
+
+
+def _return(course: Course, intent: ToolStarted, result: ToolResult, began: float) -> None:
+    if course.machine.outcome is not None:
+        return
+    elapsed, message = 1000 * (course.rollout.clock.monotonic() - began), result.message()
+    course.record(
+        ToolReturned(intent.turn, intent.index, intent.call, message, result.failed, elapsed, intent.segment_id)
+    )

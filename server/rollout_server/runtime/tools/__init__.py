@@ -1,0 +1,1 @@
+"""Running tool calls: the executor, slots, the result cache, truncation and policies."""

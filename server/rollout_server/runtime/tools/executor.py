@@ -1,0 +1,240 @@
+"""Runs tool calls. What goes wrong becomes a text for the model, and the rollout goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import traceback
+from collections.abc import Coroutine, Hashable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_json
+from rollout_server.core.spec import TokenizerName
+from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
+from rollout_server.runtime.ports import ArgumentError, Content, Tool, ToolError
+from rollout_server.runtime.run.context import RolloutOver
+from rollout_server.runtime.tools.policy import ToolPolicy
+from rollout_server.runtime.tools.protocols import HandledTool, Hands, ToolFailed, Unwritable
+from rollout_server.runtime.tools.resources import Workbench
+from rollout_server.runtime.tools.slots import NoPlace, Places
+from rollout_server.runtime.tools.task import Work
+from rollout_server.runtime.tools.truncate import Most
+
+_FLOODS = "returned more than a result may have: the model reads its beginning; max_output_tokens says how much of it"
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
+"""Seconds between attempts: the first wait, which doubles with each attempt, and the longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The tool message of a call; `failed` says that its content is an error text."""
+
+    call: ToolCall
+    content: Content
+    failed: bool
+
+    @property
+    def text(self) -> str:
+        """The content's texts, joined."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(text for part in self.content if isinstance(text := part.get("text"), str))
+
+    def message(self) -> Message:
+        """As it goes into the conversation."""
+        return Message.write({"role": "tool", "content": self.content, "tool_call_id": self.call.id})
+
+
+class Toolbox:
+    """The tools of one agent in one rollout, whose tokenizer counts what they say."""
+
+    def __init__(
+        self, tools: Iterable[Tool], workbench: Workbench | None = None, tokenizer: TokenizerName | None = None
+    ) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        self._bench = workbench or Workbench()
+        self._tokenizer = tokenizer
+        self._places: dict[Hashable, Places] = {}
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """What it holds, in the order in which it was given."""
+        return tuple(self._tools.values())
+
+    def holding(self, tools: Iterable[Tool]) -> Toolbox:
+        """Other tools for another conversation of the rollout, which has its places once."""
+        other = Toolbox(tools, self._bench, self._tokenizer)
+        other._places = self._places
+        return other
+
+    async def run(self, call: ToolCall) -> ToolResult:
+        """Runs one call. Raises nothing but the end of the rollout and the caller's own cancellation, which no tool can hold up."""
+        tool = self._tools.get(call.name)
+        try:
+            content = await self._run(call, tool)
+            kept = await self._most(tool).cut(content)
+            if kept is not content and not _bounded(tool):
+                self._bench.complain(_label(call.name, tool), _FLOODS)
+            return ToolResult(call, kept, failed=False)
+        except (asyncio.CancelledError, RolloutOver):
+            raise
+        except BaseException as error:  # the boundary to a tool author's code
+            self._complain(call.name, tool, error)
+            return ToolResult(call, await self._most(tool).cut(f"Error: {_said(error)}"), failed=True)
+
+    async def _run(self, call: ToolCall, tool: Tool | None) -> Content:
+        arguments = _arguments(call)
+        if tool is None:
+            raise ToolError(f"Unknown function '{call.name}'. Available: {list(self._tools)}")
+        if not isinstance(arguments, Mapping):
+            raise ToolError(
+                f"Invalid arguments for {call.name}: a JSON object is needed, not {type(arguments).__name__}"
+            )
+        try:
+            return await self._kept(tool, arguments)
+        except ArgumentError as error:
+            raise ToolError(f"Invalid arguments for {call.name}: {error}") from None
+
+    async def _kept(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
+        if not (isinstance(tool, HandledTool) and tool.policy.cache):
+            return await self._placed(tool, arguments)
+        try:
+            canonical = json.dumps(arguments, sort_keys=True, default=str)
+        except (ValueError, RecursionError):  # integers of too many digits: the tool says what is wrong
+            return await self._placed(tool, arguments)
+        key, seconds = (tool, canonical), tool.policy.cache_seconds
+        return await self._bench.results.get(key, 4 * len(canonical), seconds, lambda: self._placed(tool, arguments))
+
+    async def _placed(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
+        """Runs the call as soon as it has all places that it needs."""
+        if not isinstance(tool, HandledTool):
+            work = Work(label_of(tool))
+            return await self._timed(tool, ToolPolicy(), work, tool.run(arguments))
+        policy, label = tool.policy, label_of(tool)
+        async with AsyncExitStack() as stack:
+            places = await self._take(tool)
+            worker = None
+            try:
+                if policy.process and self._bench.processes is not None:
+                    worker = await stack.enter_async_context(self._bench.processes.open(tool.definition, policy))
+            except BaseException:
+                for each in places:
+                    each.leave()
+                raise
+            work = Work(label, places, worker)
+            return await self._timed(tool, policy, work, _attempts(tool, work, arguments))
+
+    async def _take(self, tool: HandledTool) -> list[Places]:
+        taken: list[Places] = []
+        try:
+            for places, of_what in self._wanted(tool):
+                try:
+                    await places.take()
+                except NoPlace:
+                    lost = f"{places.lost} calls were given up and never returned"
+                    raise ToolError(f"{tool.name} cannot run: all places {of_what} are taken, {lost}") from None
+                taken.append(places)
+        except BaseException:
+            for places in taken:
+                places.leave()
+            raise
+        return taken
+
+    def _wanted(self, tool: HandledTool) -> Iterable[tuple[Places, str]]:
+        limit = tool.policy.concurrency
+        if limit is not None:
+            yield (
+                self._places.setdefault((tool.definition, tool.name, limit), Places(limit)),
+                "that it has in this rollout",
+            )
+        places = self._bench.places(tool)
+        if places is not None:
+            yield places, "that it has on this server"
+        if tool.threaded and not tool.policy.process:
+            yield self._bench.threads, "for plain functions"
+
+    async def _timed(
+        self, tool: Tool, policy: ToolPolicy, work: Work, coroutine: Coroutine[Any, Any, Content]
+    ) -> Content:
+        """The result, unless time is over or nobody waits for it any more: then the work is left to itself."""
+        task = work.start(coroutine)
+        try:
+            await asyncio.wait({task}, timeout=policy.timeout)
+        except asyncio.CancelledError:
+            work.give_up()
+            raise
+        if not task.done():
+            self._bench.complain(label_of(tool), f"took longer than {policy.timeout:g} s{waits_at(task)}")
+            work.give_up()
+            raise ToolError(f"{tool.name} took longer than {policy.timeout:g} s")
+        if task.cancelled():
+            raise ToolError("The tool was cancelled")
+        return task.result()
+
+    def _most(self, tool: Tool | None) -> Most:
+        limits = self._bench.limits
+        tokens = tool.policy.max_output_tokens if isinstance(tool, HandledTool) else None
+        return Most(limits.output_bytes, limits.image_bytes, tokens, self._bench.measure, self._tokenizer)
+
+    def _complain(self, name: str, tool: Tool | None, error: BaseException) -> None:
+        """Names file and line. The error's own text is not for the log: it may repeat what the model wrote."""
+        if isinstance(error, ToolError) and not isinstance(error, Unwritable):
+            return
+        label = _label(name, tool)
+        if isinstance(error, Unwritable):
+            self._bench.complain(label, "returned what cannot be written as text")
+        else:
+            self._bench.complain(label, _raised(error))
+
+
+def label_of(tool: Tool) -> str:
+    """A tool's name, and where it is defined, for the log."""
+    if isinstance(tool, HandledTool):
+        return f"tool {tool.name} ({tool.definition})"
+    return f"tool {tool.name}{written_at(tool.run)}"
+
+
+def _label(name: str, tool: Tool | None) -> str:
+    return label_of(tool) if tool is not None else f"tool {name}"
+
+
+def _bounded(tool: Tool | None) -> bool:
+    """Its author has said how much of a result is wanted."""
+    return isinstance(tool, HandledTool) and tool.policy.max_output_tokens is not None
+
+
+async def _attempts(tool: HandledTool, hands: Hands, arguments: Mapping[str, JSON]) -> Content:
+    for attempt in range(tool.policy.retries):
+        try:
+            return await tool.run_by(hands, arguments)
+        except ToolError:
+            raise
+        except Exception:  # the last attempt tells what is wrong
+            await asyncio.sleep(min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT))
+    return await tool.run_by(hands, arguments)
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # its __str__ is the author's, too
+        return type(error).__name__
+
+
+def _raised(error: BaseException) -> str:
+    if isinstance(error, ToolFailed):
+        return f"ended with {error.kind or 'an error'}" + (f" at {error.place}" if error.place else raised_at(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    innermost = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"raised {type(error).__name__}{raised_at(error) or innermost}"
+
+
+def _arguments(call: ToolCall) -> JSON:
+    if not isinstance(call.arguments, str):
+        return call.arguments
+    try:
+        return parse_json(call.arguments)
+    except MalformedMessage as error:
+        raise ToolError(f"Invalid JSON arguments: {error}") from None

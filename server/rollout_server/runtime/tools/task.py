@@ -1,0 +1,134 @@
+"""What one call of an author's function has under way: a task, and threads where the function is a plain one.
+
+A call that is given up is cancelled and not waited for. It keeps its places until all of it has ended: they stand for
+something that there is not more of. If it does not give way within a grace time they count as lost, and the log says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextvars import copy_context
+from threading import Thread
+from typing import Any, TypeVar
+
+from rollout_server.core.message import JSON
+from rollout_server.runtime.ports import Content
+from rollout_server.runtime.tools.protocols import ToolFailed, Worker
+from rollout_server.runtime.tools.slots import Places
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+GRACE_SECONDS = 5.0
+"""How long a function may take to give way after its call was given up."""
+
+
+class Work:
+    """The hands of one call."""
+
+    def __init__(self, label: str, places: Sequence[Places] = (), worker: Worker | None = None) -> None:
+        """Takes over `places`. `label` names the function in the log, such as "tool add (agent.py:3)"."""
+        self._label = label
+        self._places = places
+        self._worker = worker
+        self._parts = 0
+        self._threads = 0
+        self._task: asyncio.Task[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._lost = False
+
+    def start(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Begins. Called once."""
+        self._parts += 1
+        task = asyncio.create_task(_contained(coroutine), name=f"call of {self._label}")
+        task.add_done_callback(self._task_ended)
+        self._task = task
+        return task
+
+    async def in_thread(self, work: Callable[[], object]) -> object:
+        """Runs a function in a daemon thread of its own. Cancelled, it leaves the thread alone."""
+        loop = asyncio.get_running_loop()
+        returned = loop.create_future()
+        context = copy_context()
+
+        def run() -> None:
+            result: object = None
+            error: BaseException | None = None
+            try:
+                result = context.run(work)
+            except BaseException as raised:
+                error = _carried(raised)
+            try:
+                loop.call_soon_threadsafe(self._thread_ended, returned, result, error)
+            except RuntimeError:
+                return  # the loop is closed: nobody waits
+
+        Thread(target=run, name=self._label, daemon=True).start()
+        self._parts += 1
+        self._threads += 1
+        return await returned
+
+    async def in_process(self, arguments: Mapping[str, JSON]) -> Content:
+        """Runs the call in the process that was opened for it."""
+        if self._worker is None:
+            raise ToolFailed("The tool runs in a process of its own, which only a server starts", "RuntimeError")
+        return await self._worker.call(arguments)
+
+    def give_up(self) -> None:
+        """Cancels what is under way, and waits for nothing."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._parts and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._lose)
+
+    def _lose(self) -> None:
+        self._lost = True
+        what = "is still in its thread" if self._threads else "does not give way to its cancellation"
+        _log.warning("%s %s and is left alone, with the places it holds", self._label, what)
+        for places in self._places:
+            places.lose()
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled():
+            task.exception()  # whoever waited was told of it
+        self._part_ended()
+
+    def _thread_ended(self, returned: asyncio.Future[object], result: object, error: BaseException | None) -> None:
+        self._threads -= 1
+        if not returned.done():
+            returned.set_exception(error) if error is not None else returned.set_result(result)
+        self._part_ended()
+
+    def _part_ended(self) -> None:
+        self._parts -= 1
+        if self._parts:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        for places in self._places:
+            places.find() if self._lost else places.leave()
+
+
+async def _contained(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """What ends a program ends a call only."""
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise ToolFailed(_said(error), type(error).__name__) from error
+
+
+def _carried(error: BaseException) -> BaseException:
+    """As it is carried from a thread to whoever waits. A StopIteration cannot be set on a future: one would wait for ever."""
+    if isinstance(error, StopIteration):
+        return RuntimeError("StopIteration")
+    if isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit | asyncio.CancelledError):
+        failed = ToolFailed(_said(error), type(error).__name__)
+        failed.__cause__ = error
+        return failed
+    return error
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

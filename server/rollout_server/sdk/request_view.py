@@ -1,0 +1,113 @@
+"""A rollout's spec in the words of the earlier SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from rollout_server.core.message import parse_object
+from rollout_server.core.spec import Sampling
+from rollout_server.runtime.request import Request
+from rollout_server.runtime.run.arguments import SamplingOptions, overridden
+from rollout_server.runtime.run.run import AgentMistake
+from rollout_server.sdk.core.exceptions import OsmosisValidationError
+from rollout_server.sdk.core.schemas import OpenAIFunctionToolSchema, RolloutRequest, SamplingParamsDict, copied
+from rollout_server.sdk.utils import normalize_stop
+
+_TURNS, _TOKENS = 10, 8192
+_SAMPLED = ("temperature", "top_p", "max_tokens", "stop", "logprobs")
+
+
+def request_of(request: Request) -> RolloutRequest:
+    """The request, with the limits in force; where there is none, the dialect's default stands in. Not validated again.
+
+    Sampling parameters are those that the caller sent, without the defaults of its protocol, where that is known.
+    """
+    spec, source = request.spec, request.source
+    tools = spec.tools.url if spec.tools is not None else None
+    parameters = source.get("completion_params")
+    return RolloutRequest.model_construct(
+        rollout_id=spec.rollout_id,
+        server_url=spec.completions.url,
+        messages=[copied(message) for message in request.messages],
+        completion_params=_parameters(spec.sampling) if parameters is None else dict(parameters),
+        tool_server_url=source.get("tool_server_url", tools),
+        max_turns=_TURNS if spec.limits.turns is None else spec.limits.turns,
+        max_tokens_total=_TOKENS if spec.limits.generated_tokens is None else spec.limits.generated_tokens,
+        metadata=dict(request.metadata),
+        api_key=None,
+        idempotency_key=source.get("idempotency_key"),
+    )
+
+
+def sample_request() -> RolloutRequest:
+    """A request such as a trainer sends, for asking a loop about its tools before there is one."""
+    return RolloutRequest(
+        rollout_id="sample",
+        server_url="http://trainer.invalid",
+        messages=[{"role": "user", "content": "Hello"}],
+        completion_params={},
+    )
+
+
+def own_sampling(request: Request, asked: SamplingParamsDict, wanted: Mapping[str, Any]) -> SamplingOptions:
+    """The sampling parameters of a call that are not the request's, `asked`. Raises `OsmosisValidationError`.
+
+    None leaves a parameter as it is, and parameters that the earlier SDK ignores are ignored.
+    """
+    named, known = _with_stops(wanted), _with_stops(asked)
+    own = {name: named[name] for name in _SAMPLED if name in named and named[name] != known.get(name)}
+    try:
+        overridden(request.sampling, own, request.spec.completions.dialect)
+    except AgentMistake as mistake:
+        raise OsmosisValidationError(str(mistake), 400) from None
+    return cast("SamplingOptions", own)
+
+
+def _with_stops(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**parameters, "stop": normalize_stop(parameters["stop"])} if "stop" in parameters else parameters
+
+
+def _parameters(sampling: Sampling) -> SamplingParamsDict:
+    named = {name: getattr(sampling, name) for name in ("temperature", "top_p", "max_tokens", "logprobs")}
+    extra = dict(parse_object(sampling.extra_json)) if sampling.extra_json else {}
+    stop = {"stop": list(sampling.stop)} if sampling.stop else {}
+    return extra | {name: value for name, value in named.items() if value is not None} | stop
+
+
+def told_tools(tools: object, where: str) -> list[OpenAIFunctionToolSchema]:
+    """What `get_tools` gave, checked. Raises TypeError or ValueError naming the loop and the tool."""
+    if not isinstance(tools, list | tuple):
+        raise TypeError(
+            f"{where} returned {_shown(tools)}; a list of OpenAIFunctionToolSchema is needed, [] for no tools"
+        )
+    checked = [_told_tool(tool, f"{where}[{index}]") for index, tool in enumerate(tools)]
+    names = [tool.function.name for tool in checked]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise ValueError(f"{where} returned more than one tool with the name {', '.join(map(repr, doubled))}")
+    return checked
+
+
+def _told_tool(tool: object, where: str) -> OpenAIFunctionToolSchema:
+    if isinstance(tool, Mapping):
+        try:
+            tool = OpenAIFunctionToolSchema.model_validate(tool)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{where}.{place}: {first['msg']}") from None
+    if not isinstance(tool, OpenAIFunctionToolSchema):
+        raise TypeError(f"{where} is {_shown(tool)}; an OpenAIFunctionToolSchema is needed")
+    if tool.type != "function":
+        raise ValueError(f'{where}: type is {tool.type!r}, "function" is needed')
+    if not tool.function.name.strip():
+        raise ValueError(f"{where}: the function has no name")
+    return tool
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,0 +1,143 @@
+"""The law of the asynchronous dialect (http-wire.md, B): one key for each turn and its attempts, verbatim history, no mask."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+from rollout_server.testing.checks.rollout_state import Tally, Told
+from rollout_server.testing.checks.turn import Call, Keyed
+from rollout_server.testing.checks.verdict import RefusalReason
+from rollout_server.testing.outcome_delivery import Notice
+
+_STATUSES: Final = ("COMPLETED", "ERROR")
+_LATENCIES: Final = ("total_latency_ms", "llm_latency_ms", "tool_latency_ms")
+_COUNTS: Final = ("num_llm_calls", "num_tool_calls", "prompt_tokens", "response_tokens", "max_context_tokens")
+
+
+def call_fault(call: Call, keyed: Keyed, tally: Tally) -> tuple[RefusalReason, str] | None:
+    """What is wrong with a call beside its history, as a reason and a text; None if nothing is."""
+    if keyed.fault:
+        return RefusalReason.BODY, keyed.fault
+    if call.mask is not None:
+        return RefusalReason.MASK, "response_mask came, but in this dialect the trainer derives it"
+    if not keyed.turn_key:
+        return (
+            RefusalReason.KEY,
+            "the header Idempotency-Key is missing: every attempt of a turn carries the turn's key",
+        )
+    if tally.conclusion:
+        return RefusalReason.OVER, "the outcome of this rollout was delivered: no completion is asked for after that"
+    fault = _key_fault(keyed.turn_key, call, tally)
+    return (RefusalReason.KEY, fault) if fault else None
+
+
+def _key_fault(key: str, call: Call, tally: Tally) -> str | None:
+    if key in tally.turn_keys[:-1]:
+        return f"the Idempotency-Key is that of turn {tally.turn_keys.index(key) + 1}: each turn has a key of its own"
+    if tally.turn_keys[-1:] == [key]:
+        if tally.asked_alike(call.messages):
+            return None
+        return f"the Idempotency-Key is that of turn {tally.next_turn - 1}, but the messages are others"
+    if tally.asked_key not in ("", key):
+        return f"turn {tally.next_turn} was asked for before under another Idempotency-Key"
+    return None
+
+
+def outcome_fault(notice: Notice, tally: Tally) -> str | None:
+    """What is wrong with an outcome that came for the first time; None if nothing is.
+
+    What a trainer saw and counted is compared where the completions came in this dialect too.
+    """
+    body = notice.body
+    fault = body_fault(body)
+    if fault:
+        return fault
+    if not notice.key:
+        return "the header Idempotency-Key is missing: every delivery of an outcome carries the same key"
+    if notice.key in tally.turn_keys:
+        return "the Idempotency-Key is that of a turn"
+    if tally.turn_keys and not tally.turn_keys[0]:
+        return None
+    completed = body["status"] == "COMPLETED"
+    if body["final_messages"] or completed:
+        fault = tally.final_fault(body["final_messages"], with_answer=completed)
+    return fault or _counts_fault(body["metrics"], tally.told, completed=completed)
+
+
+def body_fault(body: Mapping[str, Any]) -> str | None:
+    """Which field of an outcome is missing, unknown or of the wrong type; None if all is well."""
+    known = {name: value for name, value in body.items() if value is not None}
+    if unknown := set(body) - set(_FIELDS):
+        return f"unknown fields {sorted(unknown)}: extra_fields is the place for more"
+    for name, (wanted, needed, fits) in _FIELDS.items():
+        if name not in known and needed:
+            return f"{name} is missing"
+        if name in known and not fits(known[name]):
+            return f"{name} has to be {wanted}"
+    if known["status"] == "COMPLETED":
+        return "error_message came with status COMPLETED" if "error_message" in known else None
+    if not str(known.get("error_message", "")).strip():
+        return "error_message has to say what went wrong"
+    return None if known["finish_reason"] == "error" else "finish_reason of an ERROR has to be 'error'"
+
+
+def _counts_fault(metrics: Mapping[str, Any], told: Sequence[Told], *, completed: bool) -> str | None:
+    """How `metrics` differ from what was told, turn by turn.
+
+    The last answer of a rollout that failed may never have arrived, or not have been one.
+    """
+    calls = metrics["num_llm_calls"]
+    if calls != len(told) and (completed or calls != len(told) - 1):
+        return f"metrics.num_llm_calls is {calls}, this trainer answered {len(told)} turns"
+    counted = told[:calls]
+    prompts, answers = [turn.prompt for turn in counted], [turn.answer for turn in counted]
+    both = [None if p is None or a is None else p + a for p, a in zip(prompts, answers, strict=True)]
+    sums = {"prompt_tokens": _total(prompts), "response_tokens": _total(answers)}
+    sums["max_context_tokens"] = None if None in both else max((length for length in both if length), default=0)
+    for name, right in sums.items():
+        if right is not None and metrics[name] != right:
+            return f"metrics.{name} is {metrics[name]}, this trainer told of {right}"
+    return None
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_duration(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+def _is_metrics(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    durations = all(_is_duration(value.get(name)) for name in _LATENCIES)
+    return durations and all(_is_count(value.get(name)) for name in _COUNTS)
+
+
+def _is_messages(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
+
+
+_FIELDS: Final[Mapping[str, tuple[str, bool, Callable[[Any], bool]]]] = MappingProxyType(
+    {
+        "rollout_id": ("a string", True, lambda value: isinstance(value, str)),
+        "status": (f"one of {_STATUSES}", True, lambda value: value in _STATUSES),
+        "final_messages": ("a list of objects", True, _is_messages),
+        "finish_reason": ("a string that is not empty", True, lambda value: isinstance(value, str) and value != ""),
+        "error_message": ("a string", False, lambda value: isinstance(value, str)),
+        "reward": ("a number", False, _is_number),
+        "metrics": (f"an object with numbers {_LATENCIES} and counts {_COUNTS}", True, _is_metrics),
+        "extra_fields": ("an object", True, lambda value: isinstance(value, dict)),
+    }
+)
+"""By name: what it has to be, whether it has to be there, and whether a value is that."""

@@ -1,0 +1,250 @@
+"""The law of both dialects, as a strict trainer applies it. No HTTP, no clock, no randomness.
+
+The judge keeps, for each rollout, the messages it has seen and the lengths of its own full renderings. On call k > 1
+``len(render k) - len(render k-1) - len(answer k-1)`` tokens are new, whatever they are, and the mask has to have exactly
+that many zeros. What it accumulates is the sample that a trainer would train on.
+
+A refused call and a committed fault leave the rollout as it was. In the masked dialect an id starts anew, as http-wire.md
+(A) has it, when its last answer called no tools and a call comes with a null mask and without any answer given before;
+what was found until then is kept as an earlier verdict. In the asynchronous dialect (B) there is no mask to count; what is
+judged beside the history is in `ruling`, and a turn that is asked for again under its key gets a sibling of its answer.
+In token mode the ids come with the call, and `continuation` says whether they are what the messages give.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from rollout_server.testing.checks.async_rules import call_fault, outcome_fault
+from rollout_server.testing.checks.mask_check import first_mask_fault, mask_fault
+from rollout_server.testing.checks.renderer import Message, PlainRenderer, UnrenderableError
+from rollout_server.testing.checks.rollout_state import Tally, Told
+from rollout_server.testing.checks.token_mode_check import Continuations
+from rollout_server.testing.checks.turn import Answer, Call, Prompt
+from rollout_server.testing.checks.verdict import Outcome, Refusal, RefusalReason, RefusedError, Verdict
+from rollout_server.testing.outcome_delivery import Conclusion, Notice
+from rollout_server.testing.script import Lie, Reply
+
+ROLLOUTS_KEPT: Final = 4096
+_KEYS_KEPT: Final = 16 * ROLLOUTS_KEPT
+
+
+class Judge:
+    """Checks calls and outcomes, turns replies into answers, and keeps a verdict for each of the last `rollouts_kept`.
+
+    With `reuses_ids` an id of the asynchronous dialect may begin anew once its outcome is settled. `check` and `accept`
+    belong together and are for one thread, the one that owns the renderer. Outcomes may come, verdicts be read, and
+    rollouts forgotten, from any other.
+    """
+
+    def __init__(
+        self, renderer: PlainRenderer, rollouts_kept: int = ROLLOUTS_KEPT, *, reuses_ids: bool = False
+    ) -> None:
+        self._renderer = renderer
+        self._continuations = Continuations(renderer)
+        self._rollouts_kept = rollouts_kept
+        self._reuses_ids = reuses_ids
+        self._tallies: dict[str, Tally] = {}
+        self._owners: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def check(self, call: Call) -> Prompt:
+        """The prompt that a right call gives. RefusedError for a wrong one, which is then part of the verdict."""
+        tally = self._tallies.get(call.key) or Tally(call.key)
+        over = self._is_over(call, tally)
+        begins = tally.next_turn == 1 or over
+        try:
+            self._check_keyed(call, Tally(call.key) if over else tally)
+            if call.again or (call.keyed and tally.turn_keys[-1:] == [call.keyed.turn_key]):
+                self._check_again(call, tally)
+                return Prompt(call, tally.last_prompt, tally.last_turn.new_tokens, tally.last_turn.number, repeats=True)
+            return self._first(call) if begins else self._later(call, tally)
+        except RefusedError as error:
+            self.refuse(call.key, error.refusal)
+            raise
+
+    def refuse(self, rollout_id: str, refusal: Refusal) -> None:
+        """Notes in the verdict that a call was refused."""
+        with self._lock:
+            tally = self._tallies.get(rollout_id) or Tally(rollout_id)
+            tally.refuse(refusal)
+            self._keep(rollout_id, tally)
+
+    def conclude(self, notice: Notice) -> None:
+        """Takes the delivery of an outcome; RefusedError for one that should not have come, or not like this."""
+        with self._lock:
+            tally = self._tallies.get(notice.rollout_id) or Tally(notice.rollout_id)
+            fault = None
+            if tally.conclusion is None:
+                fault = outcome_fault(notice, tally)
+                tally.conclusion = Conclusion(notice)
+            fault = tally.conclusion.come(notice) or fault
+            self._keep(notice.rollout_id, tally)
+        if fault:
+            refusal = Refusal(0, RefusalReason.OUTCOME, fault)
+            self.refuse(notice.rollout_id, refusal)
+            raise RefusedError(refusal)
+
+    def settle(self, rollout_id: str, status: int) -> Verdict | None:
+        """Takes note of the status that answers an outcome; the verdict, where that ends its delivery."""
+        with self._lock:
+            tally = self._tallies.get(rollout_id)
+            if tally is None or tally.conclusion is None or tally.conclusion.settled:
+                return None
+            tally.conclusion.settle(status)
+            return tally.verdict() if tally.conclusion.settled else None
+
+    def accept(self, prompt: Prompt, reply: Reply, fault: str = "") -> Answer:
+        """The answer to a checked call; from now on the rollout's next call has to continue it.
+
+        `fault` is the kind of failure by which it nevertheless does not arrive, for the verdict.
+        """
+        answer = self.answer(prompt, reply)
+        with self._lock:
+            tally = self._tally(prompt)
+            tally.add(prompt, answer, Told.by(answer, reply))
+            if fault:
+                tally.fault(prompt, fault)
+            self._keep(prompt.call.key, tally)
+        return answer
+
+    def answer(self, prompt: Prompt, reply: Reply) -> Answer:
+        """What `accept` would give, without counting it."""
+        call = prompt.call
+        # Ids that were given may hold more than the template writes: an answer is found behind the template's own prompt.
+        behind = self._renderer.prompt(call.messages, call.tools) if call.given else prompt.ids
+        ids = self._renderer.answer(call.messages, call.tools, behind, reply)
+        message, finish = reply.message, reply.finish
+        if call.max_tokens is not None and reply.lie is Lie.TOO_LONG:
+            ids = [*ids[:1] * max(0, call.max_tokens + 1 - len(ids)), *ids]
+        elif call.max_tokens is not None and len(ids) > call.max_tokens:
+            ids = ids[: call.max_tokens]
+            message, finish = {"role": "assistant", "content": self._renderer.decode(ids)}, "length"
+        logprobs = _logprobs(len(prompt.ids), len(ids))
+        return Answer(message, finish, ids, logprobs, prompt.ids, self._renderer.decode(ids))
+
+    def record_fault(self, prompt: Prompt, name: str) -> None:
+        """Notes in the verdict that a checked call is not answered, by what kind of failure."""
+        with self._lock:
+            tally = self._tally(prompt)
+            tally.fault(prompt, name)
+            self._keep(prompt.call.key, tally)
+
+    def record_lie(self, rollout_id: str, name: str) -> None:
+        """Notes in the verdict what was told wrongly of the last answer."""
+        with self._lock:
+            self._tallies[rollout_id].lied(name)
+
+    def record_replay(self, prompt: Prompt) -> None:
+        """Notes in the verdict that the answer of a turn is given again."""
+        with self._lock:
+            self._tally(prompt).replayed()
+
+    def is_masked(self, rollout_id: str, messages: Sequence[Message]) -> bool | None:
+        """Whether the calls of a rollout that `messages` may continue carry masks; None where there is no such rollout."""
+        with self._lock:
+            tally = self._tallies.get(rollout_id)
+            over = tally is None or tally.conclusion is not None or tally.is_over_for(messages)
+            return None if tally is None or over else tally.masked
+
+    def start_anew(self, rollout_id: str) -> bool:
+        """Makes the next call under this id a first one; whether the id was known."""
+        with self._lock:
+            tally = self._tallies.get(rollout_id)
+            if tally:
+                self._keep(rollout_id, tally.anew())
+            return tally is not None
+
+    def verdict(self, rollout_id: str) -> Verdict | None:
+        """What was found about one rollout; None for an id that is not known."""
+        with self._lock:
+            tally = self._tallies.get(rollout_id)
+            return tally.verdict() if tally else None
+
+    def outcome(self, rollout_id: str) -> Outcome | None:
+        """What a rollout came to; None where nothing was delivered."""
+        with self._lock:
+            tally = self._tallies.get(rollout_id)
+            return tally.conclusion.value() if tally and tally.conclusion else None
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """All that are kept, the one called least recently first."""
+        with self._lock:
+            return tuple(tally.verdict() for tally in self._tallies.values())
+
+    def _check_again(self, call: Call, tally: Tally) -> None:
+        if call.again and not tally.asked_alike(call.messages):
+            text = f"turn {tally.last_turn.number} is asked for again, but the messages are others"
+            raise _refused(tally.last_turn.number, RefusalReason.KEY, text)
+
+    def _first(self, call: Call) -> Prompt:
+        if call.masked and (fault := first_mask_fault(call.mask)):
+            raise _refused(1, RefusalReason.MASK, fault)
+        return Prompt(call, self._ids(call, 1), new_tokens=0, turn=1, begins=True)
+
+    def _later(self, call: Call, tally: Tally) -> Prompt:
+        turn = tally.next_turn
+        if fault := tally.history_fault(call.messages):
+            raise _refused(turn, RefusalReason.HISTORY, fault)
+        ids = self._ids(call, turn)
+        new_tokens = len(ids) - tally.seen_tokens
+        if new_tokens < 0:
+            text = (
+                f"the messages render to {len(ids)} tokens, {-new_tokens} fewer than the {tally.seen_tokens} "
+                "of the last prompt and its answer: no response_mask can be right"
+            )
+            raise _refused(turn, RefusalReason.SHRUNK, text)
+        if call.masked and (fault := mask_fault(call.mask, new_tokens)):
+            raise _refused(turn, RefusalReason.MASK, fault)
+        return Prompt(call, ids, new_tokens, turn)
+
+    def _is_over(self, call: Call, tally: Tally) -> bool:
+        """Whether the call begins the rollout anew."""
+        if call.masked or (call.keyed and tally.masked):
+            return not call.mask and tally.is_over_for(call.messages)
+        ended = tally.conclusion is not None and tally.conclusion.settled
+        fresh = call.keyed is not None and call.keyed.turn_key not in tally.turn_keys
+        return self._reuses_ids and ended and fresh and not tally.has_answer(call.messages)
+
+    def _check_keyed(self, call: Call, tally: Tally) -> None:
+        if call.keyed is None:
+            return
+        if found := call_fault(call, call.keyed, tally):
+            raise _refused(tally.next_turn, *found)
+        owner = self._owners.setdefault(call.keyed.turn_key, call.key)
+        if owner != call.key:
+            text = f"the Idempotency-Key is that of a turn of rollout {owner!r}: each turn has a key of its own"
+            raise _refused(tally.next_turn, RefusalReason.KEY, text)
+        while len(self._owners) > _KEYS_KEPT:
+            del self._owners[next(iter(self._owners))]
+
+    def _ids(self, call: Call, turn: int) -> list[int]:
+        """What the model sees: the ids that came, if they are right, else the messages rendered."""
+        try:
+            if call.given is None:
+                return self._renderer.prompt(call.messages, call.tools)
+            fault = self._continuations.fault(call.messages, call.tools, call.given)
+        except UnrenderableError as error:
+            raise _refused(turn, RefusalReason.TEMPLATE, str(error)) from error
+        if fault:
+            raise _refused(turn, RefusalReason.TOKENS, fault)
+        return call.given.ids
+
+    def _tally(self, prompt: Prompt) -> Tally:
+        tally = self._tallies.get(prompt.call.key) or Tally(prompt.call.key)
+        return tally.anew() if prompt.begins and (tally.next_turn > 1 or tally.conclusion) else tally
+
+    def _keep(self, rollout_id: str, tally: Tally) -> None:
+        self._tallies.pop(rollout_id, None)
+        self._tallies[rollout_id] = tally
+        while len(self._tallies) > self._rollouts_kept:
+            del self._tallies[next(iter(self._tallies))]
+
+
+def _refused(turn: int, reason: RefusalReason, text: str) -> RefusedError:
+    return RefusedError(Refusal(turn, reason, text))
+
+
+def _logprobs(offset: int, count: int) -> list[float]:
+    """Multiples of 1/128 in (-1, 0), which float32 holds exactly; another sequence for each length of prompt."""
+    return [-(1 + (offset * 31 + index * 7) % 97) / 128 for index in range(count)]

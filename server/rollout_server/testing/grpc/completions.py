@@ -1,0 +1,223 @@
+"""Completions over gRPC (completion_service.proto), on the same judge as the HTTP face, whichever way they come.
+
+There is no mask on this wire: the trainer derives it. What is judged is the history, that base and turn key are what
+they should be, and in token mode who wrote which token, the digests, and the tokens that nobody generated here
+(`completion_tokens`, `continuation`). An answered turn key gets the same answer again and generates nothing, or, where keys are
+not replayed, another one in its place; a turn that failed, or a key that was never answered, is judged as if for the first time.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+from osmosis.rollout.v1 import completion_service_pb2 as pb
+from osmosis.rollout.v1 import message_pb2
+
+from rollout_server.testing.checks.judge import ROLLOUTS_KEPT
+from rollout_server.testing.checks.renderer import Message, Tools
+from rollout_server.testing.checks.turn import Call
+from rollout_server.testing.checks.verdict import Refusal, RefusalReason, RefusedError
+from rollout_server.testing.grpc import wire
+from rollout_server.testing.grpc.grpc_lies import BORROWED, twisted
+from rollout_server.testing.grpc.ledger import SegmentLedger
+from rollout_server.testing.grpc.segments import Segments, messages_of
+from rollout_server.testing.grpc.status import StatusError, invalid, status_of_fault
+from rollout_server.testing.grpc.token_mode import Continued, continued
+from rollout_server.testing.model.engine import Answered, Failed
+from rollout_server.testing.model.engine_thread import Desk, ToolsUnavailableError
+from rollout_server.testing.script import Fault, FaultKind, Lie
+
+_ANSWERS_KEPT: Final = 16 * ROLLOUTS_KEPT
+
+
+@dataclass(frozen=True, slots=True)
+class SeenCompletion:
+    """A request for a completion as it came over gRPC, with the text part of its metadata; none over a stream."""
+
+    request: pb.CompleteRequest
+    metadata: Mapping[str, str]
+
+
+class SilenceError(Exception):
+    """No answer, until the caller gives up."""
+
+
+class Completions:
+    """Message mode, and token mode where a segment begins with `new_tokens`. Statuses are those of completion_service.proto.
+
+    Every request for a completion goes into `requests` first, whatever becomes of it.
+    """
+
+    def __init__(self, desk: Desk, requests: "deque[SeenCompletion]", *, replays_keys: bool) -> None:
+        self._desk = desk
+        self._requests = requests
+        self._replays_keys = replays_keys
+        self._segments = Segments(ROLLOUTS_KEPT)
+        self._turns: dict[str, asyncio.Task[pb.CompleteResponse]] = {}
+        self._lost: dict[str, Fault] = {}
+        self._second: dict[str, pb.CompleteResponse] = {}
+        self._earlier: dict[str, pb.CompleteResponse] = {}
+
+    def seen(self, request: pb.CompleteRequest, metadata: Mapping[str, str]) -> None:
+        """Notes that a request came."""
+        self._requests.append(SeenCompletion(request, metadata))
+
+    async def answer(self, request: pb.CompleteRequest) -> pb.CompleteResponse:
+        """Answers one turn, or the same turn again. StatusError for one that is refused or fails, SilenceError for no answer."""
+        _check(request)
+        return await asyncio.shield(self._turn(request))
+
+    def lost(self, turn_key: str) -> Fault | None:
+        """How the answer that was just generated is not to arrive; the turn's next attempt gets it."""
+        return self._lost.pop(turn_key, None)
+
+    def second(self, turn_key: str) -> pb.CompleteResponse | None:
+        """Another answer to the same turn, where both are to be sent."""
+        return self._second.pop(turn_key, None)
+
+    def ledger(self, request: pb.ReadLedgerRequest) -> pb.ReadLedgerResponse:
+        """A segment as it is held here. StatusError for one that is not."""
+        held = self._segments.find(request.uid, request.segment_id)
+        if held is None or held.forgotten:
+            text = f"segment {request.segment_id!r} of rollout {request.uid!r} is not known here"
+            raise StatusError(grpc.StatusCode.NOT_FOUND, "SEGMENT_UNKNOWN", text)
+        return wire.ledger(held, request.offset)
+
+    async def close(self) -> None:
+        """Gives up the turns that are held back."""
+        for turn in self._turns.values():
+            turn.cancel()
+        await asyncio.gather(*self._turns.values(), return_exceptions=True)
+
+    def _turn(self, request: pb.CompleteRequest) -> "asyncio.Task[pb.CompleteResponse]":
+        """The turn of this key. It outlives a caller that gives up, as a generation does, and one that failed is over."""
+        turn = self._turns.get(request.turn_key)
+        answered = turn is not None and turn.done() and turn.exception() is None
+        if turn is None or (turn.done() and not (answered and self._replays_keys)):
+            if answered:
+                self._segments.step_back(request)
+            turn = self._turns[request.turn_key] = asyncio.create_task(self._answer(request))
+            while len(self._turns) > _ANSWERS_KEPT:
+                self._turns.pop(next(iter(self._turns))).cancel()
+        return turn
+
+    async def _answer(self, request: pb.CompleteRequest) -> pb.CompleteResponse:
+        if self._segments.is_new(request.uid):
+            # The verdict of a name is that of the rollout that took it last.
+            self._desk.judge.start_anew(request.rollout_id)
+        held = self._segments.segment(request)
+        before = held.copy()
+        messages = messages_of(request, held)
+        tokens = self._continued(request, held, messages)
+        call = Call(
+            request.rollout_id,
+            messages,
+            tools=await self._tools(request),
+            masked=False,
+            judged_as=held.rollout_key,
+            given=tokens.given if tokens else None,
+            max_tokens=request.sampling.max_tokens or None if tokens else None,
+            again=held.undone == request.turn,
+        )
+        try:
+            result = await self._desk.complete(call)
+        except RefusedError as error:
+            raise StatusError(
+                grpc.StatusCode.INVALID_ARGUMENT, error.refusal.reason.name, error.refusal.text
+            ) from error
+        if isinstance(result, Failed):
+            return await _failure(result)
+        if result.lost:
+            self._lost[request.turn_key] = result.lost
+        told = _taken(request, messages, held, tokens, result)
+        held.before, held.undone = before, 0
+        if result.reply.forgets:
+            self._segments.forget(request.uid)
+        await asyncio.sleep(result.reply.delay)
+        wants_logprobs = request.sampling.logprobs or not request.sampling.HasField("logprobs")
+        honest = wire.response(told, typed=held.typed, with_logprobs=wants_logprobs)
+        return self._told(request, call, result.reply.lie, honest)
+
+    def _told(
+        self, request: pb.CompleteRequest, call: Call, lie: Lie | None, honest: pb.CompleteResponse
+    ) -> pb.CompleteResponse:
+        """What is sent: the honest answer, or one with a lie in it, of which the verdict then tells."""
+        earlier = self._earlier.pop(request.uid, None) or next(reversed(self._earlier.values()), None)
+        self._earlier[request.uid] = honest
+        while len(self._earlier) > ROLLOUTS_KEPT:
+            del self._earlier[next(iter(self._earlier))]
+        if lie is None or (lie is Lie.TOO_LONG and call.max_tokens is None):
+            return honest
+        if earlier is None and lie in BORROWED:
+            raise StatusError(grpc.StatusCode.INTERNAL, "SCRIPT", f"there is no earlier answer for the lie {lie}")
+        self._desk.judge.record_lie(call.key, lie.value)
+        if lie is Lie.ANSWERED_TWICE:
+            self._second[request.turn_key] = twisted(Lie.CHANGED_ID, honest, honest, request.turn)
+        return twisted(lie, honest, earlier or honest, request.turn)
+
+    def _continued(
+        self, request: pb.CompleteRequest, held: SegmentLedger, messages: Sequence[Message]
+    ) -> Continued | None:
+        """The call's tokens; None in message mode. StatusError as `continued`, which is then part of the verdict."""
+        if not request.HasField("new_tokens"):
+            return None
+        try:
+            return continued(request, held, self._segments.parent(request), messages)
+        except StatusError as error:
+            self._desk.judge.refuse(held.rollout_key, Refusal(request.turn, RefusalReason.TOKENS, error.text))
+            raise
+
+    async def _tools(self, request: pb.CompleteRequest) -> Tools | None:
+        named = self._segments.tools(request)
+        if named is not None:
+            return named if self._desk.tools.rendered else None
+        try:
+            return await self._desk.tools.get()
+        except ToolsUnavailableError as error:
+            raise StatusError(grpc.StatusCode.INTERNAL, "TOOLS_UNAVAILABLE", str(error)) from error
+
+
+def _taken(
+    request: pb.CompleteRequest,
+    messages: Sequence[Message],
+    held: SegmentLedger,
+    tokens: Continued | None,
+    result: Answered,
+) -> wire.Told:
+    """Takes an answer into its segment."""
+    answer = result.answer
+    policy = result.reply.policy_version or f"policy-{request.turn}"
+    if tokens is None:
+        after = held.add(request.turn, messages, answer, policy)
+        return wire.Told(answer, result.reply, policy, after)
+    tokens.enter(held)
+    after = held.answered(request.turn, messages, answer, policy)
+    return wire.Told(answer, result.reply, policy, after, tokens.prompt)
+
+
+def _check(request: pb.CompleteRequest) -> None:
+    """StatusError for a request that no state can make right."""
+    if not request.uid or not request.rollout_id.strip():
+        raise invalid("rollout_id" if request.uid else "uid", "is missing")
+    if request.turn < 1:
+        raise invalid("turn", "counts from 1")
+    key = f"{request.uid}/{request.segment_id}/{request.turn}"
+    if request.turn_key != key:
+        raise invalid("turn_key", f"is {request.turn_key!r}, but this turn's key is {key!r}")
+
+
+async def _failure(result: Failed) -> pb.CompleteResponse:
+    """Commits a scripted fault: raises its status, or returns what HTTP would answer with status 200."""
+    fault = result.fault
+    await asyncio.sleep(fault.delay)
+    match fault.kind:
+        case FaultKind.SILENCE:
+            raise SilenceError
+        case FaultKind.EMPTY_CHOICES | FaultKind.NULL_MESSAGE:
+            return pb.CompleteResponse(finish_reason="stop", token_ids=result.answer.token_ids)
+        case FaultKind.STATUS if fault.status == 200:
+            return pb.CompleteResponse(message=message_pb2.Message(json=fault.body), finish_reason="stop")
+    raise status_of_fault(fault)

@@ -1,0 +1,162 @@
+"""Which conversation a gRPC call continues: segments, bases and tool sets of the rollouts that a trainer knows."""
+
+from dataclasses import dataclass, field
+
+import grpc
+from osmosis.rollout.v1 import completion_service_pb2 as pb
+from osmosis.rollout.v1 import message_pb2, token_pb2
+
+from rollout_server.testing.checks.renderer import Message, Tools
+from rollout_server.testing.grpc.ledger import SegmentLedger
+from rollout_server.testing.grpc.status import StatusError, base_unknown, invalid, mismatch
+from rollout_server.testing.grpc.wire import message_from_proto, tool_from_proto, tools_digest
+
+
+@dataclass(slots=True)
+class _Rollout:
+    segments: dict[str, SegmentLedger] = field(default_factory=dict)
+    tools: dict[bytes, Tools] = field(default_factory=dict)
+
+
+class Segments:
+    """The last `rollouts_kept` rollouts by uid. The event loop's thread only."""
+
+    def __init__(self, rollouts_kept: int) -> None:
+        self._rollouts: dict[str, _Rollout] = {}
+        self._rollouts_kept = rollouts_kept
+
+    def is_new(self, uid: str) -> bool:
+        """Whether no call of this rollout came yet."""
+        return uid not in self._rollouts
+
+    def segment(self, request: pb.CompleteRequest) -> SegmentLedger:
+        """The segment that the call continues, or a new one: empty, or what another held at the call's base.
+
+        StatusError: BASE_UNKNOWN for a base that no segment of this rollout ever had, LEDGER_MISMATCH where the segment
+        is known but stands elsewhere.
+        """
+        rollout = self._rollout(request)
+        known = rollout.segments.get(request.segment_id)
+        if known is not None:
+            _check_mode(known, request)
+        if not request.HasField("base"):
+            return known or self._open(rollout, request)
+        if known is not None:
+            return _at_base(known, request.base)
+        parents = (each for each in rollout.segments.values() if each.has(request.base.digest) and not each.forgotten)
+        parent = next(parents, None)
+        if parent is None:
+            raise base_unknown(f"segment {request.segment_id!r} of rollout {request.uid!r} is not known here")
+        forked = request.origin.kind == token_pb2.SEGMENT_KIND_BRANCH
+        continues = not forked and parent.drifted and parent.marks[-1].digest == request.base.digest
+        branch = parent.branch(request.base.digest, parent.rollout_key if continues else _key(rollout, request))
+        rollout.segments[request.segment_id] = _at_base(branch, request.base)
+        return branch
+
+    def parent(self, request: pb.CompleteRequest) -> SegmentLedger | None:
+        """The segment that the call's segment comes from, as far as it is known here."""
+        return self.find(request.uid, request.origin.parent_id) if request.origin.parent_id else None
+
+    def step_back(self, request: pb.CompleteRequest) -> None:
+        """Makes the segment what it was before its last answer, if that is the turn that is asked for again."""
+        held = self.find(request.uid, request.segment_id)
+        if held is not None and held.before is not None and held.last_turn == request.turn:
+            held.before.undone = request.turn
+            self._rollouts[request.uid].segments[request.segment_id] = held.before
+
+    def forget(self, uid: str) -> None:
+        """Makes all bases and tools of a rollout unknown, until its whole history comes."""
+        rollout = self._rollouts[uid]
+        rollout.tools.clear()
+        for segment in rollout.segments.values():
+            segment.forgotten = True
+
+    def find(self, uid: str, segment_id: str) -> SegmentLedger | None:
+        """A segment that is known."""
+        rollout = self._rollouts.get(uid)
+        return rollout.segments.get(segment_id) if rollout else None
+
+    def tools(self, request: pb.CompleteRequest) -> Tools | None:
+        """The tools that the call names by digest; None where it says nothing about tools.
+
+        StatusError: TOOLS_UNKNOWN for a digest whose list never came, and for a list that has another digest.
+        """
+        if not request.HasField("tools"):
+            return None
+        rollout = self._rollout(request)
+        named, listed = request.tools.digest, request.tools.tools
+        if listed or named == tools_digest(()):
+            tools = [_tool(index, tool) for index, tool in enumerate(listed)]
+            if named != tools_digest(listed):
+                raise invalid("tools.digest", f"is {named.hex()}, the list has {tools_digest(listed).hex()}")
+            rollout.tools[named] = tools
+        if named not in rollout.tools:
+            text = f"the list of tools with digest {named.hex()[:16]} never came in this rollout"
+            raise StatusError(grpc.StatusCode.FAILED_PRECONDITION, "TOOLS_UNKNOWN", text)
+        return rollout.tools[named]
+
+    def _rollout(self, request: pb.CompleteRequest) -> _Rollout:
+        known = self._rollouts.get(request.uid)
+        if known is not None:
+            return known
+        rollout = self._rollouts[request.uid] = _Rollout()
+        while len(self._rollouts) > self._rollouts_kept:
+            del self._rollouts[next(iter(self._rollouts))]
+        return rollout
+
+    def _open(self, rollout: _Rollout, request: pb.CompleteRequest) -> SegmentLedger:
+        typed = bool(request.new_messages) and request.new_messages[0].WhichOneof("form") == "chat"
+        ledger = SegmentLedger(_key(rollout, request), typed=typed, in_tokens=request.HasField("new_tokens"))
+        rollout.segments[request.segment_id] = ledger
+        return ledger
+
+
+def _key(rollout: _Rollout, request: pb.CompleteRequest) -> str:
+    """What the judge calls a new conversation: the first one of a rollout goes by the rollout's name."""
+    return f"{request.rollout_id}/{request.segment_id}" if rollout.segments else request.rollout_id
+
+
+def messages_of(request: pb.CompleteRequest, ledger: SegmentLedger) -> list[Message]:
+    """The whole conversation: the base's messages and the new ones. StatusError names a message that is none."""
+    new = [_message(index, message) for index, message in enumerate(request.new_messages)]
+    if not request.HasField("base"):
+        return new
+    if request.base.messages > len(ledger.messages):
+        raise invalid("base.messages", f"{request.base.messages} of {len(ledger.messages)} messages")
+    return [*ledger.messages[: request.base.messages], *new]
+
+
+def _at_base(ledger: SegmentLedger, base: token_pb2.Checkpoint) -> SegmentLedger:
+    if not ledger.marks or ledger.forgotten:
+        raise base_unknown("the segment is known, but no turn of it was answered or all of it was forgotten")
+    mark = ledger.marks[-1]
+    if (mark.tokens, mark.digest) != (base.tokens, base.digest):
+        raise mismatch(
+            f"the base has {base.tokens} tokens with digest {base.digest.hex()[:16]}, "
+            f"here the last turn ended at {mark.tokens} with {mark.digest.hex()[:16]}",
+            ledger.marks,
+        )
+    return ledger
+
+
+def _check_mode(ledger: SegmentLedger, request: pb.CompleteRequest) -> None:
+    if ledger.in_tokens != request.HasField("new_tokens"):
+        text = "is missing, but the segment began" if ledger.in_tokens else "came, but the segment began without it"
+        raise invalid("new_tokens", text + (" in token mode" if ledger.in_tokens else ""))
+
+
+def _message(index: int, message: message_pb2.Message) -> Message:
+    try:
+        parsed = message_from_proto(message)
+    except ValueError as error:
+        raise invalid(f"new_messages[{index}]", str(error)) from error
+    if not isinstance(parsed.get("role"), str):
+        raise invalid(f"new_messages[{index}]", "there is no string under role")
+    return parsed
+
+
+def _tool(index: int, tool: message_pb2.Tool) -> dict[str, object]:
+    try:
+        return tool_from_proto(tool)
+    except ValueError as error:
+        raise invalid(f"tools.tools[{index}].parameters_json_schema", str(error)) from error

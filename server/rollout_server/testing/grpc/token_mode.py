@@ -1,0 +1,249 @@
+"""Token mode of a gRPC call: its spans as runs, held against the segment's ledger, for the judge to look at.
+
+Here it is judged who wrote what, and that base and spans are what `after` says; `continuation` judges the tokens that
+nobody here wrote. Tokens of the model come with a whole history only, and then have to be those that are held here, author
+by author. Only where nothing is held, neither of the segment nor of the one that it comes from, are they believed.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from osmosis.rollout.v1 import completion_service_pb2 as pb
+from osmosis.rollout.v1 import token_pb2
+
+from rollout_server.testing.checks.renderer import Message
+from rollout_server.testing.checks.token_mode_check import Given, Piece
+from rollout_server.testing.grpc.ledger import Mark, Reason, Run, SegmentLedger, runs_within
+from rollout_server.testing.grpc.status import invalid, mismatch
+
+_REASONS: Final = {
+    token_pb2.MASK_REASON_UNSPECIFIED: None,
+    token_pb2.MASK_REASON_PROMPT: Reason.PROMPT,
+    token_pb2.MASK_REASON_ENVIRONMENT: Reason.ENVIRONMENT,
+    token_pb2.MASK_REASON_CLOSING: Reason.CLOSING,
+    token_pb2.MASK_REASON_AUTHOR: Reason.AUTHOR,
+}
+_MODEL: Final = "the model"
+_START: Final = "the start"
+_BASE: Final = "the base"
+_FOLLOWING: Final[Mapping[str, frozenset[str]]] = {
+    _START: frozenset({Reason.PROMPT}),
+    _BASE: frozenset({Reason.CLOSING, Reason.ENVIRONMENT}),
+    Reason.PROMPT: frozenset({Reason.PROMPT, _MODEL}),
+    _MODEL: frozenset({_MODEL, Reason.CLOSING, Reason.ENVIRONMENT}),
+    Reason.CLOSING: frozenset({Reason.ENVIRONMENT}),
+    Reason.ENVIRONMENT: frozenset({Reason.ENVIRONMENT, _MODEL}),
+}
+_LARGEST_ID: Final = (1 << 31) - 1
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What stands before an answer, and the answer; the last turn of a call has none."""
+
+    before: list[Run] = field(default_factory=list)
+    answer: list[Run] = field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        return self.answer[0].turn
+
+    @property
+    def size(self) -> int:
+        return sum(len(run.token_ids) for run in (*self.before, *self.answer))
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """What a call adds to its segment: turns that were answered elsewhere, each with the messages known behind it, and
+    what the model is to answer now. `prompt` is the checkpoint that base and spans give.
+    """
+
+    given: Given
+    prompt: Mark
+    turns: tuple[_Turn, ...]
+    known: tuple[int, ...]
+
+    def enter(self, ledger: SegmentLedger) -> None:
+        """Takes it in, with a mark behind each answer."""
+        for turn, messages in zip(self.turns, (*self.known, None), strict=True):
+            for run in (*turn.before, *turn.answer):
+                ledger.append(run)
+            if messages is not None:
+                ledger.mark(messages)
+
+
+def continued(
+    request: pb.CompleteRequest, ledger: SegmentLedger, parent: SegmentLedger | None, messages: Sequence[Message]
+) -> Continued:
+    """What the call's tokens are, against what is held of its segment, and of the one that it comes from.
+
+    StatusError: INVALID_ARGUMENT names the field that cannot be, LEDGER_MISMATCH (ABORTED) the first token that is held
+    otherwise, or the checkpoint that base and spans do not give.
+    """
+    sent = _runs(request)
+    _check_turns(_turns(sent), request)
+    with_all = not request.HasField("base")
+    proved = len(ledger.words)
+    if with_all:
+        proved = _compare(sent, ledger, parent, request)
+    fresh = list(runs_within(sent, len(ledger.words) if with_all else 0))
+    _check_origin(request, ledger, parent, answered=any(run.by_model for run in sent))
+    prompt = ledger.extended(fresh, len(messages))
+    _check_after(request.new_tokens.after, prompt, ledger)
+    turns = _turns(fresh)
+    answers = _answers(len(turns) - 1, messages)
+    pieces = list(_pieces(request.turn, ledger, turns, [*answers, len(messages)]))
+    given = Given(ledger.ids + [token_id for run in fresh for token_id in run.token_ids], ())
+    unproved = tuple(piece for piece in pieces if piece.stop > proved or piece is pieces[-1])
+    return Continued(replace(given, pieces=unproved), prompt, tuple(turns), tuple(index + 1 for index in answers))
+
+
+def _runs(request: pb.CompleteRequest) -> list[Run]:
+    if request.new_tokens.media:
+        raise invalid("new_tokens.media", "this trainer's model reads text only")
+    runs: list[Run] = []
+    before = _BASE if request.HasField("base") else _START
+    for index, span in enumerate(request.new_tokens.spans):
+        runs.append(_run(f"new_tokens.spans[{index}]", span))
+        kind = _MODEL if runs[-1].by_model else runs[-1].reason or ""
+        if kind not in _FOLLOWING[before]:
+            raise invalid(f"new_tokens.spans[{index}]", f"tokens of {kind} cannot follow {before}")
+        before = kind
+    if not runs and before is _START:
+        raise invalid("new_tokens.spans", "there are none, and no base: there is nothing to generate from")
+    return runs
+
+
+def _run(place: str, span: token_pb2.Span) -> Run:
+    by_model = span.author == token_pb2.AUTHOR_MODEL
+    if not by_model and span.author != token_pb2.AUTHOR_OTHER:
+        raise invalid(f"{place}.author", f"is {span.author}: every token has an author")
+    if span.mask_reason not in _REASONS:
+        raise invalid(f"{place}.mask_reason", f"{span.mask_reason} is none")
+    reason = _REASONS[span.mask_reason]
+    if (reason in (None, Reason.AUTHOR)) is not by_model:
+        raise invalid(f"{place}.mask_reason", f"{reason or 'none'} does not go with the author")
+    if not span.token_ids:
+        raise invalid(f"{place}.token_ids", "is empty: a span is a run of tokens")
+    if max(span.token_ids) > _LARGEST_ID:
+        raise invalid(f"{place}.token_ids", f"holds {max(span.token_ids)}, ids are below 2^31")
+    if not by_model and (span.HasField("logprobs") or span.policy_version or span.planes):
+        raise invalid(place, "logprobs, policy_version and planes are for spans of the model")
+    logprobs = span.logprobs.values
+    if span.HasField("logprobs") and len(logprobs) != len(span.token_ids):
+        raise invalid(f"{place}.logprobs", f"has {len(logprobs)} values for {len(span.token_ids)} tokens")
+    return Run(span.turn, by_model, list(span.token_ids), list(logprobs), reason, span.policy_version)
+
+
+def _turns(runs: Sequence[Run]) -> list[_Turn]:
+    """The runs by turns; the last one is what is to be answered, and may be empty."""
+    turns = [_Turn()]
+    for run in runs:
+        last = turns[-1]
+        if last.answer and not (run.by_model and run.turn == last.number):
+            turns.append(last := _Turn())
+        (last.answer if run.by_model else last.before).append(run)
+    return [*turns, _Turn()] if turns[-1].answer else turns
+
+
+def _check_turns(turns: Sequence[_Turn], request: pb.CompleteRequest) -> None:
+    """Each prompt bears the number of its answer, and the numbers grow."""
+    numbers = [0, *(turn.number for turn in turns[:-1]), request.turn]
+    for turn, last, number in zip(turns, numbers, numbers[1:], strict=False):
+        if number <= last:
+            raise invalid("new_tokens.spans", f"turn {number} comes behind turn {last}")
+        for run in turn.before:
+            if run.turn != number:
+                raise invalid("new_tokens.spans", f"tokens of {run.reason} before answer {number} have turn {run.turn}")
+
+
+def _compare(
+    sent: Sequence[Run], ledger: SegmentLedger, parent: SegmentLedger | None, request: pb.CompleteRequest
+) -> int:
+    """How many tokens of a whole history are those that are held; StatusError where they are others."""
+    words = [word for run in sent for word in run.words]
+    held = ledger.words
+    if held:
+        _check_same(words, held, sent, ledger)
+        if any(run.by_model for run in runs_within(sent, len(held))):
+            raise invalid("new_tokens.spans", f"tokens of the model stand behind the {len(held)} that are held here")
+        return len(held)
+    if parent is None:
+        return 0
+    shared = parent.words[: request.origin.parent_tokens]
+    if ids_of(words[: len(shared)]) != ids_of(shared):
+        raise invalid("origin.parent_tokens", f"the first {len(shared)} tokens are not those of the parent")
+    of_model = [index for index, word in enumerate(words) if word != ids_of([word])[0]]
+    if any(index >= len(shared) or shared[index] != words[index] for index in of_model):
+        raise invalid("new_tokens.spans", "tokens of the model are none that the parent segment holds")
+    return len(shared)
+
+
+def _check_same(words: Sequence[int], held: Sequence[int], sent: Sequence[Run], ledger: SegmentLedger) -> None:
+    pairs = enumerate(zip(held, words, strict=False))
+    index = next((i for i, (a, b) in pairs if a != b), len(words))
+    if index >= len(held):
+        return
+    turn = next(ledger.runs(index)).turn
+    here = f"{ids_of(held[index : index + 5])} here"
+    came = f"{ids_of(words[index : index + 5])} came" if index < len(words) else "the tokens that came end there"
+    author = "" if index >= len(words) or ids_of([words[index]]) != ids_of([held[index]]) else " with another author"
+    raise mismatch(f"turn {turn}: token {index} is held otherwise{author}: {here}, {came}", ledger.marks)
+
+
+def _check_origin(
+    request: pb.CompleteRequest, ledger: SegmentLedger, parent: SegmentLedger | None, *, answered: bool
+) -> None:
+    origin, with_base = request.origin, request.HasField("base")
+    if ledger.begun and request.turn <= ledger.last_turn:
+        raise invalid("turn", f"is {request.turn}, turn {ledger.last_turn} was answered already")
+    if not request.HasField("origin"):
+        if not ledger.begun and (with_base or not answered):
+            raise invalid("origin", "is missing: the first turn of a segment says where it comes from")
+        return
+    if ledger.begun and with_base:
+        raise invalid("origin", "comes on the first turn of a segment only")
+    is_main = origin.kind == token_pb2.SEGMENT_KIND_MAIN
+    if origin.kind == token_pb2.SEGMENT_KIND_UNSPECIFIED or is_main is bool(origin.parent_id):
+        raise invalid("origin.kind", f"{token_pb2.SegmentKind.Name(origin.kind)} with parent {origin.parent_id!r}")
+    if (is_main and origin.parent_tokens) or (parent and origin.parent_tokens > len(parent.words)):
+        most = len(parent.words) if parent else 0
+        raise invalid("origin.parent_tokens", f"is {origin.parent_tokens}, the parent has {most}")
+
+
+def _check_after(after: token_pb2.Checkpoint, prompt: Mark, ledger: SegmentLedger) -> None:
+    if after.messages != prompt.messages:
+        raise invalid("new_tokens.after.messages", f"is {after.messages}, the conversation has {prompt.messages}")
+    if (after.tokens, after.digest) != (prompt.tokens, prompt.digest):
+        raise mismatch(
+            f"new_tokens.after has {after.tokens} tokens with digest {after.digest.hex()[:16]}, "
+            f"base and spans give {prompt.tokens} with {prompt.digest.hex()[:16]}",
+            ledger.marks,
+        )
+
+
+def _answers(count: int, messages: Sequence[Message]) -> list[int]:
+    """Which messages are the last `count` answers."""
+    said = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    if count > len(said):
+        raise invalid("new_messages", f"hold {len(said)} answers, the spans hold {count}")
+    return said[len(said) - count :]
+
+
+def _pieces(now: int, ledger: SegmentLedger, turns: Sequence[_Turn], messages: Sequence[int]) -> Iterator[Piece]:
+    """What stands before each answer; `messages` of the conversation stand before it."""
+    start = len(ledger.words)
+    answered = ledger.marks[-1].messages - 1 if ledger.marks else None
+    cut = ledger.last_was_cut
+    for turn, before in zip(turns, messages, strict=True):
+        stop = start + sum(len(run.token_ids) for run in turn.before)
+        closing = sum(len(run.token_ids) for run in turn.before if run.reason is Reason.CLOSING)
+        yield Piece(turn.number if turn.answer else now, start, stop, before, answered, closing, cut)
+        start, answered, cut = start + turn.size, before, False
+
+
+def ids_of(words: Sequence[int]) -> list[int]:
+    """The tokens without their authors."""
+    return [word & _LARGEST_ID for word in words]

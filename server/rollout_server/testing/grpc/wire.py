@@ -1,0 +1,195 @@
+"""Messages, tools, answers and ledgers of the gRPC contract, to and from the values of the strict trainer.
+
+The rules are those of message.proto and completion_service.proto.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from osmosis.rollout.v1 import completion_service_pb2 as pb
+from osmosis.rollout.v1 import message_pb2, token_pb2
+
+from rollout_server.testing.checks.renderer import Message
+from rollout_server.testing.checks.turn import Answer
+from rollout_server.testing.grpc.ledger import Mark, Reason, Run, SegmentLedger
+from rollout_server.testing.script import Reply
+
+_REASONS: Final = {
+    None: token_pb2.MASK_REASON_UNSPECIFIED,
+    Reason.PROMPT: token_pb2.MASK_REASON_PROMPT,
+    Reason.ENVIRONMENT: token_pb2.MASK_REASON_ENVIRONMENT,
+    Reason.CLOSING: token_pb2.MASK_REASON_CLOSING,
+    Reason.AUTHOR: token_pb2.MASK_REASON_AUTHOR,
+}
+_CALL_KEYS = {"id", "type", "function"}
+_FUNCTION_KEYS = {"name", "arguments"}
+
+
+def message_from_proto(message: message_pb2.Message) -> Message:
+    """A message as the chat template gets it, the verbatim form parsed. ValueError for one that breaks message.proto."""
+    match message.WhichOneof("form"):
+        case "json":
+            return _json_object(message.json)
+        case "chat":
+            return _chat_from_proto(message.chat)
+    raise ValueError("neither json nor chat is set")
+
+
+def tool_from_proto(tool: message_pb2.Tool) -> dict[str, Any]:
+    """A tool in the OpenAI form; ValueError if its schema is no JSON object."""
+    function: dict[str, Any] = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": _json_object(tool.parameters_json_schema),
+    }
+    return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What there is to tell of a turn. `prompt` is the checkpoint in front of the answer, in token mode only."""
+
+    answer: Answer
+    reply: Reply
+    policy_version: str
+    after: Mark
+    prompt: Mark | None = None
+
+
+def response(told: Told, *, typed: bool, with_logprobs: bool) -> pb.CompleteResponse:
+    """The answer of a turn, without what the reply omits.
+
+    `Reply.override` has no meaning here: it replaces fields of a JSON body.
+    """
+    answer, omit = told.answer, told.reply.omit
+    filled = pb.CompleteResponse(
+        message=message_to_proto(answer.message, typed=typed),
+        finish_reason=answer.finish_reason,
+        policy_version=told.policy_version,
+        raw_text=answer.raw_text,
+        after=checkpoint(told.after),
+        usage=pb.Usage(prompt_tokens=len(answer.prompt_ids), completion_tokens=len(answer.token_ids)),
+    )
+    if "token_ids" not in omit:
+        filled.token_ids.extend(answer.token_ids)
+    if with_logprobs and "logprobs" not in omit:
+        filled.logprobs.values.extend(answer.logprobs)
+        filled.logprobs.SetInParent()
+    if told.prompt:
+        filled.prompt_checkpoint.CopyFrom(checkpoint(told.prompt))
+    elif "prompt_token_ids" not in omit:
+        filled.prompt_ids.values.extend(answer.prompt_ids)
+    return filled
+
+
+def message_to_proto(message: Message, *, typed: bool) -> message_pb2.Message:
+    """An assistant message in the form the rollout began with, or verbatim where the typed form cannot carry it."""
+    if typed and _fits_chat(message):
+        return message_pb2.Message(chat=_chat_to_proto(message))
+    return message_pb2.Message(json=json.dumps(message, ensure_ascii=False))
+
+
+def checkpoint(mark: Mark) -> token_pb2.Checkpoint:
+    return token_pb2.Checkpoint(messages=mark.messages, tokens=mark.tokens, digest=mark.digest)
+
+
+def tools_digest(tools: Iterable[message_pb2.Tool]) -> bytes:
+    """The digest of a list of tools, as message.proto (ToolSet) describes it."""
+    digest = hashlib.sha256()
+    for tool in tools:
+        for text in (tool.name, tool.description, tool.parameters_json_schema):
+            encoded = text.encode()
+            digest.update(struct.pack("<I", len(encoded)) + encoded)
+        digest.update(b"\x01" if tool.strict else b"\x00")
+    return digest.digest()
+
+
+def ledger(held: SegmentLedger, offset: int) -> pb.ReadLedgerResponse:
+    """A segment from the token at `offset` on."""
+    return pb.ReadLedgerResponse(
+        spans=[_span(run) for run in held.runs(offset)], checkpoints=[checkpoint(mark) for mark in held.marks]
+    )
+
+
+def _span(run: Run) -> token_pb2.Span:
+    span = token_pb2.Span(
+        author=token_pb2.AUTHOR_MODEL if run.by_model else token_pb2.AUTHOR_OTHER,
+        mask_reason=_REASONS[run.reason],
+        turn=run.turn,
+        token_ids=run.token_ids,
+        policy_version=run.policy_version,
+    )
+    if run.logprobs:
+        span.logprobs.values.extend(run.logprobs)
+    return span
+
+
+def _chat_from_proto(chat: message_pb2.ChatMessage) -> Message:
+    if not chat.role.strip():
+        raise ValueError("the role is blank")
+    message: dict[str, Any] = {"role": chat.role}
+    parts = [_part_from_proto(part) for part in chat.parts]
+    if len(parts) == 1 and chat.parts[0].HasField("text"):
+        message["content"] = chat.parts[0].text
+    elif parts:
+        message["content"] = parts
+    if chat.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+            for call in chat.tool_calls
+        ]
+    if chat.HasField("tool_call_id"):
+        message["tool_call_id"] = chat.tool_call_id
+    if chat.HasField("name"):
+        message["name"] = chat.name
+    if chat.HasField("reasoning"):
+        message["reasoning_content"] = chat.reasoning
+    return message
+
+
+def _part_from_proto(part: message_pb2.ContentPart) -> Mapping[str, Any]:
+    match part.WhichOneof("part"):
+        case "text":
+            return {"type": "text", "text": part.text}
+        case "blob":
+            return {"type": "blob", "media_type": part.blob.media_type}
+        case "json":
+            return _json_object(part.json)
+    raise ValueError("a content part is empty")
+
+
+def _fits_chat(message: Message) -> bool:
+    calls: Sequence[Any] = message.get("tool_calls") or ()
+    plain_calls = all(
+        set(call) == _CALL_KEYS
+        and set(call["function"]) == _FUNCTION_KEYS
+        and isinstance(call["function"]["arguments"], str)
+        for call in calls
+    )
+    known = {"role", "content", "tool_calls", "reasoning_content", "name"}
+    return plain_calls and set(message) <= known and isinstance(message.get("content"), str | None)
+
+
+def _chat_to_proto(message: Message) -> message_pb2.ChatMessage:
+    chat = message_pb2.ChatMessage(role="assistant")
+    if isinstance(message.get("content"), str):
+        chat.parts.add(text=message["content"])
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        chat.tool_calls.add(id=call["id"], name=function["name"], arguments_json=function["arguments"])
+    if "reasoning_content" in message:
+        chat.reasoning = message["reasoning_content"]
+    if "name" in message:
+        chat.name = message["name"]
+    return chat
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value

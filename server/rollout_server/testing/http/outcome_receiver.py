@@ -1,0 +1,119 @@
+"""The receiving end of outcomes: ``POST /v1/rollout/completed`` of the asynchronous dialect (http-wire.md, B)."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from rollout_server.testing.checks.judge import ROLLOUTS_KEPT
+from rollout_server.testing.checks.verdict import RefusedError, Verdict
+from rollout_server.testing.http.bearer import Bearer
+from rollout_server.testing.http.broken_responses import Held, broken
+from rollout_server.testing.http.wire import parsed, rollout_in
+from rollout_server.testing.model.engine_thread import Desk
+from rollout_server.testing.notifier import Bell
+from rollout_server.testing.outcome_delivery import Notice
+from rollout_server.testing.script import Fault, FaultKind
+
+_DELIVERIES_KEPT: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One delivery of an outcome, as it came and as it was met.
+
+    `raw` is the body, `body` the same parsed (text where it is not JSON); header names are in lower case. `met` is a status,
+    or the kind of fault that was committed instead. `arrived` is in seconds of a clock that only goes forward.
+    """
+
+    raw: bytes
+    body: Any
+    headers: Mapping[str, str]
+    met: str
+    arrived: float
+
+    @property
+    def key(self) -> str:
+        """Its ``Idempotency-Key``; empty without one."""
+        return self.headers.get("idempotency-key", "")
+
+
+class Receiver:
+    """Records every delivery, has it judged, and meets it as the rollout's script says. The event loop's thread only.
+
+    `settled` hears the verdict of each rollout once, when its outcome is acknowledged or refused for good. `changed` rings
+    with every delivery, and when one is settled.
+    """
+
+    def __init__(self, desk: Desk, bearer: Bearer, settled: Callable[[Verdict], None]) -> None:
+        self._desk = desk
+        self._bearer = bearer
+        self._settled = settled
+        self._deliveries: dict[str, deque[Delivery]] = {}
+        self._met: dict[str, int] = {}
+        self.changed = Bell()
+
+    def deliveries(self, rollout_id: str) -> tuple[Delivery, ...]:
+        """What came for one rollout, oldest first, the last `_DELIVERIES_KEPT` of them."""
+        return tuple(self._deliveries.get(rollout_id, ()))
+
+    def begin_anew(self, rollout_id: str) -> None:
+        """The next delivery for this rollout is met as a first one."""
+        self._met.pop(rollout_id, None)
+
+    async def receive(self, request: Request) -> Response:
+        """The endpoint."""
+        raw, arrived = await request.body(), time.monotonic()
+        body, _ = parsed(raw)
+        try:
+            fields, rollout_id = rollout_in(body)
+        except ValueError as error:
+            status, text = (422, str(error)) if self._bearer.admits(request) else (401, Bearer.REFUSAL)
+            return JSONResponse({"detail": text}, status)
+        response, met = self._meet(request, Notice(rollout_id, raw, fields, request.headers.get("idempotency-key", "")))
+        self._keep(rollout_id, Delivery(raw, body, dict(request.headers), met, arrived))
+        self.changed.ring()
+        return response
+
+    def _meet(self, request: Request, notice: Notice) -> tuple[Response, str]:
+        """The answer to a delivery, and how it is told of."""
+        if not self._bearer.admits(request):
+            return JSONResponse({"detail": Bearer.REFUSAL}, 401), "401"
+        try:
+            self._desk.judge.conclude(notice)
+        except RefusedError as error:
+            return self._answer(notice, JSONResponse({"detail": error.refusal.text}, 422)), "422"
+        met = self._met.get(notice.rollout_id, 0)
+        self._met[notice.rollout_id] = met + 1
+        fault = self._desk.scripts.of(notice.rollout_id).reception.fault(met)
+        if fault is None:
+            return self._answer(notice, JSONResponse({"status": "ok"})), "200"
+        if fault.kind is FaultKind.STATUS:
+            return self._answer(notice, broken(fault), fault.delay), str(fault.status)
+        return Held(broken(fault), _delay(fault)), fault.kind.value
+
+    def _answer(self, notice: Notice, response: Response | None, delay: float = 0.0) -> Response:
+        """A whole answer; what it settles is settled when it goes out."""
+        status = response.status_code if response else 0
+        return Held(response, delay, lambda: self._settle(notice.rollout_id, status))
+
+    def _settle(self, rollout_id: str, status: int) -> None:
+        verdict = self._desk.judge.settle(rollout_id, status)
+        if verdict:
+            self._settled(verdict)
+            self.changed.ring()
+
+    def _keep(self, rollout_id: str, delivery: Delivery) -> None:
+        self._deliveries.setdefault(rollout_id, deque(maxlen=_DELIVERIES_KEPT)).append(delivery)
+        while len(self._deliveries) > ROLLOUTS_KEPT:
+            oldest = next(iter(self._deliveries))
+            del self._deliveries[oldest]
+            self._met.pop(oldest, None)
+
+
+def _delay(fault: Fault) -> float | None:
+    return None if fault.kind is FaultKind.SILENCE else fault.delay

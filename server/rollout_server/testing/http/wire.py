@@ -1,0 +1,161 @@
+"""The HTTP bodies of completions in both dialects (http-wire.md), and the values that stand for them."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+
+from rollout_server.testing.checks.renderer import Tools
+from rollout_server.testing.checks.turn import Answer, Call, Keyed
+from rollout_server.testing.checks.verdict import Outcome, Verdict
+from rollout_server.testing.model.engine import Answered, Result
+from rollout_server.testing.script import FaultKind
+
+ID_LENGTH: Final = 256
+
+
+def parsed(raw: bytes) -> tuple[Any, str]:
+    """A body parsed, integers of any size kept; where it is not JSON its text, and what is wrong with it."""
+    try:
+        return json.loads(raw), ""
+    except ValueError as error:
+        return raw.decode(errors="replace"), str(error)
+
+
+def masked_call(body: object, tools: Tools | None) -> Call:
+    """The call that a parsed body of the synchronous dialect makes; ValueError says what is wrong with it.
+
+    Messages stay as they are, unknown keys are ignored.
+    """
+    fields, rollout_id = rollout_in(body)
+    messages = messages_in(fields)
+    if not messages:
+        raise ValueError("messages has to be a list of at least one message")
+    for index, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{index}] has to be an object with a role")
+    return Call(rollout_id, messages, fields.get("response_mask"), tools)
+
+
+def keyed_call(body: object, turn_key: str, tools: Tools | None) -> Call:
+    """The same for the asynchronous dialect, where messages are objects of any kind. Other faults are left to the judge."""
+    fields, rollout_id = rollout_in(body)
+    messages = messages_in(fields)
+    keyed = Keyed(turn_key, _parameter_fault(fields))
+    return Call(rollout_id, messages, fields.get("response_mask"), tools, masked=False, keyed=keyed)
+
+
+def rollout_in(body: object) -> tuple[dict[str, Any], str]:
+    """A parsed body as an object, and the rollout that it is about; ValueError says what is wrong with it."""
+    if not isinstance(body, dict):
+        raise ValueError("the body is not a JSON object")
+    rollout_id = body.get("rollout_id")
+    if not isinstance(rollout_id, str) or not rollout_id.strip() or len(rollout_id) > ID_LENGTH:
+        raise ValueError(f"rollout_id has to be a string of 1 to {ID_LENGTH} characters, and not blank")
+    return body, rollout_id
+
+
+def messages_in(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a body, objects all of them; ValueError says which is none."""
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        raise ValueError("messages has to be a list")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f"messages[{index}] has to be an object")
+    return messages
+
+
+def _parameter_fault(body: Mapping[str, Any]) -> str:
+    nulls = sorted(key for key, value in body.items() if value is None)
+    if nulls:
+        return f"null fields are left out, but {', '.join(nulls)} is null"
+    for name, (wanted, fits) in _PARAMETERS.items():
+        if name in body and not fits(body[name]):
+            return f"{name} has to be {wanted}"
+    return ""
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+_PARAMETERS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingProxyType(
+    {
+        "model": ("a string", lambda value: isinstance(value, str)),
+        "temperature": ("a number", _is_number),
+        "top_p": ("a number", _is_number),
+        "max_tokens": ("a whole number", lambda value: type(value) is int),
+        "stop": ("a list of strings", _is_strings),
+        "logprobs": ("true or false", lambda value: isinstance(value, bool)),
+    }
+)
+
+
+def completion_body(rollout_id: str, created: int, result: Result, *, with_logprobs: bool) -> bytes:
+    """The JSON of a completion, or of one of the failures that look like completions; `created` in Unix seconds."""
+    answer = result.answer
+    choice = {"index": 0, "message": answer.message, "finish_reason": answer.finish_reason}
+    body: dict[str, Any] = {
+        "id": rollout_id,
+        "object": "chat.completion",
+        "created": created,
+        "model": "default",
+        "choices": [choice],
+        **_extensions(answer, with_logprobs=with_logprobs),
+    }
+    if isinstance(result, Answered):
+        body |= {"usage": _usage(answer)} if result.reply.usage else {}
+        body = {key: value for key, value in body.items() if key not in result.reply.omit} | dict(result.reply.override)
+    elif result.fault.kind is FaultKind.EMPTY_CHOICES:
+        body["choices"] = []
+    elif result.fault.kind is FaultKind.NULL_MESSAGE:
+        body["choices"] = [choice | {"message": None}]
+    return msgspec.json.encode(body)
+
+
+def _extensions(answer: Answer, *, with_logprobs: bool) -> Mapping[str, Any]:
+    return {
+        "token_ids": answer.token_ids,
+        "logprobs": answer.logprobs if with_logprobs else None,
+        "prompt_token_ids": answer.prompt_ids,
+    }
+
+
+def _usage(answer: Answer) -> Mapping[str, int]:
+    prompt, generated = len(answer.prompt_ids), len(answer.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+def verdict_body(verdict: Verdict) -> dict[str, Any]:
+    """A verdict with everything in it: its fields, `accepted` and `concluded`."""
+    fields = {field.name: getattr(verdict, field.name) for field in dataclasses.fields(verdict)}
+    judged = {"accepted": verdict.accepted, "concluded": verdict.concluded}
+    return {**fields, **judged, "earlier": [verdict_body(earlier) for earlier in verdict.earlier]}
+
+
+def summary_body(verdict: Verdict) -> dict[str, Any]:
+    """A verdict without its tokens: how many turns were answered, and what was wrong."""
+    return {
+        "rollout_id": verdict.rollout_id,
+        "accepted": verdict.accepted,
+        "turns": len(verdict.turns),
+        "drifted": sum(turn.drift is not None for turn in verdict.turns),
+        "refusals": verdict.refusals,
+        "faults": verdict.faults,
+        "siblings": verdict.siblings,
+        "outcome": _outcome_summary(verdict.outcome) if verdict.outcome else None,
+        "earlier": len(verdict.earlier),
+    }
+
+
+def _outcome_summary(outcome: Outcome) -> dict[str, Any]:
+    said = {key: outcome.body.get(key) for key in ("status", "finish_reason", "error_message", "reward")}
+    return {**said, "deliveries": outcome.deliveries, "answered": outcome.answered}

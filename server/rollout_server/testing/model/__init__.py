@@ -1,0 +1,1 @@
+"""Scripted models: scripts, scenarios, and a model that does arithmetic."""

@@ -1,0 +1,84 @@
+"""The scripted model that the strict trainer speaks with where no script is set."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
+
+from rollout_server.testing.model.arithmetic import Number, Operation, number, operations
+from rollout_server.testing.script import Reply, tool_call
+
+_MARK: Final = "####"
+_INFIX: Final = {"add": "plus", "subtract": "minus", "multiply": "times", "divide": "divided by"}
+_GERUND: Final = {
+    "add": "Adding {b} to {a}",
+    "subtract": "Subtracting {b} from {a}",
+    "multiply": "Multiplying {a} by {b}",
+    "divide": "Dividing {a} by {b}",
+}
+
+
+class Model(Protocol):
+    """What a strict trainer needs of a model: the next answer to a conversation. It runs in the trainer's own thread."""
+
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> Reply: ...
+
+
+class CalculatorModel:
+    """Solves the arithmetic in the last user message with the calculator's tools, one call a turn.
+
+    It keeps no state and is deterministic: each answer follows from the messages alone, and each operand that refers to
+    a result is taken from the tool message. The last answer tells the whole calculation, and ends with ``#### RESULT``
+    where the system or a user message mentions that form. With nothing to calculate it says so.
+    """
+
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> Reply:
+        """The next answer: a tool call, or a final text."""
+        start = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=None)
+        plan = operations(text_of(messages[start])) if start is not None else ()
+        if start is None or not plan:
+            return Reply(content="Hello! There is nothing to calculate here.")
+        answers = [text_of(message) for message in messages[start:] if message.get("role") == "tool"]
+        results = [number(answer) for answer in answers]
+        if None in results:
+            return Reply(content=f"I could not finish the calculation. {answers[results.index(None)]}")
+        known = [result for result in results if result is not None]
+        if len(known) < len(plan):
+            calls = sum(message.get("role") == "tool" for message in messages)
+            return _ask(plan[len(known)], known, call_id=f"call_{calls + 1}")
+        return Reply(content=_told(plan, known, marked=_wants_mark(messages)))
+
+
+def text_of(message: Mapping[str, object]) -> str:
+    """The text of a message's content: a string, or the text parts of a list; empty for null or none."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))
+
+
+def _ask(operation: Operation, known: Sequence[Number], call_id: str) -> Reply:
+    a, b = _operands(operation, known)
+    said = "Continuing the calculation." if known else "I'll calculate that for you."
+    return Reply(content=said, tool_calls=(tool_call(call_id, operation.name, json.dumps({"a": a, "b": b})),))
+
+
+def _operands(operation: Operation, known: Sequence[Number]) -> tuple[Number, Number]:
+    a, b = (known[-1] if operand is None else operand for operand in (operation.a, operation.b))
+    return a, b
+
+
+def _told(plan: Sequence[Operation], known: Sequence[Number], *, marked: bool) -> str:
+    sentences = []
+    for index, operation in enumerate(plan):
+        a, b = _operands(operation, known[:index])
+        if index == 0:
+            sentences.append(f"{a} {_INFIX[operation.name]} {b} equals {known[index]}.")
+        else:
+            sentences.append(f"{_GERUND[operation.name].format(a=a, b=b)} gives {known[index]}.")
+    told = " ".join(sentences)
+    return f"{told}\n{_MARK} {known[len(plan) - 1]}" if marked else told
+
+
+def _wants_mark(messages: Sequence[Mapping[str, object]]) -> bool:
+    return any(message.get("role") in ("system", "user") and _MARK in text_of(message) for message in messages)

@@ -1,0 +1,111 @@
+"""A judged, scripted model: one call in, one answer or one failure out. No HTTP and no gRPC."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from rollout_server.testing.checks.judge import ROLLOUTS_KEPT, Judge
+from rollout_server.testing.checks.renderer import UnrenderableError
+from rollout_server.testing.checks.turn import Answer, Call, Prompt
+from rollout_server.testing.model.calculator import Model
+from rollout_server.testing.script import Fault, FaultKind, Line, Reply, Script
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer that counts, and the reply that it came from; `lost` is how its connection ends without it."""
+
+    answer: Answer
+    reply: Reply
+    lost: Fault | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A failure to commit. `answer` is what stands in those that look like completions; it does not count."""
+
+    answer: Answer
+    fault: Fault
+
+
+Result: TypeAlias = Answered | Failed
+
+
+class Scripts:
+    """The script of each rollout: its own, or the one for all that have none. May be read from any thread."""
+
+    def __init__(self, scripts: Mapping[str, Script], other: Script) -> None:
+        self._scripts = dict(scripts)
+        self._other = other
+
+    def of(self, rollout_id: str) -> Script:
+        """The script in force."""
+        return self._scripts.get(rollout_id, self._other)
+
+    def put(self, rollout_id: str, script: Script) -> None:
+        """Gives a rollout a script of its own."""
+        self._scripts[rollout_id] = script
+
+
+class Engine:
+    """The judge, the scripts and the model behind all wires. For one thread.
+
+    With `replays_keys` a turn that is asked for again under its key gets the answer that it had; else it is generated anew.
+    """
+
+    def __init__(self, judge: Judge, model: Model, scripts: Scripts, *, replays_keys: bool = False) -> None:
+        self._judge = judge
+        self._model = model
+        self._scripts = scripts
+        self._replays_keys = replays_keys
+        self._said: dict[str, int] = {}
+        self._last: dict[str, Answered] = {}
+
+    def complete(self, call: Call) -> Result:
+        """Judges the call and says the next line; RefusedError for a call that is wrong, which uses up no line."""
+        prompt = self._judge.check(call)
+        known = self._last.get(call.key)
+        if prompt.repeats and self._replays_keys and known:
+            self._judge.record_replay(prompt)
+            return replace(known, reply=replace(known.reply, delay=0.0), lost=None)
+        line: Line = self._next_line(call)
+        lost = line if isinstance(line, Fault) and line.kind is FaultKind.LOST else None
+        if lost:
+            line = self._next_line(call)
+        if isinstance(line, Fault):
+            return self._fail(prompt, line)
+        reply = self._scripts.of(call.rollout_id).extensions.applied(line, prompt.turn)
+        try:
+            answer = self._judge.accept(prompt, reply, fault=lost.kind.value if lost else "")
+        except UnrenderableError as error:
+            return self._fail(prompt, Fault.error(500, f"the scripted reply is not one for this template: {error}"))
+        answered = Answered(answer, reply, lost)
+        self._remember(call.key, answered)
+        return answered
+
+    def put_script(self, rollout_id: str, script: Script) -> None:
+        """From now on this rollout follows `script`, from its first line, and its next call is a first one."""
+        self._judge.start_anew(rollout_id)
+        self._said.pop(rollout_id, None)
+        self._scripts.put(rollout_id, script)
+
+    def _next_line(self, call: Call) -> Line:
+        said = self._said.get(call.rollout_id, 0)
+        line = self._scripts.of(call.rollout_id).line(said)
+        if line is None:
+            return self._model.reply(call.messages)
+        self._said[call.rollout_id] = said + 1
+        return line
+
+    def _remember(self, key: str, answered: Answered) -> None:
+        self._last.pop(key, None)
+        self._last[key] = answered
+        while len(self._last) > ROLLOUTS_KEPT:
+            del self._last[next(iter(self._last))]
+
+    def _fail(self, prompt: Prompt, fault: Fault) -> Failed:
+        what = f"{fault.kind} {fault.status}" if fault.kind is FaultKind.STATUS else fault.kind.value
+        self._judge.record_fault(prompt, what)
+        if fault.kind in (FaultKind.EMPTY_CHOICES, FaultKind.NULL_MESSAGE):
+            return Failed(self._judge.answer(prompt, Reply(content="")), fault)
+        return Failed(Answer({}, "stop", [], [], prompt.ids), fault)

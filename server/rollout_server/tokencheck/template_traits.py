@@ -1,0 +1,155 @@
+"""What a template does with arguments, tools, the date and variables of its own, found by rendering."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from enum import Enum
+
+from rollout_server.core.message import JSON
+from rollout_server.edge.tokens.encoding import common_prefix
+from rollout_server.edge.tokens.rendering_form import Arguments, Fields
+from rollout_server.edge.tokens.tokenizer import ChatTokenizer
+from rollout_server.runtime.ports import Failed
+from rollout_server.tokencheck.conversation import TOOLS
+from rollout_server.tokencheck.template import Template
+
+_MARK = "Qx9marked"
+_ARGUMENTS = f'{{"query": "{_MARK}"}}'
+_TWICE = _ARGUMENTS.replace('"', '\\"')
+_USER: Fields = {"role": "user", "content": "Where is it?"}
+_ANSWER: Fields = {"role": "assistant", "content": _MARK}
+_RESULT: Fields = {"role": "tool", "tool_call_id": "call00001", "name": "find", "content": "Here."}
+
+_NOON = datetime(2024, 1, 2, 12, 0, 0)
+_SAME_DAY = datetime(2024, 1, 2, 17, 34, 56)
+_ANOTHER_DAY = datetime(2025, 11, 23, 12, 0, 0)
+
+_GIVEN = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("strftime_now", "raise_exception"),
+    }
+)
+"""What transformers gives every template, besides the texts of special tokens, whose names all end alike."""
+_TOKEN = re.compile(r"_tokens?\Z")
+
+
+class Shown(Enum):
+    """What becomes of arguments in a form."""
+
+    VERBATIM = "as they are"
+    OWN = "in another spelling"
+    TWICE = "encoded twice"
+    LEFT_OUT = "left out"
+    REFUSED = "refused"
+
+
+class Dated(Enum):
+    """What a template prints of the time."""
+
+    NOTHING = "nothing"
+    DAY = "the date"
+    TIME = "the time of day"
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What was found.
+
+    Args:
+        arguments: what becomes of them, by the form in which they are given.
+        tools_shown: the tools are in the prompt.
+        empty_tools_differ: an empty list of tools is rendered differently from none.
+        dated: what it prints of the time.
+        closed: a special token closes the last answer, so that none need be borrowed from the message that comes next.
+        opening: special tokens with which all messages begin, answers too.
+        switches: variables of its own that the template reads; they are set as template arguments.
+    """
+
+    arguments: Mapping[Arguments, Shown]
+    tools_shown: bool
+    empty_tools_differ: bool
+    dated: Dated
+    closed: bool
+    opening: frozenset[str]
+    switches: tuple[str, ...]
+
+    @property
+    def natural(self) -> Arguments:
+        """The form in which arguments come out as models write them."""
+        order = (Shown.VERBATIM, Shown.OWN, Shown.TWICE, Shown.LEFT_OUT, Shown.REFUSED)
+        return min((Arguments.RECEIVED, Arguments.PARSED), key=lambda form: order.index(self.arguments[form]))
+
+
+def traits(template: Template, tokenizer: ChatTokenizer) -> Traits:
+    """What a few short conversations show, rendered. A template that refuses one of them raises nothing."""
+    bare, empty = (_try(template, [_USER], tools) for tools in (None, ()))
+    tooled = _try(template, [_USER], TOOLS)
+    unopened = _try(template, [_USER], None, generation_prompt=False)
+    said = _try(template, [_USER, _ANSWER], None, generation_prompt=False) or ""
+    prompt = (bare or "")[common_prefix(bare or "", unopened or "") :]
+    first = (bare or "").partition(str(_USER["content"]))[0]
+    return Traits(
+        {form: _shown(template, form) for form in Arguments},
+        tools_shown=tooled is not None and "Finds places" in tooled,
+        empty_tools_differ=bare != empty,
+        dated=_dated(template),
+        closed=any(text in said.rpartition(_MARK)[2] for text in template.special),
+        opening=frozenset(text for text in template.special if text in prompt and text in first),
+        switches=_switches(tokenizer),
+    )
+
+
+def _try(
+    template: Template, messages: list[Fields], tools: tuple[Fields, ...] | None, *, generation_prompt: bool = True
+) -> str | None:
+    frame = replace(template.frame, tools=tools)
+    try:
+        return template.loaded.text(messages, frame, generation_prompt=generation_prompt)
+    except Failed:
+        return None
+
+
+def _shown(template: Template, form: Arguments) -> Shown:
+    arguments: JSON = _ARGUMENTS if form is Arguments.RECEIVED else {"query": _MARK}
+    call: JSON = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": arguments}}
+    text = _try(template, [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}, _RESULT], TOOLS)
+    if text is None:
+        return Shown.REFUSED
+    found = ((Shown.TWICE, _TWICE), (Shown.VERBATIM, _ARGUMENTS), (Shown.OWN, _MARK))
+    return next((shown for shown, sought in found if sought in text), Shown.LEFT_OUT)
+
+
+def _dated(template: Template) -> Dated:
+    def at(moment: datetime) -> set[str | None]:
+        dated = replace(template, frame=replace(template.frame, date=moment))
+        return {_try(dated, [_USER], tools) for tools in (None, TOOLS)}
+
+    if at(_NOON) != at(_SAME_DAY):
+        return Dated.TIME
+    return Dated.DAY if at(_NOON) != at(_ANOTHER_DAY) else Dated.NOTHING
+
+
+def _switches(tokenizer: ChatTokenizer) -> tuple[str, ...]:
+    """Variables that the template reads and does not set, or asks whether somebody else has.
+
+    Tags that Jinja does not know are dropped: they declare none.
+    """
+    from jinja2 import Environment, TemplateError, meta, nodes
+
+    try:
+        text = re.sub(r"{%-?\s*(?:end)?generation\s*-?%}", "", tokenizer.get_chat_template(tools=list(TOOLS)))
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)  # noqa: S701 - it is not rendered
+        read = {name for name in meta.find_undeclared_variables(tree) - _GIVEN if not _TOKEN.search(name)}
+    except (TemplateError, ValueError):
+        return ()
+    stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
+    asked = {
+        test.node.name
+        for test in tree.find_all(nodes.Test)
+        if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
+    }
+    return tuple(sorted(name for name in read if name not in stored or name in asked))
