@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 from rollout_server.testing.checks.renderer import PlainRenderer
-from rollout_server.testing.script import Reply, tool_call
+from rollout_server.testing.script import ScriptedReply, tool_call
 
 _SYSTEM = "You are a calculator. Use the tools, one call at a time, and give the result at the end."
 _WORDS = (
@@ -63,7 +63,7 @@ class Conversation:
 @dataclass(frozen=True, slots=True)
 class _Script:
     opening: list[dict[str, Any]]
-    replies: list[Reply]
+    replies: list[ScriptedReply]
     results: list[dict[str, Any]]
 
 
@@ -86,10 +86,12 @@ def _script(turns: int, padding: str) -> _Script:
     for index, number in enumerate(numbers[1:], start=1):
         arguments = json.dumps({"a": total, "b": number})
         call = tool_call(f"call_{index}", "add", arguments)
-        replies.append(Reply(content=f"Adding {number} to {total}.", tool_calls=(call,), finish_reason="tool_calls"))
+        replies.append(
+            ScriptedReply(content=f"Adding {number} to {total}.", tool_calls=(call,), finish_reason="tool_calls")
+        )
         total += number
         results.append({"role": "tool", "content": str(total), "tool_call_id": call["id"]})
-    replies.append(Reply(content=f"The sum of all numbers is {total}.\n#### {total}"))
+    replies.append(ScriptedReply(content=f"The sum of all numbers is {total}.\n#### {total}"))
     return _Script(opening, replies, results)
 
 
@@ -130,7 +132,7 @@ def _render(renderer: PlainRenderer, tools: Sequence[Mapping[str, Any]], script:
     return Conversation(Facts(script.opening, len(history), str(script.replies[-1].content), lengths), turns)
 
 
-def _completion(reply: Reply, prompt: list[int], answer: list[int]) -> bytes:
+def _completion(reply: ScriptedReply, prompt: list[int], answer: list[int]) -> bytes:
     sampled = random.Random(len(prompt))
     choice = {"index": 0, "message": reply.message, "finish_reason": reply.finish}
     return msgspec.json.encode(

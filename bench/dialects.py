@@ -35,7 +35,7 @@ from rich.table import Table
 from rollout_server.core.message import Message
 from rollout_server.core.spec import Dialect
 from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 from bench import samplers, whole
@@ -117,7 +117,7 @@ def main(
     with subprocess.Popen([*command, "--tokenizer", str(directory)], stderr=subprocess.PIPE, text=True) as child:
         try:
             figures = asyncio.run(_measure(directory, _addresses(child), size or SIZES, rounds))
-        except Failed as failed:
+        except RolloutFailed as failed:
             raise SystemExit(f"bench.dialects: {failed}") from None
         finally:
             child.terminate()

@@ -17,14 +17,14 @@ from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.edge.trainer.grpc_sampler import CompletionTrainers
-from rollout_server.edge.trainer.http_client import HttpAnswer, HttpClient, HttpRequest, HttpSettings
+from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpResponse, HttpSettings
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
-from rollout_server.edge.trainer.retry import Retries
-from rollout_server.runtime.ports import Ask, Sampler
+from rollout_server.edge.trainer.retry import RetryPolicy
+from rollout_server.runtime.ports import CompletionRequest, Sampler
 
 from bench.cpu import Meter
 
@@ -64,7 +64,7 @@ class _CountingClient(HttpClient):
         super().__init__(settings)
         self._sent = sent
 
-    async def post(self, request: HttpRequest) -> HttpAnswer:
+    async def post(self, request: HttpRequest) -> HttpResponse:
         self._sent(len(request.body))
         return await super().post(request)
 
@@ -107,7 +107,7 @@ class Side:
     def __init__(self, directory: Path) -> None:
         self.sent = 0
         self.meter = Meter()
-        self.tokenizers = Tokenizers(TokenizerSettings(directories={_NAME.name: directory}, local_files_only=True))
+        self.tokenizers = Tokenizers(LoaderSettings(directories={_NAME.name: directory}, local_files_only=True))
         lookup = CheckedLookup(TargetRules.parse((), ("http", "https", "grpc", "grpcs")))
         self._client = _CountingClient(HttpSettings(), self._count)
         self._channels = _CountingChannels(lookup, self._count)
@@ -121,9 +121,9 @@ class Side:
             case Dialect.HTTP_MASKED:
                 return MaskedTrainers(self._client, self.tokenizers).open(spec, ())
             case Dialect.HTTP_PLAIN:
-                return PlainTrainers(self._client, Retries()).open(spec)
+                return PlainTrainers(self._client, RetryPolicy()).open(spec)
             case Dialect.GRPC:
-                trainers = CompletionTrainers(self._channels, self.tokenizers, Retries(), _TIMEOUT_SECONDS)
+                trainers = CompletionTrainers(self._channels, self.tokenizers, RetryPolicy(), _TIMEOUT_SECONDS)
                 return trainers.open(spec.rollout_id, spec, ())
 
     async def load(self) -> LoadedTokenizer:
@@ -157,7 +157,7 @@ async def play(side: Side, spec: Spec, turns: int, heard: str) -> Sequence[Cost]
     for turn in range(1, turns + 1):
         asked = Asked(turn, "0", f"{spec.rollout_id}/0/{turn}", len(messages))
         sent, taken = side.sent, side.meter.start()
-        last = await sampler.sample(Ask(asked, messages, last, answered, sampling=spec.sampling))
+        last = await sampler.sample(CompletionRequest(asked, messages, last, answered, sampling=spec.sampling))
         costs.append(Cost(taken(), side.sent - sent))
         answered = len(messages)
         messages += [last.message, Message.write({"role": "user", "content": heard})]

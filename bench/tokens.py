@@ -31,10 +31,10 @@ from rollout_server.core.record import Answered
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.loop_lag import LoopLag
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 SIZES = (1_000, 8_000, 32_000)
@@ -108,7 +108,7 @@ def main(
 
 async def _measure(directories: Sequence[Path], console: Console) -> None:
     named = {directory.resolve().name: directory.resolve() for directory in directories}
-    tokenizers = Tokenizers(TokenizerSettings(cache_size=len(named), directories=named, local_files_only=True))
+    tokenizers = Tokenizers(LoaderSettings(cache_size=len(named), directories=named, local_files_only=True))
     costs, lags = _cost_table(), _lag_table()
     for name in named:
         loaded = await tokenizers.load(TokenizerName(name))
@@ -176,7 +176,7 @@ def _renders_calls(loaded: LoadedTokenizer) -> bool:
     """Whether the template says anything about tool results."""
     try:
         return "Zq9" in loaded.text([{"role": "user", "content": "?"}, *_called("{}", "Zq9")], Frame())
-    except Failed:
+    except RolloutFailed:
         return False
 
 

@@ -8,7 +8,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from rollout_client.trainer import Generated, Prompt, Sampling, Trainer, parsers
+from rollout_client.trainer import Generated, Prompt, SamplingParams, Trainer, parsers
 from tokenizers import Tokenizer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>'
@@ -23,7 +23,7 @@ async def main(server: str, tokenizer_name: str, tokenizer_file: str) -> None:
     def decode(ids: Sequence[int]) -> str:
         return tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    async def generate(prompt_ids: Sequence[int], sampling: Sampling) -> Generated:  # your engine goes here
+    async def generate(prompt_ids: Sequence[int], sampling: SamplingParams) -> Generated:  # your engine goes here
         text = "It is 8.\n#### 8" if "<tool_response>" in decode(prompt_ids) else CALL
         ids = [*tokenizer.encode(text, add_special_tokens=False).ids, end]
         return Generated(ids, [-0.5] * len(ids), "stop", f"policy-{version}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from rollout_server.testing.script import Reply, tool_call
+from rollout_server.testing.script import ScriptedReply, tool_call
 
 CALCULATIONS = {
     "What is (5 + 3) * 2?": (("+", 5, 3), ("*", 8, 2)),
@@ -14,7 +14,7 @@ CALCULATIONS = {
 class Model:
     """Makes one call after the other, and answers with the last result."""
 
-    def reply(self, messages: Sequence[Mapping[str, object]]) -> Reply:
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
         """The model's next message."""
         question = next(str(message["content"]) for message in messages if message["role"] == "user")
         results = [message["content"] for message in messages if message["role"] == "tool"]
@@ -22,5 +22,5 @@ class Model:
         if len(results) < len(calls):
             operation, left, right = calls[len(results)]
             arguments = {"operation": operation, "left": left, "right": right}
-            return Reply(tool_calls=(tool_call(f"call_{len(results)}", "calculate", arguments),))
-        return Reply(content=f"#### {results[-1]}" if results else "I do not know.")
+            return ScriptedReply(tool_calls=(tool_call(f"call_{len(results)}", "calculate", arguments),))
+        return ScriptedReply(content=f"#### {results[-1]}" if results else "I do not know.")

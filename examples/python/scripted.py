@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from rollout_server.testing.script import Reply, tool_call
+from rollout_server.testing.script import ScriptedReply, tool_call
 
 PROGRAMS = {
     "What is the 1000th prime number?": (
@@ -18,10 +18,10 @@ PROGRAMS = {
 class Model:
     """Runs the program, and answers with what it printed."""
 
-    def reply(self, messages: Sequence[Mapping[str, object]]) -> Reply:
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
         """The model's next message."""
         last = messages[-1]
         if last["role"] == "tool":
-            return Reply(content=f"#### {str(last['content']).strip()}")
+            return ScriptedReply(content=f"#### {str(last['content']).strip()}")
         code = PROGRAMS.get(str(last["content"]), "print('I do not know.')")
-        return Reply(tool_calls=(tool_call("call_1", "run_python", {"code": code}),))
+        return ScriptedReply(tool_calls=(tool_call("call_1", "run_python", {"code": code}),))

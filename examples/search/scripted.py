@@ -3,18 +3,18 @@
 import json
 from collections.abc import Mapping, Sequence
 
-from rollout_server.testing.script import Reply, tool_call
+from rollout_server.testing.script import ScriptedReply, tool_call
 
 
 class Model:
     """Plays every question the same way."""
 
-    def reply(self, messages: Sequence[Mapping[str, object]]) -> Reply:
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
         """The model's next message."""
         results = [str(message["content"]) for message in messages if message["role"] == "tool"]
         if not results:
-            return Reply(tool_calls=(tool_call("search", "search", {"query": messages[-1]["content"]}),))
+            return ScriptedReply(tool_calls=(tool_call("search", "search", {"query": messages[-1]["content"]}),))
         if len(results) == 1:
             titles = [page["title"] for page in json.loads(results[0])]
-            return Reply(tool_calls=tuple(tool_call(title, "read", {"title": title}) for title in titles))
-        return Reply(content=" ".join(results[1:]))
+            return ScriptedReply(tool_calls=tuple(tool_call(title, "read", {"title": title}) for title in titles))
+        return ScriptedReply(content=" ".join(results[1:]))

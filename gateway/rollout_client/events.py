@@ -19,7 +19,7 @@ from rollout_client.event_cursor import Following, Reader, Started
 _Item: TypeAlias = RunRolloutResponse | WatchRolloutResponse
 
 
-class _Call(Protocol):
+class _EventCall(Protocol):
     """A stream that the server sends."""
 
     def cancel(self) -> object: ...
@@ -35,7 +35,7 @@ class EventStream(Reader, Iterator[RolloutEvent]):
     """
 
     def __init__(self, calls: Calls, following: Following, call_metadata: CallMetadata | None) -> None:
-        self._call: _Call | None = None
+        self._call: _EventCall | None = None
         self._calls = calls
         self._following = following
         self._request_id, self._metadata = calls.settings.metadata(call_metadata)
@@ -89,7 +89,7 @@ class EventStream(Reader, Iterator[RolloutEvent]):
         self._calls.pause(following.ended(self._request_id) if failure is None else following.failed(failure))
         return None
 
-    def _connected(self) -> _Call:
+    def _connected(self) -> _EventCall:
         if self._call is None:
             self._call = call = self._open()
             if self._following.over:  # closed by another thread in this moment
@@ -99,7 +99,7 @@ class EventStream(Reader, Iterator[RolloutEvent]):
                 self._following.connected()
         return self._call
 
-    def _open(self) -> _Call:
+    def _open(self) -> _EventCall:
         following, stub = self._following, self._calls.stub
         run, timeout = following.run_request(), following.timeout()
         if run is not None:

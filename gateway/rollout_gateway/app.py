@@ -9,17 +9,17 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from rollout_gateway.calls import Rollouts
-from rollout_gateway.errors import Refusals
+from rollout_gateway.errors import ErrorResponses
 from rollout_gateway.fleet.fleet import stub_of
 from rollout_gateway.http.deadlines import honour_deadline
 from rollout_gateway.http.limits import BodyLimit
-from rollout_gateway.http.metrics import Counting, Meters
-from rollout_gateway.http.request_body import Intake
-from rollout_gateway.http.request_boundary import Boundary
+from rollout_gateway.http.metrics import HttpMetrics, MetricsMiddleware
+from rollout_gateway.http.request_body import RequestBodies
+from rollout_gateway.http.request_boundary import RequestBoundary
 from rollout_gateway.key_check import KeyCheck
 from rollout_gateway.osmosis_http.async_body import InitBody
 from rollout_gateway.osmosis_http.async_routes import asynchronous_router
-from rollout_gateway.osmosis_http.openapi import ErrorAnswer, InvalidBodyAnswer, UnhealthyAnswer
+from rollout_gateway.osmosis_http.openapi import ErrorResponse, InvalidBodyResponse, UnhealthyResponse
 from rollout_gateway.osmosis_http.sync_body import RolloutBody
 from rollout_gateway.osmosis_http.sync_routes import synchronous_router
 from rollout_gateway.rest.body import BODIES
@@ -48,7 +48,7 @@ _SECURITY: Final = {
 # Bodies of requests may take the memory of so many of the largest.
 _BODIES_UNDER_WAY: Final = 8
 _BODIES: Final = (RolloutBody, InitBody, *BODIES)
-_ERRORS: Final = (ErrorAnswer, InvalidBodyAnswer, UnhealthyAnswer, PlainError)
+_ERRORS: Final = (ErrorResponse, InvalidBodyResponse, UnhealthyResponse, PlainError)
 
 
 class GatewayApp(FastAPI):
@@ -83,9 +83,9 @@ def create_app(
     """
     settings = settings or GatewaySettings()
     channels = [servers] if isinstance(servers, grpc.aio.Channel) else servers
-    rollouts, meters = Rollouts(stub_of(channels), settings), Meters()
+    rollouts, meters = Rollouts(stub_of(channels), settings), HttpMetrics()
     keys = KeyCheck(rollouts.server, settings.call_seconds)
-    intake = Intake(keys, _BODIES_UNDER_WAY * settings.max_body_bytes)
+    intake = RequestBodies(keys, _BODIES_UNDER_WAY * settings.max_body_bytes)
     dialects = [synchronous_router(rollouts, intake), asynchronous_router(rollouts, keys, intake)]
     plain = [
         rollouts_router(rollouts, intake),
@@ -105,8 +105,8 @@ def create_app(
         app.include_router(router)
     add_docs(app)
     is_plain = answered_plainly(route for router in dialects for route in router.routes)
-    Refusals(keys, is_plain).install(app)
+    ErrorResponses(keys, is_plain).install(app)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
-    app.add_middleware(Boundary, is_plain=is_plain)
-    app.add_middleware(Counting, meters=meters)
+    app.add_middleware(RequestBoundary, is_plain=is_plain)
+    app.add_middleware(MetricsMiddleware, meters=meters)
     return app

@@ -13,7 +13,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import AcknowledgeOutcomeRequest, Ru
 from starlette.requests import Request
 
 from rollout_gateway.fleet.errors import too_late
-from rollout_gateway.http.deadlines import Bounded, seconds_left
+from rollout_gateway.http.deadlines import DeadlineMiddleware, seconds_left
 from rollout_gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 CallMetadata = tuple[tuple[str, str], ...]
 
 
-class HungUp(Exception):
+class ClientDisconnected(Exception):
     """The HTTP client left before it could be answered."""
 
 
@@ -53,7 +53,7 @@ class Rollouts:
             return self.server
         if left <= 0:
             raise too_late()
-        return cast("RolloutServiceAsyncStub", Bounded(self.server, left))
+        return cast("RolloutServiceAsyncStub", DeadlineMiddleware(self.server, left))
 
     async def run(self, asked: RunRolloutRequest, metadata: CallMetadata) -> tuple[str, Outcome]:
         """Runs or attaches to a rollout until it has finished; returns its uid and outcome.
@@ -128,7 +128,7 @@ async def unless_hung_up(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if leaving.done():
             leaving.result()
-            raise HungUp
+            raise ClientDisconnected
         return working.result()
     finally:
         working.cancel()

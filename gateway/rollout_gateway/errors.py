@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from rollout_gateway.calls import HungUp, StreamEndedEarly, call_metadata
+from rollout_gateway.calls import ClientDisconnected, StreamEndedEarly, call_metadata
 from rollout_gateway.http.request_body import Overloaded
 from rollout_gateway.key_check import STRANGER, KeyCheck
 from rollout_gateway.osmosis_http.sync_body import InvalidBody, first_of
@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Refusals:
+class ErrorResponses:
     """Exception handlers. Requests for which `is_plain` are answered in the plain API's shape, the others in FastAPI's."""
 
     keys: KeyCheck
@@ -38,7 +38,7 @@ class Refusals:
             RequestValidationError: self.invalid_parameters,
             grpc.aio.AioRpcError: self.failed_call,
             StreamEndedEarly: self.ended_early,
-            HungUp: self.hung_up,
+            ClientDisconnected: self.hung_up,
             ClientDisconnect: self.hung_up,
             Overloaded: self.overloaded,
         }
@@ -67,7 +67,7 @@ class Refusals:
         text = "The rollout server ended the call before the rollout had an outcome"
         return self._answer(request, Problem(503, text, code=grpc.StatusCode.UNAVAILABLE.name))
 
-    async def hung_up(self, _: Request, __: HungUp) -> Response:
+    async def hung_up(self, _: Request, __: ClientDisconnected) -> Response:
         """Nobody is there to read it; the access log shows what happened."""
         return Response(status_code=499)
 

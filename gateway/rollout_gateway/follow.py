@@ -22,7 +22,7 @@ Events = AsyncGenerator[event_pb2.RolloutEvent, None]
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
+class RolloutFollower:
     """A wish to hear a rollout's events, on behalf of an HTTP client."""
 
     rollouts: Rollouts

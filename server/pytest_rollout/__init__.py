@@ -18,7 +18,7 @@ import pytest
 
 if TYPE_CHECKING:
     from rollout_server import Agent
-    from rollout_server.local_stack import LoopThread, ScriptedModel, Stage
+    from rollout_server.local_stack import LocalStack, LoopThread, ScriptedModel
     from rollout_server.testing.trainer import StrictTrainer
 
 
@@ -53,13 +53,13 @@ def strict_trainer(rollout_loop: LoopThread) -> Iterator[StrictTrainer]:
 
 
 @pytest.fixture
-def serving(rollout_loop: LoopThread, strict_trainer: StrictTrainer) -> Iterator[Callable[..., Stage]]:
-    """Serves agents until the test ends: `serving(agent, *more, **settings)` returns their `Stage`."""
-    from rollout_server.local_stack import Stage
+def serving(rollout_loop: LoopThread, strict_trainer: StrictTrainer) -> Iterator[Callable[..., LocalStack]]:
+    """Serves agents until the test ends: `serving(agent, *more, **settings)` returns their `LocalStack`."""
+    from rollout_server.local_stack import LocalStack
 
     with ExitStack() as stack:
 
-        def serve(*agents: Agent, **settings: object) -> Stage:
-            return stack.enter_context(Stage(rollout_loop, *agents, trainer=strict_trainer, **settings))
+        def serve(*agents: Agent, **settings: object) -> LocalStack:
+            return stack.enter_context(LocalStack(rollout_loop, *agents, trainer=strict_trainer, **settings))
 
         yield serve

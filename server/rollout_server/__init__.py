@@ -8,7 +8,7 @@ from __future__ import annotations
 try:
     from rollout_server.agent import Agent
     from rollout_server.core.limits import Limits
-    from rollout_server.core.outcome import Verdict
+    from rollout_server.core.outcome import RewardResult
     from rollout_server.runtime.ports import ToolError
     from rollout_server.runtime.request import Request
     from rollout_server.runtime.run.reply import Reply
@@ -30,9 +30,9 @@ __all__ = [
     "Limits",
     "Reply",
     "Request",
+    "RewardResult",
     "Run",
     "ToolError",
-    "Verdict",
     "__version__",
     "serve",
     "tool",

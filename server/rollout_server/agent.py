@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rollout_server.core.limits import Limits
-from rollout_server.core.outcome import Verdict
+from rollout_server.core.outcome import RewardResult
 from rollout_server.core.spec_validation import ID_LENGTH, MAX_SECONDS
 from rollout_server.runtime.aio.source_location import written_at
 from rollout_server.runtime.ports import Tool
@@ -96,7 +96,7 @@ class Agent(metaclass=_AgentClass):
                 await run.call(calls)
 
         async def reward(self, run: Run) -> Judgement:
-            """Judges a rollout that came to its end: a finite number, a `Verdict`, or None for no judgement."""
+            """Judges a rollout that came to its end: a finite number, a `RewardResult`, or None for no judgement."""
             return None
 
         async def start(self) -> None:
@@ -117,7 +117,7 @@ class Agent(metaclass=_AgentClass):
         playing = cast("Run", run)
         await _called(self.play, playing, f"the play of agent {self.name}")
 
-    async def judge(self, run: object) -> Verdict:
+    async def judge(self, run: object) -> RewardResult:
         """How the runtime calls `reward`. Raises TypeError or ValueError for what is no judgement."""
         judging = cast("Run", run)
         judgement = await _called(self.reward, judging, f"the reward of agent {self.name}")

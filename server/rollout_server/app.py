@@ -36,21 +36,21 @@ from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.grpc_loop import run_loop
 from rollout_server.edge.loop_lag import LoopLag
 from rollout_server.edge.loop_watchdog import LoopWatch
-from rollout_server.edge.metrics.observer import Metrics
+from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.edge.metrics.server import serve_metrics
 from rollout_server.edge.rpc.local_sockets import own_socket
 from rollout_server.edge.rpc.server import RpcServer, RpcSettings
 from rollout_server.edge.rpc.service import RolloutService
 from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.rpc.train_service import TrainerService
-from rollout_server.edge.stream.dispatcher import Desk
+from rollout_server.edge.stream.dispatcher import Dispatcher
 from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.exposure import log_exposure
-from rollout_server.runtime.registry.dependencies import Surroundings
-from rollout_server.runtime.registry.registry import Roster
+from rollout_server.runtime.registry.dependencies import RegistryDependencies
+from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.run.lifecycle import start_agents
 from rollout_server.settings import Settings, load
 
@@ -81,11 +81,11 @@ class Server:
         """Where this process reaches its gRPC side, once it has started."""
         self._agents = agents
         self._stack = AsyncExitStack()
-        self._roster: Roster
+        self._roster: RolloutRegistry
         self._streams: Streams
         self._rpc: RpcServer
         self._http: HttpServer | None = None
-        self._metrics = Metrics()
+        self._metrics = MetricsObserver()
 
     async def __aenter__(self) -> Self:
         """Starts. Raises RuntimeError or OSError where a port cannot be had, `AgentFailed` where an agent cannot start."""
@@ -128,7 +128,9 @@ class Server:
             RolloutService(self._roster, facts),
             RpcSettings(addresses, settings.max_request_bytes + 1024 * 1024, tls, self._roster.capacity.total),
             keys.caller,
-            TrainerService(Desk(self._roster, self._streams, facts.violations, self._metrics.families.ignored.inc)),
+            TrainerService(
+                Dispatcher(self._roster, self._streams, facts.violations, self._metrics.families.ignored.inc)
+            ),
         )
         _, self.grpc_port = await self._rpc.start()
         self._stack.push_async_callback(self._rpc.stop, 1.0)
@@ -143,7 +145,7 @@ class Server:
         log_exposure(settings, keys)
         self._watch_loop()  # last: nobody waits for what a start takes
 
-    async def _make_roster(self, rules: TargetRules, keys: Keyring) -> Roster:
+    async def _make_roster(self, rules: TargetRules, keys: Keyring) -> RolloutRegistry:
         settings, stack = self.settings, self._stack
         tokenizers = Tokenizers(tokenizer_settings(settings))
         stack.push_async_callback(tokenizers.close)
@@ -160,7 +162,7 @@ class Server:
             self._agents,
             trainers(client, channels, tokenizers, self._streams, settings),
             settings,
-            Surroundings(
+            RegistryDependencies(
                 observer=metrics,
                 reporter=reporter(client, channels, settings),
                 patience=patience(settings),

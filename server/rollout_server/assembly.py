@@ -16,7 +16,7 @@ from rollout_server.agent import Agent
 from rollout_server.core.error import NotPossible, Violation
 from rollout_server.core.spec import Dialect, DriftPolicy, Spec
 from rollout_server.core.spec_validation import Bounds
-from rollout_server.edge.api_keys import Key, Keyring, key_of, read_entries
+from rollout_server.edge.api_keys import ApiKey, Keyring, key_of, read_entries
 from rollout_server.edge.engine.samplers import Engines
 from rollout_server.edge.engine.transport import Access
 from rollout_server.edge.grpc_channels import Channels
@@ -31,21 +31,21 @@ from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.loader import TokenizerSettings
-from rollout_server.edge.tokens.rendering_form import Arguments, Form
+from rollout_server.edge.tokens.loader import LoaderSettings
+from rollout_server.edge.tokens.rendering_form import Arguments, RenderingForm
 from rollout_server.edge.tools.pool import PoolLimits, ProcessPool
-from rollout_server.edge.tools.token_count import TokenMeasure
+from rollout_server.edge.tools.token_count import TokenizerTokenCounter
 from rollout_server.edge.trainer.grpc_sampler import CompletionTrainers
 from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
-from rollout_server.edge.trainer.retry import Retries
+from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.exposure import knows_its_callers, listens_on_loopback
 from rollout_server.runtime.ports import Credentials, Sampler, Tool
-from rollout_server.runtime.registry.dependencies import Patience, Surroundings
-from rollout_server.runtime.registry.registry import Roster
-from rollout_server.runtime.start_request import Capacity, Quota, Wish
-from rollout_server.runtime.tools.resources import ToolLimits, Workbench
+from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy, RegistryDependencies
+from rollout_server.runtime.registry.registry import RolloutRegistry
+from rollout_server.runtime.start_request import Capacity, Quota, StartRequest
+from rollout_server.runtime.tools.resources import ToolLimits, ToolResources
 from rollout_server.settings import TOY, Settings, WrongSettings
 
 _log = logging.getLogger(__name__)
@@ -121,10 +121,10 @@ def trainers(
     client: HttpClient, channels: Channels, tokenizers: Tokenizers, streams: Streams, settings: Settings
 ) -> Trainers:
     """Samplers that share one client for each protocol."""
-    retries = Retries(
+    retries = RetryPolicy(
         settings.retries, settings.retry_base_seconds, settings.retry_max_seconds, settings.retry_after_seconds
     )
-    form = None if settings.count_arguments == "auto" else Form(arguments=Arguments(settings.count_arguments))
+    form = None if settings.count_arguments == "auto" else RenderingForm(arguments=Arguments(settings.count_arguments))
     return Trainers(
         MaskedTrainers(client, tokenizers, form),
         PlainTrainers(client, retries),
@@ -146,22 +146,22 @@ def reporter(client: HttpClient, channels: Channels, settings: Settings) -> Outc
     return OutcomeReporter(write_body, HttpCourier(client, seconds), GrpcCourier(channels, seconds))
 
 
-def patience(settings: Settings) -> Patience:
+def patience(settings: Settings) -> DeliveryRetryPolicy:
     """How long outcomes are offered."""
-    return Patience(
+    return DeliveryRetryPolicy(
         settings.delivery_seconds, settings.retry_base_seconds, settings.retry_max_seconds, settings.delivery_retries
     )
 
 
-def workbench(tokenizers: Tokenizers, settings: Settings) -> Workbench:
+def workbench(tokenizers: Tokenizers, settings: Settings) -> ToolResources:
     """Where tools are run."""
     limits = ToolLimits(threads=settings.tool_threads, output_bytes=settings.tool_output_bytes)
-    return Workbench(limits, ProcessPool(PoolLimits(settings.tool_processes)), TokenMeasure(tokenizers))
+    return ToolResources(limits, ProcessPool(PoolLimits(settings.tool_processes)), TokenizerTokenCounter(tokenizers))
 
 
 def keyring(settings: Settings) -> Keyring:
     """The API keys in force. Raises `WrongSettings`."""
-    keys: list[Key] = []
+    keys: list[ApiKey] = []
     for name, variable, secret in (
         ("default", "ROLLOUT_API_KEY", settings.api_key),
         ("admin", "ROLLOUT_ADMIN_KEY", settings.admin_key),
@@ -197,12 +197,12 @@ def server_tls(settings: Settings) -> ServerTls | None:
     return tls
 
 
-def tokenizer_settings(settings: Settings) -> TokenizerSettings:
+def tokenizer_settings(settings: Settings) -> LoaderSettings:
     """Where tokenizers come from, with the word for the built-in one replaced by its directory."""
     from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
     directories = {name: TOY_TOKENIZER if str(path) == TOY else path for name, path in settings.tokenizers.items()}
-    return TokenizerSettings(
+    return LoaderSettings(
         cache_size=settings.tokenizer_cache_size,
         trust_remote_code=settings.tokenizer_trust_remote_code,
         directories=directories,
@@ -216,12 +216,12 @@ def make_roster(
     agents: Sequence[Agent],
     trainers: Trainers,
     settings: Settings,
-    surroundings: Surroundings,
+    surroundings: RegistryDependencies,
     *,
     shared: bool = False,
-) -> Roster:
+) -> RolloutRegistry:
     """The roster of these agents. `shared`: among callers that keys tell apart."""
-    return Roster(
+    return RolloutRegistry(
         agents,
         trainers.open,
         lambda: secrets.token_hex(10),
@@ -260,7 +260,7 @@ def server_facts(settings: Settings, rules: TargetRules, keys: Keyring) -> Serve
     )
 
 
-def violations(wish: Wish, rules: TargetRules) -> Sequence[Violation]:
+def violations(wish: StartRequest, rules: TargetRules) -> Sequence[Violation]:
     """What a wish names that this server may not use. Raises `NotPossible` for what it cannot run at all."""
     spec = wish.spec
     if spec.tools is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rollout_server import Agent, Limits, Run, tool
 from rollout_server.core.message import JSON
-from rollout_server.runtime.ports import PlaysRuns, Tool
+from rollout_server.runtime.ports import AgentProtocol, Tool
 
 
 @tool
@@ -45,7 +45,7 @@ class Plain(Agent):
 
 
 def test_what_a_class_leaves_out_is_filled_in() -> None:
-    agent: PlaysRuns = Plain()
+    agent: AgentProtocol = Plain()
     assert (agent.name, agent.version, agent.tools, agent.limits) == ("plain", "1", (), Limits())
     assert agent.description == "Plays the default loop.\n\nTwice indented."
     assert agent.replayable

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from rollout_server import Agent, Limits, Request, Run, Verdict, tool
+from rollout_server import Agent, Limits, Request, RewardResult, Run, tool
 from rollout_server.core.error import NotPossible, RolloutError
 from rollout_server.core.ledger import MaskReason
 from rollout_server.core.outcome import Cancellation, Failure, Stop
@@ -106,12 +106,12 @@ async def test_state_is_the_rollouts_own(new_world: type[World]) -> None:
             fork.state["forked"] = 1
             await run.sample()
 
-        async def reward(self, run: Run) -> Verdict:
-            return Verdict(float(run.state["forked"]), {"length": float(len(run.state["seen"]))})
+        async def reward(self, run: Run) -> RewardResult:
+            return RewardResult(float(run.state["forked"]), {"length": float(len(run.state["seen"]))})
 
     world = new_world(Keeping())
     outcomes = [await outcome_of(world.start()) for _ in range(2)]
-    assert [outcome.verdict for outcome in outcomes] == [Verdict(1.0, {"length": 2.0})] * 2
+    assert [outcome.verdict for outcome in outcomes] == [RewardResult(1.0, {"length": 2.0})] * 2
 
 
 async def test_an_author_masks_answers_out(new_world: type[World]) -> None:
@@ -174,7 +174,7 @@ class Plain(Agent):
 async def test_plain_functions_run_in_threads(new_world: type[World]) -> None:
     rollout = new_world(Plain()).start(Say("", (call("left"),)), Say("done"))
     outcome = await outcome_of(rollout)
-    assert (outcome.end, outcome.verdict) == (Stop("stop"), Verdict(4.0))
+    assert (outcome.end, outcome.verdict) == (Stop("stop"), RewardResult(4.0))
     assert [kind for kind, _ in observed(rollout)] == ["now"]
 
 

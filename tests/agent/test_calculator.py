@@ -11,8 +11,8 @@ import pytest
 from rollout_server.calculator import Calculator
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.outcome import Stop
-from rollout_server.runtime.ports import PlaysRuns
-from rollout_server.runtime.tools.executor import Toolbox
+from rollout_server.runtime.ports import AgentProtocol
+from rollout_server.runtime.tools.executor import ToolExecutor
 
 from tests.runtime.jumping import JumpingLoop
 from tests.runtime.world import Say, World, call, contents, outcome_of
@@ -27,7 +27,7 @@ TOOLS = {
 RECORDED = Path(__file__).parents[3] / "shared" / "transcripts" / "sync" / "tools.json"
 
 
-def told(agent: PlaysRuns) -> list[dict[str, JSON]]:
+def told(agent: AgentProtocol) -> list[dict[str, JSON]]:
     """The tools as a trainer is told of them."""
     return [
         {
@@ -99,7 +99,7 @@ def test_the_tools_are_those_that_were_recorded(delay: float) -> None:
     ids=lambda value: f"{value.name} {str(value.arguments)[:30]}" if isinstance(value, ToolCall) else value[:30],
 )  # fmt: skip
 async def test_what_a_call_is_answered(wanted: ToolCall, said: str) -> None:
-    result = await Toolbox(Calculator().tools).run(wanted)
+    result = await ToolExecutor(Calculator().tools).run(wanted)
     assert result.content.startswith(said)
     assert result.failed == said.startswith("Error: ")
     if not said.endswith((" ", "limit")):

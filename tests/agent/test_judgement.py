@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from rollout_server import Agent, Run, Verdict
+from rollout_server import Agent, RewardResult, Run
 
 from tests.agent.test_agent import Plain
 
@@ -27,15 +27,15 @@ class Judge(Agent):
 @pytest.mark.parametrize(
     ("judgement", "verdict"),
     [
-        (None, Verdict()),
-        (0.5, Verdict(0.5)),
-        (-1, Verdict(-1.0)),
-        (Fraction(1, 4), Verdict(0.25)),
-        (Verdict(), Verdict()),
-        (Verdict(1, {"style": 2}, '{"why": "so"}'), Verdict(1.0, {"style": 2.0}, '{"why": "so"}')),
+        (None, RewardResult()),
+        (0.5, RewardResult(0.5)),
+        (-1, RewardResult(-1.0)),
+        (Fraction(1, 4), RewardResult(0.25)),
+        (RewardResult(), RewardResult()),
+        (RewardResult(1, {"style": 2}, '{"why": "so"}'), RewardResult(1.0, {"style": 2.0}, '{"why": "so"}')),
     ],
 )
-async def test_what_is_a_judgement(judgement: object, verdict: Verdict) -> None:
+async def test_what_is_a_judgement(judgement: object, verdict: RewardResult) -> None:
     taken = await Judge(judgement).judge(None)
     assert taken == verdict
     assert isinstance(taken.reward, float | None)
@@ -52,12 +52,12 @@ async def test_what_is_a_judgement(judgement: object, verdict: Verdict) -> None:
         (float("nan"), ValueError, "returned nan"),
         (float("-inf"), ValueError, "returned -inf"),
         pytest.param(10**400, ValueError, "not a finite number", id="10**400"),
-        (Verdict(True), TypeError, "in a Verdict returned True"),
-        (Verdict(float("nan")), ValueError, "returned nan"),
-        (Verdict(scores={"style": "good"}), TypeError, "score 'style', returned 'good'"),  # type: ignore[dict-item]
-        (Verdict(scores={"style": float("inf")}), ValueError, "score 'style', returned inf"),
-        (Verdict(extra_json="[1]"), ValueError, "extra_json must be one JSON object"),
-        (Verdict(extra_json="{"), ValueError, "extra_json must be one JSON object"),
+        (RewardResult(True), TypeError, "in a Verdict returned True"),
+        (RewardResult(float("nan")), ValueError, "returned nan"),
+        (RewardResult(scores={"style": "good"}), TypeError, "score 'style', returned 'good'"),  # type: ignore[dict-item]
+        (RewardResult(scores={"style": float("inf")}), ValueError, "score 'style', returned inf"),
+        (RewardResult(extra_json="[1]"), ValueError, "extra_json must be one JSON object"),
+        (RewardResult(extra_json="{"), ValueError, "extra_json must be one JSON object"),
     ],
 )
 async def test_what_is_none_is_refused_with_agent_and_value(
@@ -70,4 +70,4 @@ async def test_what_is_none_is_refused_with_agent_and_value(
 
 
 async def test_without_a_reward_there_is_no_judgement() -> None:
-    assert await Plain().judge(None) == Verdict()
+    assert await Plain().judge(None) == RewardResult()

@@ -15,7 +15,7 @@ from rollout_client import AsyncClient
 from rollout_server import Agent, Run
 from rollout_server.app import Server
 from rollout_server.settings import Settings
-from rollout_server.testing.checks.dialect import Dialect
+from rollout_server.testing.checks.dialect import TrainerDialect
 from rollout_server.testing.trainer import StrictTrainer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -63,7 +63,7 @@ async def place() -> AsyncIterator[Place]:
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(Server([Careful()], settings))
         url = f"http://127.0.0.1:{server.http_port}"
-        trainer = await stack.enter_async_context(StrictTrainer(tools_from=url, dialect=Dialect.EITHER))
+        trainer = await stack.enter_async_context(StrictTrainer(tools_from=url, dialect=TrainerDialect.EITHER))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
         client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{server.grpc_port}"))
         yield Place(trainer, http, client)

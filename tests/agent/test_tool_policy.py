@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rollout_server import tool
-from rollout_server.runtime.tools.protocols import HandledTool
+from rollout_server.runtime.tools.protocols import ServerRunTool
 from rollout_server.tool import FunctionTool, ToolPolicy
 from rollout_server.tool.function import Policy
 
@@ -21,7 +21,7 @@ def lookup(key: str) -> str:
 
 def test_a_plain_decorator_has_the_plain_policy() -> None:
     assert tool(lookup).policy == ToolPolicy()
-    assert isinstance(tool(lookup), HandledTool)
+    assert isinstance(tool(lookup), ServerRunTool)
 
 
 def test_keywords_become_the_policy() -> None:

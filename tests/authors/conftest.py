@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from rollout_server.local_stack import LoopThread, Stage
+from rollout_server.local_stack import LocalStack, LoopThread
 
 from tests.authors import wrong
 from tests.authors.theatre import Honest, Theatre
@@ -16,6 +16,6 @@ def theatre() -> Iterator[Theatre]:
     """A server with an honest agent and all that are not."""
     honest = Honest()
     agents = (honest, *wrong.wrong_agents())
-    with LoopThread() as loop, Stage(loop, *agents, http=False, tool_output_bytes=20_000) as stage:
+    with LoopThread() as loop, LocalStack(loop, *agents, http=False, tool_output_bytes=20_000) as stage:
         yield Theatre(stage, honest)
         wrong.LET_GO.set()

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from rollout_client import AsyncClient
-from rollout_server.testing.script import Reply, Script, tool_call
+from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.system.processes import ANY_PORTS, Logged, environment, serve, started
@@ -75,7 +75,7 @@ def line_of(text: str, source: str) -> int:
 async def test_nothing_that_goes_on_holds_up_the_end(tmp_path: Path) -> None:
     path = tmp_path / "stubborn.py"
     path.write_text(STUBBORN)
-    calls = Script((Reply(tool_calls=(tool_call("c", "stay", {}),)),))
+    calls = Script((ScriptedReply(tool_calls=(tool_call("c", "stay", {}),)),))
     async with (
         serve(str(path), cwd=tmp_path, ROLLOUT_DRAIN_SECONDS="0", ROLLOUT_HTTP="false") as server,
         StrictTrainer(script=calls) as trainer,

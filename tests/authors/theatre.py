@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from rollout_server import Agent, Run, tool
-from rollout_server.local_stack import Played, ScriptedModel, Stage
+from rollout_server.local_stack import FinishedRollout, LocalStack, ScriptedModel
 
 
 def place(module: ModuleType, mark: str) -> str:
@@ -53,10 +53,10 @@ class Honest(Agent):
 class Theatre:
     """The stage of one server, and its honest agent."""
 
-    stage: Stage
+    stage: LocalStack
     honest: Honest
 
-    def play(self, agent: str, model: ScriptedModel, **fields: Any) -> Played:
+    def play(self, agent: str, model: ScriptedModel, **fields: Any) -> FinishedRollout:
         """What a rollout of the agent came to. Raises AssertionError where it did any harm to the honest one beside it."""
         with ThreadPoolExecutor(1) as pool:
             key = uuid.uuid4().hex

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout_server import Agent, Request, Run, Verdict, tool
+from rollout_server import Agent, Request, RewardResult, Run, tool
 from rollout_server.core.message import ToolCall
 
 LET_GO = threading.Event()
@@ -91,8 +91,8 @@ class AppendsForEver(Agent):
 class RewardHasOddScores(Agent):
     name = "reward-has-odd-scores"
 
-    async def reward(self, run: Run) -> Verdict:  # wrong: reward-has-odd-scores
-        return Verdict(1.0, scores={1: 1.0})  # type: ignore[dict-item]
+    async def reward(self, run: Run) -> RewardResult:  # wrong: reward-has-odd-scores
+        return RewardResult(1.0, scores={1: 1.0})  # type: ignore[dict-item]
 
 
 class TaskExits(Agent):

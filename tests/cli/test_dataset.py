@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from rollout_server.authoring.author_traceback import Mistake
-from rollout_server.authoring.dataset import Row, column_names, read_rows
+from rollout_server.authoring.author_traceback import AuthorError
+from rollout_server.authoring.dataset import DatasetRow, column_names, read_rows
 
 LONG = "long " * 60_000
 ROWS: list[dict[str, str]] = [
@@ -51,7 +51,9 @@ Write = Callable[[Path, list[dict[str, Any]]], Path]
 @pytest.mark.parametrize(("name", "write"), FORMS.items(), ids=FORMS.keys())
 def test_each_form_gives_the_same_rows(tmp_path: Path, name: str, write: Write) -> None:
     first, second = read_rows(write(tmp_path / name, ROWS))
-    assert first == Row(1, "Be brief.", ROWS[0]["user_prompt"], {"ground_truth": "hi", "kind": "ä"}, first.fingerprint)
+    assert first == DatasetRow(
+        1, "Be brief.", ROWS[0]["user_prompt"], {"ground_truth": "hi", "kind": "ä"}, first.fingerprint
+    )
     assert [message["role"] for message in first.messages] == ["system", "user"]
     assert second.messages == [{"role": "user", "content": LONG}]
     [again] = read_rows(write(tmp_path / f"again.{name}", ROWS[:1]))
@@ -62,7 +64,9 @@ def test_each_form_gives_the_same_rows(tmp_path: Path, name: str, write: Write) 
 @pytest.mark.parametrize("column", ["system_prompt", "user_prompt", "ground_truth"])
 def test_a_missing_column_is_named(tmp_path: Path, name: str, write: Write, column: str) -> None:
     rows = [{key: value for key, value in row.items() if key != column} for row in ROWS]
-    with pytest.raises(Mistake, match=rf"the column {column} is missing \(there are: .*kind\); --column {column}=NAME"):
+    with pytest.raises(
+        AuthorError, match=rf"the column {column} is missing \(there are: .*kind\); --column {column}=NAME"
+    ):
         read_rows(write(tmp_path / name, rows))
 
 
@@ -72,7 +76,7 @@ def test_columns_have_other_names_or_are_none(tmp_path: Path) -> None:
     [row] = read_rows(path, names)
     assert (row.system_prompt, row.user_prompt, row.metadata) == ("", "1+1?", {"ground_truth": 2, "more": [1, None]})
     for wrong in ("user_prompt", "prompt=question"):
-        with pytest.raises(Mistake, match="COLUMN=NAME"):
+        with pytest.raises(AuthorError, match="COLUMN=NAME"):
             column_names([wrong])
 
 
@@ -113,6 +117,6 @@ WRONG = {
 @pytest.mark.parametrize(("name", "content", "said"), WRONG.values(), ids=WRONG.keys())
 def test_what_is_wrong_is_told_by_file_and_line(here: Path, name: str, content: str | bytes, said: str) -> None:
     Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(AuthorError) as caught:
         read_rows(Path(name))
     assert str(caught.value).startswith(said)

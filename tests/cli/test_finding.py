@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from rollout_server.authoring.agent_loader import all_agents, find_agents
-from rollout_server.authoring.author_traceback import Mistake
+from rollout_server.authoring.author_traceback import AuthorError
 
 AGENT = "from rollout_server import Agent, tool, serve\n\n\nclass {0}(Agent):\n    name = '{0}'\n"
 
@@ -41,9 +41,9 @@ def test_objects_are_named_and_several_are_served(here: Path) -> None:
     Path("two.py").write_text(AGENT.format("A") + AGENT.format("B") + "\n\nmade = B()\n")
     assert names("two.py:A", "two:made") == ["A", "B"]
     assert [agent.name for agent in all_agents("two.py")] == ["B", "A"]
-    with pytest.raises(Mistake, match=r"two.py: holds 2 agents \(made, A\); name one of them: two.py:made"):
+    with pytest.raises(AuthorError, match=r"two.py: holds 2 agents \(made, A\); name one of them: two.py:made"):
         names("two.py")
-    with pytest.raises(Mistake, match="more than one agent is called 'B'"):
+    with pytest.raises(AuthorError, match="more than one agent is called 'B'"):
         names("two.py:B", "two.py:made")
 
 
@@ -101,20 +101,20 @@ WRONG = {
 @pytest.mark.parametrize(("source", "behind", "said"), WRONG.values(), ids=WRONG.keys())
 def test_a_mistake_is_told_by_file_and_line(here: Path, source: str, behind: str, said: str) -> None:
     Path("it.py").write_text(source)
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(AuthorError) as caught:
         names(f"it.py{behind}")
     assert str(caught.value).startswith(said)
 
 
 def test_what_is_not_there_is_told_apart_from_what_it_lacks(here: Path) -> None:
-    with pytest.raises(Mistake, match=r"there is no file gone\.py"):
+    with pytest.raises(AuthorError, match=r"there is no file gone\.py"):
         names("gone.py")
-    with pytest.raises(Mistake, match=r"there is no module gone; what is meant is MODULE"):
+    with pytest.raises(AuthorError, match=r"there is no module gone; what is meant is MODULE"):
         names("gone")
-    with pytest.raises(Mistake, match=r"there is no module gone\.deeper"):
+    with pytest.raises(AuthorError, match=r"there is no module gone\.deeper"):
         names("gone.deeper:A")
     Path("lacks.py").write_text("import gone\n")
-    with pytest.raises(Mistake, match=r"lacks.py:1: .*No module named 'gone'"):
+    with pytest.raises(AuthorError, match=r"lacks.py:1: .*No module named 'gone'"):
         names("lacks")
 
 
@@ -165,6 +165,6 @@ def test_loops_and_agents_may_be_beside_each_other(here: Path) -> None:
 )
 def test_a_loop_that_cannot_be_served_is_told_by_file_and_line(here: Path, more: str, said: str) -> None:
     Path("it.py").write_text(LOOP + more)
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(AuthorError) as caught:
         names("it.py")
     assert str(caught.value).startswith(said)

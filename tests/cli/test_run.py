@@ -17,8 +17,8 @@ from rich.console import Console
 from rollout_client import RolloutEvent
 from rollout_server import Limits
 from rollout_server.cli.progress import Progress
-from rollout_server.testing.checks.dialect import Dialect
-from rollout_server.testing.script import Reply, Script
+from rollout_server.testing.checks.dialect import TrainerDialect
+from rollout_server.testing.script import Script, ScriptedReply
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.cli.conftest import Invoke, complaint, document
@@ -72,8 +72,8 @@ def elsewhere() -> Iterator[Callable[[AbstractAsyncContextManager[Any]], None]]:
 @pytest.fixture
 def trainer(elsewhere: Callable[[StrictTrainer], None]) -> StrictTrainer:
     """A strict trainer that wants a key."""
-    script = Script((Reply(content="It is 3."),), repeat_last=True)
-    strict = StrictTrainer(script=script, dialect=Dialect.EITHER, api_key="sesame-open", render_tools=False)
+    script = Script((ScriptedReply(content="It is 3."),), repeat_last=True)
+    strict = StrictTrainer(script=script, dialect=TrainerDialect.EITHER, api_key="sesame-open", render_tools=False)
     elsewhere(strict)
     return strict
 

@@ -9,9 +9,9 @@ from itertools import accumulate
 from hypothesis import strategies as st
 from osmosis.rollout.v1 import outcome_pb2, spec_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_server.core.ledger import Ledger, Line, Origin, Plane, SegmentKind, pack_logprobs
+from rollout_server.core.ledger import ConversationLedger, Ledger, Origin, Plane, SegmentKind, pack_logprobs
 from rollout_server.core.message import Message
-from rollout_server.core.outcome import Category, Failure, Metrics, Outcome, Stop, Verdict
+from rollout_server.core.outcome import Category, Failure, Metrics, Outcome, RewardResult, Stop
 from rollout_server.edge.wire.outcome import outcome_to_proto
 
 from tests.core.rollouts import draw_turn
@@ -50,7 +50,7 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
         (Message.write({"role": "user", "content": "Go."}),),
         ledger.segments,
         Metrics(completion_ms=1500.0, tool_ms=250.0, turns=turns),
-        Verdict(reward, draw(st.dictionaries(st.text("äb", max_size=3), st.floats(0, 1), max_size=2))),
+        RewardResult(reward, draw(st.dictionaries(st.text("äb", max_size=3), st.floats(0, 1), max_size=2))),
         (),
     )
     return pb.Rollout(
@@ -61,7 +61,7 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
 
 
 @st.composite
-def forks(draw: st.DrawFn, ledger: Ledger, forked: Line) -> list[Line]:
+def forks(draw: st.DrawFn, ledger: Ledger, forked: ConversationLedger) -> list[ConversationLedger]:
     """Nearly always none; else one conversation of any kind that is opened beside this one."""
     kind = draw(st.sampled_from((None, None, None, SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)))
     if kind is None:

@@ -14,7 +14,7 @@ from rollout_client.export import read_jsonl, to_trl, to_verl, write_jsonl
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
-from rollout_server.testing.script import Fault, Reply, Script, tool_call
+from rollout_server.testing.script import Fault, Script, ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
@@ -25,7 +25,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 ADD = (tool_call("c1", "add", '{"a": 5, "b": 3}'),)
 
 
-async def played(world: World, client: AsyncClient, *lines: Reply | Fault) -> list[TrainingSample]:
+async def played(world: World, client: AsyncClient, *lines: ScriptedReply | Fault) -> list[TrainingSample]:
     """The samples of the rollout "r/1" that a script led to."""
     if lines:
         await world.trainer.put_script("r/1", Script(lines))
@@ -62,9 +62,9 @@ async def test_a_sampled_end_token_trains_and_one_that_closes_a_cut_turn_does_no
     (sample,) = await played(
         world,
         client,
-        Reply(content="Adding.", tool_calls=ADD, cut=True),
-        Reply(content="Again.", tool_calls=ADD),
-        Reply(content="Eig", cut=True),
+        ScriptedReply(content="Adding.", tool_calls=ADD, cut=True),
+        ScriptedReply(content="Again.", tool_calls=ADD),
+        ScriptedReply(content="Eig", cut=True),
     )
     assert sample.spans is not None
     ids = sample.prompt_ids + sample.response_ids
@@ -80,14 +80,16 @@ async def test_a_sampled_end_token_trains_and_one_that_closes_a_cut_turn_does_no
 
 
 async def test_a_failure_leaves_the_samples_up_to_there(world: World, client: AsyncClient) -> None:
-    (sample,) = await played(world, client, Reply(content="Adding.", tool_calls=ADD), Fault.error(500, "engine died"))
+    (sample,) = await played(
+        world, client, ScriptedReply(content="Adding.", tool_calls=ADD), Fault.error(500, "engine died")
+    )
     assert (sample.end, sample.reason, sample.truncated) == ("failure", "trainer_server", False)
     assert set(sample.response_mask) == {1}
 
 
 async def test_drift_makes_two_samples_and_unknown_tokens_none(world: World, client: AsyncClient) -> None:
     before, after = await played(
-        world, client, Reply(content="Adding.", tool_calls=ADD, surplus=(5, 6, 7)), Reply(content="8")
+        world, client, ScriptedReply(content="Adding.", tool_calls=ADD, surplus=(5, 6, 7)), ScriptedReply(content="8")
     )
     assert (before.kind, after.kind, after.parent_id) == ("main", "drift", before.segment_id)
     whole = before.prompt_ids + before.response_ids
@@ -99,7 +101,10 @@ async def test_drift_makes_two_samples_and_unknown_tokens_none(world: World, cli
 
 async def test_one_answer_without_logprobs_leaves_none_to_the_sample(world: World, client: AsyncClient) -> None:
     (sample,) = await played(
-        world, client, Reply(content="Adding.", tool_calls=ADD, omit=frozenset({"logprobs"})), Reply(content="8")
+        world,
+        client,
+        ScriptedReply(content="Adding.", tool_calls=ADD, omit=frozenset({"logprobs"})),
+        ScriptedReply(content="8"),
     )
     assert sample.logprobs is None
     assert to_verl(sample)["response_logprobs"] is None

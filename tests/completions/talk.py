@@ -13,7 +13,7 @@ from rollout_server import Agent, Run, tool
 from rollout_server.app import Server
 from rollout_server.runtime.ports import Tool
 from rollout_server.settings import Settings
-from rollout_server.testing.checks.verdict import Sample
+from rollout_server.testing.checks.verdict import TrainerSample
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 
@@ -51,7 +51,7 @@ def warned(outcome: outcome_pb2.Outcome) -> list[str]:
     return [warning.code for warning in outcome.warnings]
 
 
-def equal(sample: TrainingSample, theirs: Sample) -> bool:
+def equal(sample: TrainingSample, theirs: TrainerSample) -> bool:
     """Whether a sample is what the trainer accumulated, element by element."""
     assert sample.prompt_ids == list(theirs.prompt_ids)
     assert sample.response_ids == list(theirs.response_ids)

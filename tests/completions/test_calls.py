@@ -18,9 +18,9 @@ from rollout_server.edge.grpc_channels import LARGEST_ANSWER, Channels
 from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
-from rollout_server.edge.trainer.grpc_client import Call, Caller
-from rollout_server.edge.trainer.retry import Retries
-from rollout_server.runtime.ports import Failed
+from rollout_server.edge.trainer.grpc_client import GrpcTrainerClient, TurnCall
+from rollout_server.edge.trainer.retry import RetryPolicy
+from rollout_server.runtime.ports import RolloutFailed
 
 from tests.completions.raw_trainer import BASE_UNKNOWN, Act, Fault, RawTrainer, info, serving
 from tests.completions.talk import Talk, connected, noop
@@ -116,8 +116,8 @@ async def test_a_trainer_that_wants_to_be_asked_after_the_end_is_not_asked(clien
 async def test_a_target_that_the_rules_refuse_is_not_asked_again() -> None:
     lookup = CheckedLookup(TargetRules.parse("10.0.0.0/8"))
     channels = Channels(lookup, ClientTls())
-    caller, call = Caller(channels, "grpc://127.0.0.1:1", Retries(), 1.0, False), Call(1, None)
-    with pytest.raises(Failed) as failed:
+    caller, call = GrpcTrainerClient(channels, "grpc://127.0.0.1:1", RetryPolicy(), 1.0, False), TurnCall(1, None)
+    with pytest.raises(RolloutFailed) as failed:
         await caller.complete(pb.CompleteRequest(), call)
     assert (failed.value.failure.category, call.attempts) == (Category.VALIDATION, 1)
     assert "ROLLOUT_TARGETS do not allow" in failed.value.failure.message

@@ -14,13 +14,13 @@ from osmosis.rollout.v1 import outcome_pb2, spec_pb2, token_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 from rollout_client import AsyncClient, TrainingSample, samples
 from rollout_client.spec import rollout_spec
-from rollout_client.trainer import Generated, Prompt, Sampling, Serving, Trainer, parsers
+from rollout_client.trainer import Generated, Prompt, SamplingParams, Serving, Trainer, parsers
 from rollout_server import Agent, Run, tool
 from rollout_server.app import Server
 from rollout_server.settings import Settings
-from rollout_server.testing.checks.dialect import Dialect
+from rollout_server.testing.checks.dialect import TrainerDialect
 from rollout_server.testing.checks.verdict import Verdict
-from rollout_server.testing.script import Fault, FaultKind, Reply, Script
+from rollout_server.testing.script import Fault, FaultKind, Script, ScriptedReply
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
@@ -191,7 +191,7 @@ def assert_same(sample: TrainingSample, verdict: Verdict) -> None:
 @MODES
 @pytest.mark.parametrize("does", list(WANTED))
 async def test_each_conversation_is_a_sample_of_its_own(client: AsyncClient, mode: str, does: str) -> None:
-    script = Script(tuple(Reply(content=f"Answer {n}.", delay=0.01 * (n % 3)) for n in range(TURNS[does])))
+    script = Script(tuple(ScriptedReply(content=f"Answer {n}.", delay=0.01 * (n % 3)) for n in range(TURNS[does])))
     async with StrictTrainer(script=script) as trainer:
         outcome = await roll(client, f"grpc://{trainer.grpc_target}", does, **as_mode(mode))
         verdicts = {verdict.rollout_id: verdict for verdict in trainer.verdicts()}
@@ -221,10 +221,10 @@ STREAMED += [("tokens", "branches", True), ("messages", "subagents", True)]
 @pytest.mark.parametrize(("mode", "does", "cut"), STREAMED)
 async def test_over_a_stream_each_conversation_is_a_sample_too(mode: str, does: str, cut: bool) -> None:
     """`cut`: the connection breaks at every third answer."""
-    lines: list[Reply | Fault] = []
+    lines: list[ScriptedReply | Fault] = []
     for number in range(TURNS[does]):
         lines += [Fault(kind=FaultKind.LOST)] if cut and not number % 3 else []
-        lines.append(Reply(content=f"Answer {number}.", delay=0.01 * (number % 3)))
+        lines.append(ScriptedReply(content=f"Answer {number}.", delay=0.01 * (number % 3)))
     spec = rollout_spec({"messages": [said("Begin.")], "rollout_id": "r", "metadata": {"does": does}, **as_mode(mode)})
     async with serving_forks() as address, StrictTrainer(script=Script(tuple(lines))) as trainer:
         async with trainer.connected(address) as stream:
@@ -242,7 +242,7 @@ async def test_over_a_stream_each_conversation_is_a_sample_too(mode: str, does: 
 @MODES
 @pytest.mark.parametrize("does", list(WANTED))
 async def test_a_trainer_that_forgets_everything_is_told_everything(client: AsyncClient, mode: str, does: str) -> None:
-    lines = tuple(Reply(content=f"Answer {n}.", forgets=True) for n in range(TURNS[does]))
+    lines = tuple(ScriptedReply(content=f"Answer {n}.", forgets=True) for n in range(TURNS[does]))
     async with StrictTrainer(script=Script(lines)) as trainer:
         outcome = await roll(client, f"grpc://{trainer.grpc_target}", does, **as_mode(mode))
         verdicts = trainer.verdicts()
@@ -276,7 +276,7 @@ def rendered(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
 class Paced(ToyModel):
     """Takes its time over prompts that end with a slow question, and takes no note of a cancellation."""
 
-    async def __call__(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generated:
+    async def __call__(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generated:
         generated = await super().__call__(prompt_ids, sampling)
         if "Slow." in decode(prompt_ids).rpartition("<|im_start|>user")[2]:
             await asyncio.shield(asyncio.sleep(0.1))
@@ -330,7 +330,7 @@ async def test_the_library_finds_nothing_else_where_prompts_drift() -> None:
 @pytest.mark.parametrize("does", list(WANTED))
 async def test_branches_of_a_prompt_that_drifted(client: AsyncClient, tmp_path: Path, does: str) -> None:
     """The template drops the thinking of all answers but the newest, so that each conversation drifts in its second turn."""
-    lines = tuple(Reply(content=f"Answer {n}.", reasoning=f"Thought {n}.") for n in range(TURNS[does]))
+    lines = tuple(ScriptedReply(content=f"Answer {n}.", reasoning=f"Thought {n}.") for n in range(TURNS[does]))
     async with rewriting(tmp_path, Script(lines)) as trainer:
         outcome = await roll(client, f"grpc://{trainer.grpc_target}", does)
         verdicts = trainer.verdicts()
@@ -373,7 +373,7 @@ async def test_over_http_a_trainer_that_says_what_the_model_saw_is_believed(clie
 
 
 async def test_over_http_tools_are_told_once(client: AsyncClient) -> None:
-    async with StrictTrainer(dialect=Dialect.PLAIN) as trainer:
+    async with StrictTrainer(dialect=TrainerDialect.PLAIN) as trainer:
         url = spec_pb2.Target(url=trainer.url, dialect=spec_pb2.DIALECT_HTTP_PLAIN)
         outcome = await roll(client, url, "subagents")
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_VALIDATION

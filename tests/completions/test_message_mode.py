@@ -15,7 +15,7 @@ from rollout_client import AsyncClient, samples
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
-from rollout_server.testing.script import Lie, Reply, Script, tool_call
+from rollout_server.testing.script import Lie, Script, ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
@@ -43,9 +43,9 @@ async def roll(client: AsyncClient, trainer: StrictTrainer, **spec: Any) -> outc
     return (await client.get(run.uid, view="full")).outcome
 
 
-def adding(number: int, **more: Any) -> Reply:
+def adding(number: int, **more: Any) -> ScriptedReply:
     """A turn that calls a tool."""
-    return Reply(tool_calls=(tool_call(f"call_{number}", "add", f'{{"a": {number}, "b": 1}}'),), **more)
+    return ScriptedReply(tool_calls=(tool_call(f"call_{number}", "add", f'{{"a": {number}, "b": 1}}'),), **more)
 
 
 def sent(trainer: StrictTrainer) -> Sequence[pb.CompleteRequest]:
@@ -86,7 +86,7 @@ async def rewriting(directory: Path, script: Script) -> AsyncIterator[StrictTrai
         yield trainer
 
 
-THINKING = Script(lines=(adding(1, reasoning="One."), adding(2), adding(3), Reply(content="Done.")))
+THINKING = Script(lines=(adding(1, reasoning="One."), adding(2), adding(3), ScriptedReply(content="Done.")))
 
 
 async def test_drift_opens_a_segment_that_both_sides_name_alike(client: AsyncClient, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ async def test_drift_ends_the_rollout_that_wants_it_so(client: AsyncClient, tmp_
 
 @pytest.mark.parametrize("lie", [Lie.AFTER_DIGEST, Lie.CHANGED_ID, Lie.DROPPED_ID, Lie.OTHER_TURN])
 async def test_another_digest_ends_the_rollout_on_its_turn(client: AsyncClient, lie: Lie) -> None:
-    script = Script(lines=(adding(1), adding(2, lie=lie), Reply(content="Done.")))
+    script = Script(lines=(adding(1), adding(2, lie=lie), ScriptedReply(content="Done.")))
     async with StrictTrainer(script=script) as trainer:
         outcome = await roll(client, trainer)
     assert (outcome.failure.category, outcome.failure.turn) == (DRIFT, 2)
@@ -129,7 +129,7 @@ async def test_another_digest_ends_the_rollout_on_its_turn(client: AsyncClient, 
 
 
 async def test_an_answer_that_comes_twice_is_not_trained_twice(client: AsyncClient) -> None:
-    script = Script(lines=(adding(1), adding(2, lie=Lie.REPLAYED_TURN), Reply(content="Done.")))
+    script = Script(lines=(adding(1), adding(2, lie=Lie.REPLAYED_TURN), ScriptedReply(content="Done.")))
     async with StrictTrainer(script=script) as trainer:
         outcome = await roll(client, trainer)
     assert (outcome.failure.category, outcome.failure.turn) == (DRIFT, 2)
@@ -141,7 +141,7 @@ async def test_an_answer_that_comes_twice_is_not_trained_twice(client: AsyncClie
 async def test_a_turn_without_ids_is_in_no_sample_and_the_next_prompt_opens_a_segment(
     client: AsyncClient, omitted: str
 ) -> None:
-    lines = (adding(1), adding(2, omit=frozenset({omitted})), adding(3), adding(4), Reply(content="Done."))
+    lines = (adding(1), adding(2, omit=frozenset({omitted})), adding(3), adding(4), ScriptedReply(content="Done."))
     async with StrictTrainer(script=Script(lines=lines)) as trainer:
         outcome = await roll(client, trainer)
         turns = [turn for verdict in trainer.verdicts() for turn in verdict.turns]
@@ -160,7 +160,7 @@ async def test_a_turn_without_ids_is_in_no_sample_and_the_next_prompt_opens_a_se
 
 
 async def test_a_first_turn_without_ids_begins_the_first_segment_late(client: AsyncClient) -> None:
-    lines = (adding(1, omit=frozenset({"token_ids"})), adding(2), Reply(content="Done."))
+    lines = (adding(1, omit=frozenset({"token_ids"})), adding(2), ScriptedReply(content="Done."))
     async with StrictTrainer(script=Script(lines=lines)) as trainer:
         outcome = await roll(client, trainer)
     assert (outcome.failure.message, outcome.stop.reason) == ("", "stop")
@@ -170,7 +170,7 @@ async def test_a_first_turn_without_ids_begins_the_first_segment_late(client: As
 
 
 async def test_a_trainer_that_forgot_gets_everything_once_and_the_sample_stays_whole(client: AsyncClient) -> None:
-    lines = (adding(1), adding(2, forgets=True), adding(3), Reply(content="Done."))
+    lines = (adding(1), adding(2, forgets=True), adding(3), ScriptedReply(content="Done."))
     async with StrictTrainer(script=Script(lines=lines)) as trainer:
         outcome = await roll(client, trainer)
         verdict = trainer.verdict("r")

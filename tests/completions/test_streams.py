@@ -15,7 +15,7 @@ from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
 from rollout_server.testing.checks.verdict import Verdict
 from rollout_server.testing.grpc.train_stream import RefusedStartError, TrainStream
-from rollout_server.testing.script import Fault, FaultKind, Lie, Reply, Script, tool_call
+from rollout_server.testing.script import Fault, FaultKind, Lie, Script, ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
@@ -35,8 +35,8 @@ async def server() -> AsyncIterator[Server]:
         yield server
 
 
-def adding(number: int, **more: Any) -> Reply:
-    return Reply(tool_calls=(tool_call(f"call_{number}", "add", f'{{"a": {number}, "b": 1}}'),), **more)
+def adding(number: int, **more: Any) -> ScriptedReply:
+    return ScriptedReply(tool_calls=(tool_call(f"call_{number}", "add", f'{{"a": {number}, "b": 1}}'),), **more)
 
 
 def start(name: str, mode: str = "tokens", *, typed: bool = False, **spec: Any) -> rs.StartRolloutRequest:
@@ -171,7 +171,7 @@ def test_every_lie_is_told() -> None:
 def lying(lie: Lie) -> tuple[int, Script]:
     """A script in which a lie is told, and its turn."""
     turn = 3 if lie is Lie.STALE_POLICY else 2
-    lines = [adding(1), adding(2), adding(3), Reply(content="Done.")]
+    lines = [adding(1), adding(2), adding(3), ScriptedReply(content="Done.")]
     lines[turn - 1] = adding(turn, lie=lie)
     return turn, Script(tuple(lines))
 
@@ -179,7 +179,7 @@ def lying(lie: Lie) -> tuple[int, Script]:
 @both_modes
 async def test_each_lie_shows_on_its_turn_and_harms_nobody_beside_it(server: Server, mode: str) -> None:
     scripts = {lie.value: lying(lie)[1] for lie in Lie}
-    scripts["honest"] = Script((adding(1), adding(2), adding(3), Reply(content="Done.")))
+    scripts["honest"] = Script((adding(1), adding(2), adding(3), ScriptedReply(content="Done.")))
     sampling = spec_pb2.Sampling(max_tokens=64)
     async with (
         StrictTrainer(scripts=scripts) as trainer,
@@ -211,7 +211,7 @@ def shows(lie: Lie, mode: str, outcome: outcome_pb2.Outcome, verdict: Verdict | 
 
 
 async def test_a_changed_token_is_named_by_the_trainers_own_ledger(server: Server) -> None:
-    script = Script((adding(1), adding(2, lie=Lie.CHANGED_ID), Reply(content="Done.")))
+    script = Script((adding(1), adding(2, lie=Lie.CHANGED_ID), ScriptedReply(content="Done.")))
     async with (
         StrictTrainer(script=script) as trainer,
         trainer.connected(f"127.0.0.1:{server.grpc_port}") as stream,
@@ -223,7 +223,7 @@ async def test_a_changed_token_is_named_by_the_trainers_own_ledger(server: Serve
 
 @both_modes
 async def test_one_that_forgot_is_sent_everything_once(server: Server, mode: str) -> None:
-    script = Script((adding(1), adding(2, forgets=True), adding(3), Reply(content="Done.")))
+    script = Script((adding(1), adding(2, forgets=True), adding(3), ScriptedReply(content="Done.")))
     async with (
         StrictTrainer(script=script) as trainer,
         trainer.connected(f"127.0.0.1:{server.grpc_port}") as stream,
@@ -237,9 +237,9 @@ async def test_one_that_forgot_is_sent_everything_once(server: Server, mode: str
 async def test_faults_of_a_trainer_are_what_they_are_elsewhere(server: Server) -> None:
     busy = Fault.error(429, "full", {"retry-after": "0"})
     scripts = {
-        "busy": Script((busy, busy, adding(1), Reply(content="Done."))),
-        "lost": Script((adding(1), Fault(kind=FaultKind.LOST), Reply(content="Done."))),
-        "broken": Script((adding(1), Fault.error(500, "no"), Reply(content="Done."))),
+        "busy": Script((busy, busy, adding(1), ScriptedReply(content="Done."))),
+        "lost": Script((adding(1), Fault(kind=FaultKind.LOST), ScriptedReply(content="Done."))),
+        "broken": Script((adding(1), Fault.error(500, "no"), ScriptedReply(content="Done."))),
     }
     async with StrictTrainer(scripts=scripts) as trainer:
         async with trainer.connected(f"127.0.0.1:{server.grpc_port}") as stream:

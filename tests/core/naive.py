@@ -8,7 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from rollout_server.core.ledger import Author, Ledger, Line, MaskReason, Segment, Span, Turn, pack_logprobs
+from rollout_server.core.ledger import (
+    Author,
+    ConversationLedger,
+    Ledger,
+    MaskReason,
+    Segment,
+    Span,
+    Turn,
+    pack_logprobs,
+)
 
 MODEL = "model"
 
@@ -187,7 +196,7 @@ def assert_laws(ledger: Ledger, naive: NaiveLedger) -> None:
     )
 
 
-def assert_line(line: Line, naive: NaiveLine) -> None:
+def assert_line(line: ConversationLedger, naive: NaiveLine) -> None:
     """Where a conversation stands."""
     assert (line.id, line.gap, list(line.held())) == (naive.id, naive.missing, naive.ids())
     assert (line.segment is None) is (naive.segment is None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import DriftKind, MaskReason, Origin, SegmentKind
-from rollout_server.core.machine import Machine, Over
+from rollout_server.core.machine import LimitReached, Machine
 from rollout_server.core.outcome import Stop
 from rollout_server.core.record import (
     Appended,
@@ -184,9 +184,9 @@ def test_limits_count_all_conversations() -> None:
     takes_turn(machine, 7)
     branch = forks(machine, BRANCH)
     starts(machine, CALL)
-    assert machine.start_calls([CALL], branch) == Over(Stop("max_turns"))
+    assert machine.start_calls([CALL], branch) == LimitReached(Stop("max_turns"))
     asks(machine, branch)
-    assert machine.ask() == Over(Stop("max_turns"))
+    assert machine.ask() == LimitReached(Stop("max_turns"))
 
 
 def test_a_masked_answer_keeps_its_author_and_trains_no_more() -> None:

@@ -8,9 +8,9 @@ from itertools import permutations
 import pytest
 from rollout_server.core.conversation import State
 from rollout_server.core.limits import Limits
-from rollout_server.core.machine import Over
+from rollout_server.core.machine import LimitReached
 from rollout_server.core.message import Message, ToolCall
-from rollout_server.core.outcome import Cancellation, Category, End, Failure, Stop, Verdict, Warned
+from rollout_server.core.outcome import Cancellation, Category, End, Failure, RewardResult, Stop, Warned
 from rollout_server.core.record import (
     Appended,
     Asked,
@@ -85,7 +85,7 @@ class TestIntents:
         assert machine.accept(STOP) == (STOP,)
 
 
-def asks_again(wish: Asked | Over) -> Asked:
+def asks_again(wish: Asked | LimitReached) -> Asked:
     assert isinstance(wish, Asked)
     return wish
 
@@ -156,7 +156,7 @@ class TestOutcome:
     def test_it_holds_the_end_and_the_verdict_as_they_came(self, end: End) -> None:
         machine = fresh()
         takes_turn(machine, 5)
-        verdict = Verdict(1.0, {"style": 0.5}, "{}")
+        verdict = RewardResult(1.0, {"style": 0.5}, "{}")
         outcome = ends(machine, Ended(end, verdict))
         assert outcome.end is end
         assert outcome.verdict is verdict
@@ -228,7 +228,7 @@ def test_more_turns_and_calls_than_there_are_small_numbers() -> None:
         if turn <= 290:
             machine.accept(ToolStarted(int(str(turn)), 0, CALL))
             machine.accept(ToolReturned(int(str(turn)), 0, replace(CALL), RESULT, False))
-    assert machine.ask() == machine.start_calls([CALL]) == Over(Stop("max_turns"))
+    assert machine.ask() == machine.start_calls([CALL]) == LimitReached(Stop("max_turns"))
     assert machine.metrics.turns == 300
 
     machine = fresh()

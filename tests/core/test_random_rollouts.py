@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import Origin, SegmentKind, pack_tokens
 from rollout_server.core.limits import Limits
-from rollout_server.core.machine import IllegalRecord, Machine, Over
+from rollout_server.core.machine import IllegalRecord, LimitReached, Machine
 from rollout_server.core.message import Message, ToolCall
-from rollout_server.core.outcome import Cancellation, Category, Failure, Stop, Verdict, Warned
+from rollout_server.core.outcome import Cancellation, Category, Failure, RewardResult, Stop, Warned
 from rollout_server.core.record import (
     Accepted,
     Answered,
@@ -125,7 +125,7 @@ class RandomRollouts(RuleBasedStateMachine):
         segment, turn = talk.line.id, self.books.turn + 1
         asked = Asked(turn, segment, f"u/{segment}/{turn}", len(talk.messages))
         if over is not None:
-            assert wish == Over(Stop(over, self.books.main.cut))
+            assert wish == LimitReached(Stop(over, self.books.main.cut))
             assert_refused(self.machine, asked)
         else:
             assert wish == asked
@@ -196,7 +196,7 @@ class RandomRollouts(RuleBasedStateMachine):
         calls = tuple(ToolCall(f"c{i}", "add", "{}") for i in range(count))
         wish, over = self.machine.start_calls(calls, self._real(talk)), self.books.calling_is_over(talk)
         if over is not None:
-            assert wish == Over(Stop(over, self.books.main.cut))
+            assert wish == LimitReached(Stop(over, self.books.main.cut))
             return
         first, segment = talk.called, talk.line.id
         assert wish == tuple(ToolStarted(talk.turn, first + i, call, segment) for i, call in enumerate(calls))
@@ -280,7 +280,7 @@ class RandomRollouts(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "machine"):
             return
-        ended = Ended(_end_of(len(self.log), self.machine), Verdict(0.5), 9.0, 4.0)
+        ended = Ended(_end_of(len(self.log), self.machine), RewardResult(0.5), 9.0, 4.0)
         assert self._take(ended) == []
         self._outcome_is_what_the_books_say(ended)
         self._replays()

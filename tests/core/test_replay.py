@@ -10,7 +10,7 @@ from rollout_server.core.conversation import State
 from rollout_server.core.ledger import Drift, DriftKind, Origin, SegmentKind
 from rollout_server.core.machine import IllegalRecord, Machine
 from rollout_server.core.message import ToolCall
-from rollout_server.core.outcome import Stop, Verdict
+from rollout_server.core.outcome import RewardResult, Stop
 from rollout_server.core.record import (
     Accepted,
     Answered,
@@ -44,7 +44,7 @@ INPUTS: tuple[Input, ...] = (
     Appended((USER,)),
     Asked(3, "1", "u/1/3", 7),
     answered(3, 11, predicted=predicts(21), reported=ids(5, 7, 30, 9, 22)),
-    Ended(Stop("stop"), Verdict(1.0)),
+    Ended(Stop("stop"), RewardResult(1.0)),
 )
 
 

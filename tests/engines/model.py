@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from rollout_client.trainer.completion import Answer
+from rollout_client.trainer.completion import ParsedCompletion
 from rollout_client.trainer.parsers import hermes, thinking
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer
@@ -75,7 +75,7 @@ class ToyModel:
         self.seen.append(generated)
         return generated
 
-    def read(self, ids: Sequence[int]) -> Answer:
+    def read(self, ids: Sequence[int]) -> ParsedCompletion:
         """The text of sampled ids, without their end, as a server's parsers read it."""
         return thinking(hermes)(self.tokenizer.decode(list(ids)).removesuffix(END))
 
@@ -86,7 +86,7 @@ class ToyModel:
         return str(self.tokenizer.decode([token]))
 
 
-def calls_of(answer: Answer, turn: int) -> list[dict[str, Any]]:
+def calls_of(answer: ParsedCompletion, turn: int) -> list[dict[str, Any]]:
     """Calls as OpenAI writes them."""
     return [
         {"id": f"call_{turn}_{index}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

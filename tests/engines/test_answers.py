@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.engine.response import EngineAnswer, Sampled, read_completion, read_sampled
-from rollout_server.runtime.ports import Failed
+from rollout_server.edge.engine.response import EngineResponse, Sampled, read_completion, read_sampled
+from rollout_server.runtime.ports import RolloutFailed
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=4)
 LOOSE = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3))
@@ -43,14 +43,14 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-def read(body: bytes) -> tuple[list[EngineAnswer | Sampled], list[Failure]]:
+def read(body: bytes) -> tuple[list[EngineResponse | Sampled], list[Failure]]:
     """What both readers make of an answer to turn 3, and how they fail."""
-    answers: list[EngineAnswer | Sampled] = []
+    answers: list[EngineResponse | Sampled] = []
     failures: list[Failure] = []
     for reader in (partial(read_completion, most_calls=Limits().calls_read), read_sampled):
         try:
             answers.append(reader(body, 3))
-        except Failed as failed:
+        except RolloutFailed as failed:
             failures.append(failed.failure)
     return answers, failures
 
@@ -63,7 +63,7 @@ def test_any_answer_is_read_or_refused_in_words(body: dict[str, Any]) -> None:
         assert failure.category is Category.VALIDATION
         assert failure.message.startswith("turn 3: the engine's answer is malformed: ")
     for answer in answers:
-        sampled = answer.sampled if isinstance(answer, EngineAnswer) else answer
+        sampled = answer.sampled if isinstance(answer, EngineResponse) else answer
         if sampled.logprobs is not None:
             assert sampled.token_ids is not None
             assert len(sampled.logprobs) == len(sampled.token_ids)

@@ -15,7 +15,7 @@ from rollout_server.agent import Agent
 from rollout_server.core.message import JSON
 from rollout_server.runtime.run.run import Run
 from rollout_server.testing.checks.renderer import Message, PlainRenderer, Tools, UnrenderableError
-from rollout_server.testing.script import Json, Reply, Script, tool_call
+from rollout_server.testing.script import Json, Script, ScriptedReply, tool_call
 
 TURNS: Final = 50
 RESULTS: Final = (
@@ -56,7 +56,7 @@ ARGUMENTS: Final[Sequence[str | Json]] = (
 class Exchange:
     """What the model says, and what its agent appends after the results of its calls."""
 
-    reply: Reply
+    reply: ScriptedReply
     after: tuple[Message, ...] = ()
 
     def heard(self) -> list[Message]:
@@ -148,7 +148,7 @@ def _calls() -> Iterator[Exchange]:
         count = 1 + (number % 5 == 3) + (number % 10 == 8)
         made = tuple(tool_call(f"c{number:05}{index:03}", "look", next(arguments)) for index in range(count))
         thought = next(thoughts) if number % 3 == 1 else None
-        yield Exchange(Reply(content=next(said), tool_calls=made, reasoning=thought, cut=number % 11 == 6))
+        yield Exchange(ScriptedReply(content=next(said), tool_calls=made, reasoning=thought, cut=number % 11 == 6))
 
 
 def _talk() -> Iterator[Exchange]:
@@ -157,7 +157,7 @@ def _talk() -> Iterator[Exchange]:
     for number in itertools.count():
         after = tuple({"role": "user", "content": next(users)} for _ in range(1 + (number % 7 == 4)))
         thought = next(thoughts) if number % 12 == 11 else None
-        yield Exchange(Reply(content=next(said), reasoning=thought, cut=number % 5 == 2), after)
+        yield Exchange(ScriptedReply(content=next(said), reasoning=thought, cut=number % 5 == 2), after)
 
 
 def _mixed() -> Iterator[Exchange]:
@@ -168,7 +168,7 @@ def _mixed() -> Iterator[Exchange]:
         if number % 9 == 5:
             exchange = Exchange(exchange.reply, (*exchange.after, {"role": "user", "content": next(users)}))
         if number % 16 == 12:
-            reply = Reply(content="Yes.", tool_calls=exchange.reply.tool_calls, surplus=" ")
+            reply = ScriptedReply(content="Yes.", tool_calls=exchange.reply.tool_calls, surplus=" ")
             exchange = Exchange(reply, exchange.after)
         yield exchange
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from rollout_client import AsyncClient
-from rollout_client.trainer import Answer, Finished, Generated, Prompt, Sampling, ToolCall, Trainer
+from rollout_client.trainer import Finished, Generated, ParsedCompletion, Prompt, SamplingParams, ToolCall, Trainer
 from rollout_server.testing.checks.renderer import PlainRenderer, Tools, UnrenderableError
-from rollout_server.testing.script import Reply
+from rollout_server.testing.script import ScriptedReply
 
 from tests.exact.conversations import KINDS, TURNS, Conversation, Exchange
 
@@ -24,7 +24,7 @@ class Model:
         self.exchanges = exchanges
         self.turn = 0
 
-    async def __call__(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generated:
+    async def __call__(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generated:
         reply = self.exchanges[self.turn].reply
         said = f"{reply.reasoning or ''}{reply.content}{json.dumps(reply.tool_calls)}"
         ids = self.tokenizer.encode(said, add_special_tokens=False)
@@ -36,12 +36,12 @@ class Model:
         text: str = self.tokenizer.decode(list(ids))
         return text
 
-    def parse(self, text: str) -> Answer:
+    def parse(self, text: str) -> ParsedCompletion:
         """What the reply says, whatever the text does: with ids of its own a model may have written anything."""
         reply, self.turn = self.exchanges[self.turn].reply, self.turn + 1
         calls = [called(call) for call in reply.tool_calls]
         assert isinstance(reply.content, str)
-        return Answer(reply.content, calls, reply.reasoning)
+        return ParsedCompletion(reply.content, calls, reply.reasoning)
 
 
 def called(call: Mapping[str, Any]) -> ToolCall:
@@ -50,7 +50,7 @@ def called(call: Mapping[str, Any]) -> ToolCall:
 
 
 def plain(exchange: Exchange) -> Exchange:
-    """The exchange in what an `Answer` can say: content and arguments are texts."""
+    """The exchange in what an `ParsedCompletion` can say: content and arguments are texts."""
     reply = exchange.reply
     calls = []
     for call in reply.tool_calls:
@@ -59,7 +59,7 @@ def plain(exchange: Exchange) -> Exchange:
         text = given if isinstance(given, str) else json.dumps(given)
         calls.append({**call, "function": {**function, "arguments": text}})
     return replace(
-        exchange, reply=Reply(content=reply.content or "", tool_calls=tuple(calls), reasoning=reply.reasoning)
+        exchange, reply=ScriptedReply(content=reply.content or "", tool_calls=tuple(calls), reasoning=reply.reasoning)
     )
 
 

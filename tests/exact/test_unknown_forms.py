@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from rollout_server.testing.checks.verdict import RefusalReason
-from rollout_server.testing.script import Reply, tool_call
+from rollout_server.testing.script import ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 from tests.exact.conversations import Conversation, Exchange
@@ -18,8 +18,8 @@ COMPACT = json.dumps({"r": 0, "values": list(range(100))}, separators=(",", ":")
 
 def conversation(arguments: str) -> Conversation:
     calls = [tool_call(f"call0000{number}", "look", arguments) for number in range(3)]
-    exchanges = [Exchange(Reply(content=None, tool_calls=(call,))) for call in calls]
-    return Conversation([{"role": "user", "content": "Look."}], [*exchanges, Exchange(Reply(content="Seen."))])
+    exchanges = [Exchange(ScriptedReply(content=None, tool_calls=(call,))) for call in calls]
+    return Conversation([{"role": "user", "content": "Look."}], [*exchanges, Exchange(ScriptedReply(content="Seen."))])
 
 
 async def test_only_the_other_form_of_arguments_gives_a_mask(tmp_path: Path) -> None:

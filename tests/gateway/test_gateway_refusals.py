@@ -9,7 +9,7 @@ import httpx
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
-from rollout_gateway.http.request_boundary import Boundary
+from rollout_gateway.http.request_boundary import RequestBoundary
 from rollout_gateway.osmosis_http.sync_body import EXAMPLE
 from starlette.types import Receive, Scope, Send
 
@@ -88,7 +88,7 @@ async def test_a_fault_of_the_gateway_shows_nothing(caplog: pytest.LogCaptureFix
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         raise KeyError("inside")
 
-    transport = httpx.ASGITransport(Boundary(broken))
+    transport = httpx.ASGITransport(RequestBoundary(broken))
     async with httpx.AsyncClient(base_url="http://gateway", transport=transport) as client:
         response = await client.get("/health", headers={"x-request-id": "look-me-up"})
     assert (response.status_code, response.json()) == (500, {"detail": "Internal server error"})

@@ -17,7 +17,7 @@ from rollout_gateway.calls import CallMetadata
 from rollout_gateway.channel import open_channel
 from rollout_gateway.fleet import fleet
 from rollout_gateway.http import request_body
-from rollout_gateway.http.request_body import Intake, Overloaded
+from rollout_gateway.http.request_body import Overloaded, RequestBodies
 from rollout_gateway.key_check import KeyCheck
 from rollout_gateway.osmosis_http.async_body import INIT_EXAMPLE
 from rollout_gateway.osmosis_http.sync_body import EXAMPLE, MAX_MESSAGES, InvalidBody, RolloutBody, validated, violation
@@ -161,7 +161,7 @@ class Host:
     """An application that does nothing but take bodies in."""
 
     def __init__(self, server: Any, budget: int) -> None:
-        self.intake = Intake(KeyCheck(server, 10.0), budget)
+        self.intake = RequestBodies(KeyCheck(server, 10.0), budget)
         self.threads: list[threading.Thread] = []
         self.failures: list[type[BaseException]] = []
 
@@ -244,7 +244,7 @@ async def test_an_overloaded_gateway_says_when_to_come_back(gateway: Gateway, mo
     async def full(*_: object) -> None:
         raise Overloaded
 
-    monkeypatch.setattr(Intake, "read", full)
+    monkeypatch.setattr(RequestBodies, "read", full)
     for path in routes_with_a_body():
         reply = await gateway.client.post(path, json={})
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")

@@ -15,10 +15,10 @@ from osmosis.rollout.v1 import event_pb2, message_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_gateway.calls import Rollouts
-from rollout_gateway.errors import Refusals
-from rollout_gateway.http.request_boundary import Boundary
+from rollout_gateway.errors import ErrorResponses
+from rollout_gateway.http.request_boundary import RequestBoundary
 from rollout_gateway.key_check import KeyCheck
-from rollout_gateway.rest.event_routes import Patience, events_router
+from rollout_gateway.rest.event_routes import StreamLimits, events_router
 from rollout_gateway.settings import GatewaySettings
 
 from tests.gateway.plain import Plain, PlainServer, Sse, event, listening, plain_gateway, scripted
@@ -54,14 +54,14 @@ def run_on(server: PlainServer, last: int) -> None:
 
 
 @asynccontextmanager
-async def impatient(server: PlainServer, patience: Patience) -> AsyncIterator[tuple[str, int]]:
+async def impatient(server: PlainServer, patience: StreamLimits) -> AsyncIterator[tuple[str, int]]:
     """A gateway of streams only, with a patience of its own; yields where it listens."""
     async with scripted(server) as address, grpc.aio.insecure_channel(address) as channel:
         rollouts = Rollouts(RolloutServiceStub(channel), GatewaySettings())
         app = FastAPI()
         app.include_router(events_router(rollouts, patience))
-        Refusals(KeyCheck(rollouts.server, 10.0), lambda _: True).install(app)
-        app.add_middleware(Boundary)
+        ErrorResponses(KeyCheck(rollouts.server, 10.0), lambda _: True).install(app)
+        app.add_middleware(RequestBoundary)
         async with listening(app) as where:
             yield where
 
@@ -145,7 +145,7 @@ async def test_what_resuming_does_not_heal_ends_the_stream(plain: Plain, refusal
 
 async def test_a_server_that_stays_away_ends_the_stream_and_the_client_may_come_back(plain: Plain) -> None:
     plain.server.events = plain.server.events[:3]
-    async with impatient(plain.server, Patience(pauses=(0.01, 0.01))) as (host, port):
+    async with impatient(plain.server, StreamLimits(pauses=(0.01, 0.01))) as (host, port):
         path = f"/v1/rollouts/{UID}/events"
         stream = await Sse.open(host, port, path)
         assert [frame.json["sequence"] for frame in await stream.all()] == [1, 2, 3]
@@ -237,7 +237,7 @@ async def test_a_client_that_leaves_before_it_is_answered_ends_the_call(plain: P
 
 async def test_silence_is_filled_with_comments(plain: Plain) -> None:
     run_on(plain.server, 1)
-    async with impatient(plain.server, Patience(keep_alive=0.02)) as (host, port):
+    async with impatient(plain.server, StreamLimits(keep_alive=0.02)) as (host, port):
         stream = await Sse.open(host, port, f"/v1/rollouts/{UID}/events")
         frames = stream.frames()
         kinds = [await anext(frames) for _ in range(5)]

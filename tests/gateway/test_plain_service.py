@@ -15,7 +15,7 @@ from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from prometheus_client.parser import text_string_to_metric_families
 from rollout_gateway.app import create_app
-from rollout_gateway.http.request_boundary import Boundary
+from rollout_gateway.http.request_boundary import RequestBoundary
 from rollout_gateway.settings import GatewaySettings
 from starlette.types import Receive, Scope, Send
 
@@ -227,7 +227,7 @@ async def test_faults_of_ours_and_of_the_server_show_nothing(plain: Plain, caplo
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         raise KeyError("inside")
 
-    transport = httpx.ASGITransport(Boundary(broken, is_plain=lambda scope: scope["path"] == "/v1/agents"))
+    transport = httpx.ASGITransport(RequestBoundary(broken, is_plain=lambda scope: scope["path"] == "/v1/agents"))
     async with httpx.AsyncClient(base_url="http://gateway", transport=transport) as client:
         reply = await client.get("/v1/agents", headers={"x-request-id": "look-me-up"})
     assert (reply.status_code, reply.json()) == (500, {"error": error})

@@ -27,7 +27,7 @@ from rollout_gateway.standalone_settings import Options
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.edge.api_keys import Keyring, new_key
-from rollout_server.edge.targets.host_port import Name, Unclear, read_url
+from rollout_server.edge.targets.host_port import HostName, MalformedTarget, read_url
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpSettings
@@ -218,7 +218,7 @@ def test_what_is_requested_has_the_host_port_and_path_of_the_target(
     read = read_url(f"http://{named}")
     assert (read.host, read.port) == (place.host, place.port)
     for asked in wire.resolver.asked:
-        assert isinstance(place.host, Name)
+        assert isinstance(place.host, HostName)
         assert asked.lower().removesuffix(".") == place.host.text
 
 
@@ -226,7 +226,7 @@ def test_what_is_requested_has_the_host_port_and_path_of_the_target(
 def test_any_text_is_taken_or_refused_with_a_reason(url: str) -> None:
     try:
         place = read_url(url)
-    except Unclear as error:
+    except MalformedTarget as error:
         reason = str(error)
     else:
         reason = ""

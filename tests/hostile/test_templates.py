@@ -15,7 +15,7 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.edge.tokens.renderer import Rendered
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 from tests.hostile.templates import conversations, grammar
 from tests.hostile.templates.conversations import TOOLS, Conversation, Turn
@@ -191,7 +191,7 @@ class Planted:
     async def append(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
         predicted = self._expected([message.text for message in messages], last, last_messages)
         if predicted is None:
-            raise Failed(Failure(Category.TOKENIZER, "no place to cut"))
+            raise RolloutFailed(Failure(Category.TOKENIZER, "no place to cut"))
         return Rendered(predicted)
 
     async def predict(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
@@ -218,7 +218,7 @@ class Planted:
         except Refused as error:
             if self._fault == "goes on" and last is not None:
                 return Prediction(pack_tokens(), pack_tokens([1]))
-            raise Failed(Failure(Category.TOKENIZER, str(error))) from error
+            raise RolloutFailed(Failure(Category.TOKENIZER, str(error))) from error
         if self._fault == "forgets the history" and asked > 1:
             split = self._oracle.split(texts[asked - 1 :], 1)
         ids = None if last.token_ids is None or self._fault == "never closes" else list(last.token_ids)

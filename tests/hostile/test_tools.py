@@ -18,9 +18,9 @@ from rollout_server import tool
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.edge.tools import process as tool_process
 from rollout_server.edge.tools.pool import ProcessPool
-from rollout_server.runtime.tools.executor import Toolbox, ToolResult
+from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 from rollout_server.runtime.tools.policy import CPU_SECONDS, MEMORY_BYTES, ToolPolicy
-from rollout_server.runtime.tools.resources import Workbench
+from rollout_server.runtime.tools.resources import ToolResources
 
 from tests.tools.test_processes import gone, numbers_in, parent_of, wait_until_gone
 
@@ -96,8 +96,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.pool = ProcessPool()
-        self.bench = Workbench(processes=self.pool)
-        self.box = Toolbox((leave, leave_fresh, spy, limits, eat), self.bench)
+        self.bench = ToolResources(processes=self.pool)
+        self.box = ToolExecutor((leave, leave_fresh, spy, limits, eat), self.bench)
 
     async def __call__(self, name: str, **arguments: JSON) -> ToolResult:
         return await self.box.run(ToolCall("c", name, json.dumps(arguments)))

@@ -36,7 +36,7 @@ from rollout_server.edge.wire.completion import (
     ledger_aside,
     response_aside,
 )
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 from rollout_server.runtime.run.tool_calls import _AT_ONCE
 from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
@@ -188,7 +188,7 @@ TINY: dict[str, tuple[bytes, str]] = {
 async def test_what_is_refused_takes_no_more_memory_than_a_piece_of_it(data: bytes, said: str) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(Failed) as failed:
+        with pytest.raises(RolloutFailed) as failed:
             read_answer(data, 1, ids_needed=False, most_calls=MOST)
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -219,7 +219,7 @@ async def test_separators_in_texts_are_no_values() -> None:
     "junk", [b'"' * LARGE, b"[" * LARGE, b'{"' * LARGE, b"\\" * LARGE, b'"\\' * LARGE, b",[" * LARGE]
 )
 async def test_what_is_no_json_is_refused_all_the_same(junk: bytes) -> None:
-    with pytest.raises(Failed):
+    with pytest.raises(RolloutFailed):
         read_answer(junk, 1, ids_needed=False, most_calls=MOST)
 
 

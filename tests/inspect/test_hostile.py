@@ -19,7 +19,7 @@ from rollout_server.inspection.terminal import Look, draw, lines
 from rollout_server.inspection.text import as_json
 from rollout_server.inspection.token_text import pieces
 from rollout_server.inspection.transcript import transcript_of
-from rollout_server.testing.script import Reply, Script
+from rollout_server.testing.script import Script, ScriptedReply
 
 from tests.client.exported import outcome_of, rollouts, span
 from tests.inspect.conftest import TOY, Invoke, Played, saved
@@ -119,7 +119,7 @@ def test_a_message_that_is_no_json_is_shown_all_the_same() -> None:
 async def test_escape_sequences_of_a_model_do_not_reach_the_terminal(
     played: Played, invoke: Invoke, tmp_path: Path
 ) -> None:
-    rollout = await played.play(Script((Reply(content=EVIL),)))
+    rollout = await played.play(Script((ScriptedReply(content=EVIL),)))
     for extra in ((), ("--logprobs",), ("--json",)):
         told = await invoke(saved(rollout, tmp_path), *TOY, *extra)
         assert told.exit_code == 0, told.stderr

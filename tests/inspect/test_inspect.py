@@ -19,7 +19,7 @@ from rollout_gateway.rest.rollout import rollout_json
 from rollout_server.inspection.terminal import Look, draw
 from rollout_server.inspection.transcript import transcript_of
 from rollout_server.testing.model.scenarios import SCENARIOS
-from rollout_server.testing.script import Reply, Script, tool_call
+from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer
 
@@ -28,8 +28,8 @@ from tests.inspect.conftest import TOY, Invoke, Played, saved
 from tests.system.processes import command, environment
 
 ADD = (tool_call("c1", "add", '{"a": 5, "b": 3}'),)
-CUT = Script((Reply(content="Adding.", tool_calls=ADD, cut=True), Reply(content="8")))
-DRIFT = Script((Reply(content="Adding.", tool_calls=ADD, surplus=(5, 6, 7)), Reply(content="8")))
+CUT = Script((ScriptedReply(content="Adding.", tool_calls=ADD, cut=True), ScriptedReply(content="8")))
+DRIFT = Script((ScriptedReply(content="Adding.", tool_calls=ADD, surplus=(5, 6, 7)), ScriptedReply(content="8")))
 SCRIPTS = {
     "plain": SCENARIOS["add_then_multiply"].script,
     "unicode": SCENARIOS["three_turns_mixed_content"].script,
@@ -200,7 +200,7 @@ async def test_logprobs_stand_beside_the_tokens_of_the_model(played: Played, inv
 
 
 async def test_answers_without_logprobs_say_unknown(played: Played, invoke: Invoke, tmp_path: Path) -> None:
-    rollout = await played.play(Script((Reply(content="8", omit=frozenset({"logprobs"})),)))
+    rollout = await played.play(Script((ScriptedReply(content="8", omit=frozenset({"logprobs"})),)))
     lines = (await invoke(saved(rollout, tmp_path), "--logprobs", *TOY)).stdout.splitlines()
     modelled = [line for line in lines if line.startswith("M ") and "│" in line]
     assert modelled

@@ -19,7 +19,7 @@ from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.edge.api_keys import entry_of, new_key
 from rollout_server.settings import Settings
-from rollout_server.testing.checks.dialect import Dialect
+from rollout_server.testing.checks.dialect import TrainerDialect
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.client.tools import calculator_tools
@@ -119,7 +119,9 @@ async def place(servers: int = 1, *, default_key: bool = False, **settings: Any)
         if servers > 1:
             gateway = GatewaySettings(synchronous_key=keys["alice"] if default_key else "")
             port = await _gateway(stack, running, gateway)
-        trainer = await stack.enter_async_context(StrictTrainer(dialect=Dialect.EITHER, tools=calculator_tools()))
+        trainer = await stack.enter_async_context(
+            StrictTrainer(dialect=TrainerDialect.EITHER, tools=calculator_tools())
+        )
         named = {"alice": keys["alice"], "bob": keys["bob"], "root": keys[ADMIN], "stranger": "", "forger": new_key()}
         people = {name: await _person(stack, (name, key), port, running) for name, key in named.items()}
         yield Place(port, running, agents, trainer, **people)

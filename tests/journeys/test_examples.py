@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from rollout_server.testing.checks.dialect import Dialect
+from rollout_server.testing.checks.dialect import TrainerDialect
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.gateway.plain import Sse
@@ -55,7 +55,7 @@ async def documented() -> AsyncIterator[Documented]:
         world = await open_world(stack, tokenizers={"Qwen/Qwen3-8B": "toy"})
         url = f"http://127.0.0.1:{world.server.http_port}"
         trainer = await stack.enter_async_context(
-            StrictTrainer(dialect=Dialect.EITHER, tools_from=url, reuses_ids=True)
+            StrictTrainer(dialect=TrainerDialect.EITHER, tools_from=url, reuses_ids=True)
         )
         described = (await world.http.get("/openapi.json")).json()
         yield Documented(world, trainer, described)

@@ -23,8 +23,8 @@ from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.edge.api_keys import Keyring, entry_of, key_of
 from rollout_server.edge.trainer.http_client import HttpRequest
-from rollout_server.runtime.ports import Credentials, Parcel
-from rollout_server.runtime.start_request import Wish
+from rollout_server.runtime.ports import Credentials, PackedOutcome
+from rollout_server.runtime.start_request import StartRequest
 from rollout_server.settings import Settings
 
 from tests.keys.test_callers import bearing, raw_call
@@ -285,8 +285,8 @@ def test_no_repr_shows_a_secret() -> None:
     shown = repr(
         (
             credentials,
-            Wish(Spec("r", (), where), "a", credentials=credentials),
-            Parcel(where, "key", f"{MARK}".encode(), RECEIVERS),
+            StartRequest(Spec("r", (), where), "a", credentials=credentials),
+            PackedOutcome(where, "key", f"{MARK}".encode(), RECEIVERS),
             HttpRequest("http://host", f"{MARK}".encode(), {"authorization": f"Bearer {TRAINERS}"}),
             Settings(_env_file=None, api_key=API_KEY, admin_key=ADMIN_KEY),
             keys,

@@ -14,12 +14,12 @@ from rollout_server.core.message import JSON, Message, ToolCall
 from rollout_server.core.outcome import Failure, Outcome
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Dialect, Spec, Target
-from rollout_server.edge.metrics.observer import Metrics
-from rollout_server.runtime.ports import Ask, Clock, Failed, Fork, Sampler, Tool
-from rollout_server.runtime.registry.dependencies import Surroundings
-from rollout_server.runtime.registry.registry import Roster
+from rollout_server.edge.metrics.observer import MetricsObserver
+from rollout_server.runtime.ports import Clock, CompletionRequest, Fork, RolloutFailed, Sampler, Tool
+from rollout_server.runtime.registry.dependencies import RegistryDependencies
+from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.start_request import Capacity, Wish
+from rollout_server.runtime.start_request import Capacity, StartRequest
 
 USER = Message.write({"role": "user", "content": "5 + 3?"})
 TARGET = Target("http://trainer:9001", Dialect.HTTP_PLAIN)
@@ -64,7 +64,7 @@ class Exposed:
         return found
 
 
-def read(metrics: Metrics) -> Exposed:
+def read(metrics: MetricsObserver) -> Exposed:
     """What somebody would read now."""
     return Exposed(metrics.exposition().decode())
 
@@ -72,10 +72,10 @@ def read(metrics: Metrics) -> Exposed:
 class Asking:
     """A sampler that answers as a function says."""
 
-    def __init__(self, answer: Callable[[Ask], Answered]) -> None:
+    def __init__(self, answer: Callable[[CompletionRequest], Answered]) -> None:
         self._answer = answer
 
-    async def sample(self, ask: Ask) -> Answered:
+    async def sample(self, ask: CompletionRequest) -> Answered:
         """The answer."""
         await asyncio.sleep(0)
         return self._answer(ask)
@@ -90,29 +90,29 @@ class Counted:
 
     def __init__(self, *agents: Agent, capacity: Capacity = Capacity()) -> None:
         loop = asyncio.get_running_loop()
-        self.metrics = Metrics()
+        self.metrics = MetricsObserver()
         self.rollouts: list[Rollout] = []
-        self._answers: dict[str, Callable[[Ask], Answered]] = {}
+        self._answers: dict[str, Callable[[CompletionRequest], Answered]] = {}
         numbers = count(1)
-        self.roster = Roster(
+        self.roster = RolloutRegistry(
             agents,
             self._open,
             lambda: f"u{next(numbers)}",
             capacity=capacity,
-            surroundings=Surroundings(clock=Clock(loop.time, loop.time), observer=self.metrics),
+            surroundings=RegistryDependencies(clock=Clock(loop.time, loop.time), observer=self.metrics),
         )
         self.metrics.watch_roster(self.roster)
 
-    def start(self, answer: Callable[[Ask], Answered], **spec: object) -> Rollout:
+    def start(self, answer: Callable[[CompletionRequest], Answered], **spec: object) -> Rollout:
         """A new rollout."""
         rollout_id = f"r{len(self.rollouts) + 1}"
         self._answers[rollout_id] = answer
         made = Spec(rollout_id, (USER,), TARGET, **spec)  # type: ignore[arg-type]
-        rollout, _ = self.roster.start(self.roster.admit(Wish(made, "me")))
+        rollout, _ = self.roster.start(self.roster.admit(StartRequest(made, "me")))
         self.rollouts.append(rollout)
         return rollout
 
-    async def play(self, answer: Callable[[Ask], Answered], **spec: object) -> Outcome:
+    async def play(self, answer: Callable[[CompletionRequest], Answered], **spec: object) -> Outcome:
         """A new rollout, to its end."""
         return await outcome_of(self.start(answer, **spec))
 
@@ -131,7 +131,7 @@ async def outcome_of(rollout: Rollout) -> Outcome:
     return rollout.outcome
 
 
-def said(ask: Ask, *calls: ToolCall, **fields: object) -> Answered:
+def said(ask: CompletionRequest, *calls: ToolCall, **fields: object) -> Answered:
     """An answer of two tokens after a prompt that was predicted as one."""
     message: dict[str, JSON] = {"role": "assistant", "content": "done"}
     if calls:
@@ -147,21 +147,21 @@ def said(ask: Ask, *calls: ToolCall, **fields: object) -> Answered:
     return Answered(ask.asked.turn, Message.write(message), "stop", **given)  # type: ignore[arg-type]
 
 
-def done(ask: Ask) -> Answered:
+def done(ask: CompletionRequest) -> Answered:
     """Ends the rollout in its first turn."""
     return said(ask)
 
 
-def calling(*turns: Sequence[ToolCall], **fields: object) -> Callable[[Ask], Answered]:
+def calling(*turns: Sequence[ToolCall], **fields: object) -> Callable[[CompletionRequest], Answered]:
     """Calls tools in the first turns, and is done then."""
     return lambda ask: said(ask, *(turns[ask.asked.turn - 1] if ask.asked.turn <= len(turns) else ()), **fields)
 
 
-def failing(failure: Failure) -> Callable[[Ask], Answered]:
+def failing(failure: Failure) -> Callable[[CompletionRequest], Answered]:
     """Fails."""
 
-    def fail(ask: Ask) -> Answered:
-        raise Failed(failure)
+    def fail(ask: CompletionRequest) -> Answered:
+        raise RolloutFailed(failure)
 
     return fail
 

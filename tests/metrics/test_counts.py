@@ -12,9 +12,9 @@ from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
-from rollout_server.edge.metrics.observer import Metrics
+from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.runtime.observer import Attempt, Observer
-from rollout_server.runtime.ports import Ask
+from rollout_server.runtime.ports import CompletionRequest
 from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Caller, Capacity
@@ -48,7 +48,7 @@ class Sleepy(Agent):
 
 
 def test_metrics_observe() -> None:
-    observer: Observer = Metrics()
+    observer: Observer = MetricsObserver()
     assert observer.recorded.__doc__
 
 
@@ -140,7 +140,7 @@ async def test_the_roster_is_shown_as_it_is() -> None:
 
 
 async def test_any_number_can_be_shown() -> None:
-    metrics, pending = Metrics(), [1, 2]
+    metrics, pending = MetricsObserver(), [1, 2]
     metrics.watch("deliveries_pending", "Outcomes that nobody has acknowledged.", lambda: len(pending))
     assert read(metrics).value("rollout_deliveries_pending") == 2
     pending.clear()
@@ -163,7 +163,7 @@ async def test_warnings_and_drift_are_those_of_the_outcomes() -> None:
     world = Counted(Calculator())
     notes = (("resampled", "twice"), ("unverified", "x"), ("a word of somebody's", "y"))
 
-    def drifting(ask: Ask) -> Answered:
+    def drifting(ask: CompletionRequest) -> Answered:
         reported = [1] if ask.asked.turn == 1 else [9, 9, 9]
         return said(ask, *([ADD] if ask.asked.turn == 1 else []), reported=pack_tokens(reported), notes=notes)
 
@@ -184,7 +184,7 @@ async def test_warnings_and_drift_are_those_of_the_outcomes() -> None:
 async def test_a_retry_that_may_have_made_a_sibling_is_counted_when_it_happens() -> None:
     world = Counted(Calculator())
 
-    def resampling(ask: Ask) -> Answered:
+    def resampling(ask: CompletionRequest) -> Answered:
         ask.remark("resampled", "the second time")
         ask.remark("somebody's word", "no")
         return said(ask)
@@ -200,7 +200,7 @@ class Chance:
         self._random = random.Random(seed)
         self.rollout: Rollout
 
-    def __call__(self, ask: Ask) -> Answered:
+    def __call__(self, ask: CompletionRequest) -> Answered:
         dice = self._random
         answer = None if dice.random() < 0.15 else pack_tokens(self._some(dice.choice((0, 0, 1, 5))))
         held = self.rollout.machine.ledger.main.segment

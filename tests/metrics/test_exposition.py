@@ -7,10 +7,10 @@ import re
 from rollout_server import Agent, Run
 from rollout_server.calculator import Calculator
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.metrics.observer import Metrics
+from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.entry import Selection
-from rollout_server.runtime.start_request import Caller, Wish
+from rollout_server.runtime.start_request import Caller, StartRequest
 
 from tests.metrics.counted import TARGET, USER, Counted, call, calling, done, failing, outcome_of, read, said
 
@@ -32,7 +32,7 @@ class Talking(Agent):
 
 
 def test_every_family_has_a_name_a_type_and_a_text() -> None:
-    exposed = read(Metrics())
+    exposed = read(MetricsObserver())
     for name, kind in exposed.families().items():
         assert re.fullmatch(r"(rollout|process|python)_[a-z_]+", name), name
         assert kind in ("counter", "gauge", "histogram")
@@ -44,7 +44,7 @@ def test_every_family_has_a_name_a_type_and_a_text() -> None:
 
 
 def test_the_process_shows_itself() -> None:
-    exposed = read(Metrics())
+    exposed = read(MetricsObserver())
     assert exposed.value("process_resident_memory_bytes") > 0
     assert exposed.value("process_open_fds") > 0
     assert "python_info" in exposed.text
@@ -52,7 +52,7 @@ def test_the_process_shows_itself() -> None:
 
 def test_counters_are_there_before_anything_is_counted() -> None:
     """An increase from nothing to 1 shows only if there was a 0."""
-    names = {name for (name, _) in read(Metrics()).samples()}
+    names = {name for (name, _) in read(MetricsObserver()).samples()}
     assert {"rollout_tokens_total", "rollout_drift_total", "rollout_segments_total", "rollout_warnings_total"} <= names
 
 
@@ -98,7 +98,7 @@ async def test_words_of_others_are_no_labels() -> None:
 
 async def test_nothing_of_a_request_shows() -> None:
     world = Counted(Calculator())
-    wish = Wish(
+    wish = StartRequest(
         world.start(done).spec, f"caller-{SECRET}", f"request-{SECRET}", credentials=Credentials(SECRET, SECRET, SECRET)
     )
     rollout, _ = world.roster.start(world.roster.admit(wish))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rollout_server.edge.loop_lag import LoopLag
-from rollout_server.edge.metrics.observer import Metrics
+from rollout_server.edge.metrics.observer import MetricsObserver
 
 from tests.metrics.counted import read
 from tests.runtime.jumping import JumpingLoop
@@ -50,7 +50,7 @@ async def test_lag_is_measured_between_start_and_stop_and_once() -> None:
 
 
 async def test_lag_is_shown() -> None:
-    metrics = Metrics()
+    metrics = MetricsObserver()
     lag = LoopLag(metrics.families.loop_lag.observe)
     lag.start()
     await asyncio.sleep(1.05)

@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from rollout_server.edge.metrics.observer import CONTENT_TYPE, Metrics
+from rollout_server.edge.metrics.observer import CONTENT_TYPE, MetricsObserver
 from rollout_server.edge.metrics.server import serve_metrics
 
 from tests.metrics.counted import Exposed
@@ -22,7 +22,7 @@ def fetch(port: int, path: str = "/metrics") -> tuple[str, str]:
 
 def test_the_port_shows_what_was_counted_and_lets_go_in_the_end() -> None:
     async def play() -> None:
-        metrics = Metrics()
+        metrics = MetricsObserver()
         served = serve_metrics(metrics, 0, "127.0.0.1")
         metrics.families.resampled.inc(3)
         kind, text = await asyncio.to_thread(fetch, served.port)
@@ -39,7 +39,7 @@ def test_the_port_shows_what_was_counted_and_lets_go_in_the_end() -> None:
 
 def test_servers_show_their_own_metrics() -> None:
     async def play() -> None:
-        first, second = Metrics(), Metrics()
+        first, second = MetricsObserver(), MetricsObserver()
         first.families.resampled.inc()
         ports = [serve_metrics(metrics, 0, "127.0.0.1") for metrics in (first, second)]
         shown = [Exposed((await asyncio.to_thread(fetch, port.port))[1]) for port in ports]
@@ -54,4 +54,4 @@ def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port} for metrics"):
-            serve_metrics(Metrics(), port, "127.0.0.1")
+            serve_metrics(MetricsObserver(), port, "127.0.0.1")

@@ -12,16 +12,16 @@ from rollout_server.calculator import Calculator
 from rollout_server.core.outcome import Outcome
 from rollout_server.core.spec import Dialect, Spec, Target, TokenizerName
 from rollout_server.edge.loop_lag import LoopLag
-from rollout_server.edge.metrics.observer import Metrics
+from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
-from rollout_server.runtime.registry.dependencies import Surroundings
-from rollout_server.runtime.registry.registry import Roster
-from rollout_server.runtime.start_request import Wish
+from rollout_server.runtime.registry.dependencies import RegistryDependencies
+from rollout_server.runtime.registry.registry import RolloutRegistry
+from rollout_server.runtime.start_request import StartRequest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
@@ -47,21 +47,21 @@ async def play() -> tuple[list[Outcome], Exposed, Table]:
     ]
     async with AsyncExitStack() as stack:
         strict = await stack.enter_async_context(StrictTrainer(tools=tools))
-        metrics, table = Metrics(), Table({NAME: [[str(urlsplit(strict.url).hostname)]]})
+        metrics, table = MetricsObserver(), Table({NAME: [[str(urlsplit(strict.url).hostname)]]})
         lookup = CheckedLookup(TargetRules.parse(NAME), table)
         client = HttpClient(HttpSettings(resolver=lookup))
         stack.push_async_callback(client.close)
-        tokenizers = Tokenizers(TokenizerSettings(directories={"toy": TOY_TOKENIZER}, local_files_only=True))
+        tokenizers = Tokenizers(LoaderSettings(directories={"toy": TOY_TOKENIZER}, local_files_only=True))
         stack.push_async_callback(tokenizers.close)
         lag = LoopLag(metrics.families.loop_lag.observe, 0.01)
         lag.start()
         stack.push_async_callback(lag.stop)
         trainers, numbers = MaskedTrainers(client, tokenizers), count(1)
-        roster = Roster(
+        roster = RolloutRegistry(
             [Calculator()],
             lambda uid, spec, tools: trainers.open(spec, tools),
             lambda: f"u{next(numbers)}",
-            surroundings=Surroundings(observer=metrics),
+            surroundings=RegistryDependencies(observer=metrics),
         )
         metrics.watch_roster(roster)
         target = Target(f"http://{NAME}:{urlsplit(strict.url).port}", Dialect.HTTP_MASKED)
@@ -69,7 +69,7 @@ async def play() -> tuple[list[Outcome], Exposed, Table]:
             *(
                 outcome_of(
                     roster.start(
-                        roster.admit(Wish(Spec(f"r{n}", (USER,), target, tokenizer=TokenizerName("toy")), "me"))
+                        roster.admit(StartRequest(Spec(f"r{n}", (USER,), target, tokenizer=TokenizerName("toy")), "me"))
                     )[0]
                 )
                 for n in range(ROLLOUTS)

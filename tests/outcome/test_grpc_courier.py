@@ -18,8 +18,8 @@ from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
-from rollout_server.runtime.delivery import Acknowledged, Receipt, Refused, Unsettled
-from rollout_server.runtime.ports import Parcel
+from rollout_server.runtime.delivery import DeliveryAcknowledged, DeliveryRefused, DeliveryUnsettled, Receipt
+from rollout_server.runtime.ports import PackedOutcome
 
 from tests.outcome.grpc_receiver import Answer, grpc_receiver
 
@@ -33,8 +33,8 @@ CODES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 Make = Callable[..., GrpcCourier]
 
 
-def parcel(url: str, credential: str = SECRET) -> Parcel:
-    return Parcel(Target(url, Dialect.GRPC), "u1/outcome", BODY, credential)
+def parcel(url: str, credential: str = SECRET) -> PackedOutcome:
+    return PackedOutcome(Target(url, Dialect.GRPC), "u1/outcome", BODY, credential)
 
 
 @pytest.fixture
@@ -78,16 +78,16 @@ def test_the_contract_names_codes() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"\xff no message at all", b"x" * 2**20])
 async def test_ok_acknowledges_whatever_it_holds(make: Make, body: bytes) -> None:
-    assert await met(make(), Answer(body=body)) == [Acknowledged()]
+    assert await met(make(), Answer(body=body)) == [DeliveryAcknowledged()]
 
 
 @pytest.mark.parametrize("code", CODES, ids=lambda code: code.name)
 async def test_codes_mean_what_the_contract_says(make: Make, code: grpc.StatusCode) -> None:
     first, second = await met(make(), Answer(code, "I do not like it"), Answer())
-    assert isinstance(first, Unsettled if code.name in tried_again() else Refused)
+    assert isinstance(first, DeliveryUnsettled if code.name in tried_again() else DeliveryRefused)
     assert code.name in first.text
     assert "I do not like it" in first.text
-    assert second == Acknowledged()
+    assert second == DeliveryAcknowledged()
 
 
 async def test_a_receiver_without_the_service_refuses(make: Make) -> None:
@@ -96,13 +96,13 @@ async def test_a_receiver_without_the_service_refuses(make: Make) -> None:
     await server.start()
     receipt = await make().deliver(parcel(f"grpc://127.0.0.1:{port}"))
     await server.stop(0)
-    assert isinstance(receipt, Refused)
+    assert isinstance(receipt, DeliveryRefused)
     assert "UNIMPLEMENTED" in receipt.text
 
 
 async def test_silence_has_an_end(make: Make) -> None:
     (receipt,) = await met(make(timeout=0.3), Answer(silent=True))
-    assert isinstance(receipt, Unsettled)
+    assert isinstance(receipt, DeliveryUnsettled)
     assert "DEADLINE_EXCEEDED" in receipt.text
 
 
@@ -110,10 +110,10 @@ async def test_a_receiver_that_comes_back_is_reached_again(make: Make) -> None:
     courier = make()
     async with grpc_receiver() as receiver:
         port, url = receiver.port, receiver.url
-        assert await courier.deliver(parcel(url)) == Acknowledged()
-    assert isinstance(await courier.deliver(parcel(url)), Unsettled)
+        assert await courier.deliver(parcel(url)) == DeliveryAcknowledged()
+    assert isinstance(await courier.deliver(parcel(url)), DeliveryUnsettled)
     async with grpc_receiver(port=port) as receiver:
-        assert await courier.deliver(parcel(url)) == Acknowledged()
+        assert await courier.deliver(parcel(url)) == DeliveryAcknowledged()
         assert [each.raw for each in receiver.came] == [BODY]
 
 
@@ -124,32 +124,32 @@ async def test_who_speaks_no_grpc_is_to_be_tried_again(make: Make) -> None:
 
     async with await asyncio.start_server(speak_http, "127.0.0.1", 0) as server:
         receipt = await make(timeout=5.0).deliver(parcel(f"grpc://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
-    assert isinstance(receipt, Unsettled)
+    assert isinstance(receipt, DeliveryUnsettled)
 
 
 async def test_nobody_there_is_to_be_tried_again(make: Make) -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         receipt = await make().deliver(parcel(f"grpc://127.0.0.1:{bound.getsockname()[1]}"))
-    assert isinstance(receipt, Unsettled)
+    assert isinstance(receipt, DeliveryUnsettled)
     assert "UNAVAILABLE" in receipt.text
 
 
 async def test_a_name_that_nobody_knows_is_to_be_tried_again(make: Make) -> None:
-    assert isinstance(await make().deliver(parcel("grpc://receiver.invalid:1")), Unsettled)
+    assert isinstance(await make().deliver(parcel("grpc://receiver.invalid:1")), DeliveryUnsettled)
 
 
 async def test_a_receiver_that_the_rules_do_not_allow_is_final_and_not_called(make: Make) -> None:
     async with grpc_receiver() as receiver:
         receipt = await make("10.0.0.0/8").deliver(parcel(f"grpc://localhost:{receiver.port}"))
         assert receiver.came == []
-    assert isinstance(receipt, Refused)
+    assert isinstance(receipt, DeliveryRefused)
     assert "ROLLOUT_TARGETS" in receipt.text
 
 
 async def test_without_a_credential_no_metadata(make: Make) -> None:
     async with grpc_receiver() as receiver:
-        assert await make().deliver(parcel(receiver.url, "")) == Acknowledged()
+        assert await make().deliver(parcel(receiver.url, "")) == DeliveryAcknowledged()
         assert "authorization" not in receiver.came[0].metadata
 
 
@@ -158,7 +158,7 @@ async def test_without_a_credential_no_metadata(make: Make) -> None:
 )
 async def test_an_echo_of_the_credential_is_taken_out(make: Make, code: grpc.StatusCode) -> None:
     (receipt,) = await met(make(), Answer(code, f"no such key: Bearer {SECRET} " * 20))
-    assert isinstance(receipt, Refused | Unsettled)
+    assert isinstance(receipt, DeliveryRefused | DeliveryUnsettled)
     assert SECRET[:14] not in receipt.text
     assert len(receipt.text) < 600
 
@@ -169,5 +169,5 @@ async def test_many_at_once_share_a_channel_and_none_is_closed_under_another(mak
     answers = [Answer(grpc.StatusCode.UNAVAILABLE) if number % 2 else Answer() for number in range(40)]
     async with grpc_receiver(*answers) as receiver:
         receipts = await asyncio.gather(*(courier.deliver(parcel(receiver.url)) for _ in answers))
-    assert sum(receipt == Acknowledged() for receipt in receipts) == 20
-    assert sum(isinstance(receipt, Unsettled) for receipt in receipts) == 20
+    assert sum(receipt == DeliveryAcknowledged() for receipt in receipts) == 20
+    assert sum(isinstance(receipt, DeliveryUnsettled) for receipt in receipts) == 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
-from rollout_server.testing.checks.verdict import Sample
+from rollout_server.testing.checks.verdict import TrainerSample
 
 MODEL, OTHER = token_pb2.AUTHOR_MODEL, token_pb2.AUTHOR_OTHER
 
@@ -59,7 +59,7 @@ def _same_tokens(segment: token_pb2.Segment, sample: token_pb2.Sample) -> None:
         assert list(sample.logprobs.values) == expected
 
 
-def same_sample(sample: token_pb2.Sample, judged: Sample) -> None:
+def same_sample(sample: token_pb2.Sample, judged: TrainerSample) -> None:
     """Fails where a sample is not, element by element, the one that the trainer accumulated."""
     assert tuple(sample.prompt_ids) == judged.prompt_ids
     assert tuple(sample.response_ids) == judged.response_ids

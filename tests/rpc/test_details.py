@@ -6,7 +6,7 @@ import pytest
 from osmosis.rollout.v1 import event_pb2, outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.calculator import Calculator
-from rollout_server.testing.script import Reply, Script, tool_call
+from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.rpc.agents import Gated, Quoting
@@ -16,8 +16,10 @@ from tests.rpc.conftest import OpenServer
 
 SCRIPT = Script(
     (
-        Reply(content="melon", reasoning="plum", tool_calls=(tool_call("call_1", "add", '{"a": 70001, "b": 1}'),)),
-        Reply(content="cherry", finish_reason="stop"),
+        ScriptedReply(
+            content="melon", reasoning="plum", tool_calls=(tool_call("call_1", "add", '{"a": 70001, "b": 1}'),)
+        ),
+        ScriptedReply(content="cherry", finish_reason="stop"),
     )
 )
 CONTENTS = (b"apple", b"melon", b"plum", b"cherry", b"70001", b"70002")
@@ -175,7 +177,7 @@ async def test_wait_and_list_show_the_same_views(caller: Caller, uid: str, view:
 async def test_a_rollout_that_runs_shows_what_it_has_used_so_far(
     open_server: OpenServer, trainer: StrictTrainer
 ) -> None:
-    await trainer.put_script("r", Script((SCRIPT.lines[0], Reply(content="late", delay=600))))
+    await trainer.put_script("r", Script((SCRIPT.lines[0], ScriptedReply(content="late", delay=600))))
     caller = await open_server(Calculator())
     uid = (await caller.start(start(completions=target(trainer.url)))).rollout.uid
     watching = caller.watch(uid)

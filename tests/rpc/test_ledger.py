@@ -9,7 +9,7 @@ import pytest
 from osmosis.rollout.v1 import event_pb2, outcome_pb2, spec_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.testing.model.scenarios import SCENARIOS
-from rollout_server.testing.script import Reply, Script, tool_call
+from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.rpc.asking import json_message, start, target
@@ -33,7 +33,7 @@ HEALTHY = (
     "unknown_tool",
     "wrong_arguments",
 )
-ADD = Reply(content="Adding.", tool_calls=(tool_call("call_1", "add", '{"a": 5, "b": 3}'),))
+ADD = ScriptedReply(content="Adding.", tool_calls=(tool_call("call_1", "add", '{"a": 5, "b": 3}'),))
 
 
 async def played(caller: Caller, trainer: StrictTrainer, script: Script | None = None, **changes: Any) -> pb.Rollout:
@@ -77,7 +77,7 @@ async def test_both_forms_give_the_same_sample(caller: Caller, trainer: StrictTr
 
 async def test_a_cut_answer_is_closed_by_nobody_who_trains(caller: Caller, trainer: StrictTrainer) -> None:
     cut = replace(ADD, cut=True, finish_reason="length")
-    outcome = (await played(caller, trainer, Script((cut, Reply(content="8", cut=True))))).outcome
+    outcome = (await played(caller, trainer, Script((cut, ScriptedReply(content="8", cut=True))))).outcome
     lawful(outcome)
     verdict = trainer.verdict("r")
     assert verdict is not None
@@ -105,7 +105,7 @@ async def test_what_no_turn_saw_is_not_in_the_sample(caller: Caller, trainer: St
 
 @pytest.mark.parametrize("omitted", ["logprobs", "prompt_token_ids"])
 async def test_what_the_trainer_does_not_send_is_unknown(caller: Caller, trainer: StrictTrainer, omitted: str) -> None:
-    last = Reply(content="8", omit=frozenset({omitted}))
+    last = ScriptedReply(content="8", omit=frozenset({omitted}))
     outcome = (await played(caller, trainer, Script((ADD, last)))).outcome
     lawful(outcome)
     [sample], [segment] = outcome.samples, outcome.segments
@@ -122,7 +122,7 @@ async def test_what_the_trainer_does_not_send_is_unknown(caller: Caller, trainer
 
 async def test_drift_opens_a_segment_that_obeys_the_laws(caller: Caller, trainer: StrictTrainer) -> None:
     surplus = replace(ADD, surplus=(0, 1, 2))
-    outcome = (await played(caller, trainer, Script((surplus, Reply(content="8"))))).outcome
+    outcome = (await played(caller, trainer, Script((surplus, ScriptedReply(content="8"))))).outcome
     lawful(outcome)
     [warning] = outcome.warnings
     assert (warning.code, warning.turn) == ("token_drift", 2)
@@ -142,7 +142,7 @@ async def test_drift_opens_a_segment_that_obeys_the_laws(caller: Caller, trainer
 
 async def test_drift_ends_the_rollout_where_it_was_asked_to(caller: Caller, trainer: StrictTrainer) -> None:
     surplus = replace(ADD, surplus=(0, 1, 2))
-    script = Script((surplus, Reply(content="8")))
+    script = Script((surplus, ScriptedReply(content="8")))
     outcome = (await played(caller, trainer, script, on_drift=spec_pb2.DRIFT_POLICY_FAIL)).outcome
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_TOKEN_DRIFT
     assert outcome.failure.turn == 2

@@ -27,7 +27,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from rollout_server.edge.rpc.server import RpcServer, RpcSettings
 from rollout_server.edge.rpc.service import RolloutService, ServerFacts
 from rollout_server.edge.rpc.tls import ClientTls, ServerTls, channel_credentials
-from rollout_server.runtime.registry.registry import Roster
+from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.start_request import Caller
 
 from tests.rpc.agents import Idle
@@ -103,7 +103,7 @@ class Peers:
 
     async def serve(self, tls: ServerTls | None, directory: Path) -> None:
         """Starts the server."""
-        roster = Roster([Idle()], lambda *_: pytest.fail("nobody samples"), lambda: "u1")
+        roster = RolloutRegistry([Idle()], lambda *_: pytest.fail("nobody samples"), lambda: "u1")
         service = RolloutService(roster, ServerFacts("1", (), 2**20, time.time(), lambda _: ()))
         self.socket = f"unix:{directory / 's'}"
         self.rpc = RpcServer(service, RpcSettings(("127.0.0.1:0", self.socket), tls=tls), lambda _: Caller("me"))

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from rollout_server.core.spec import Dialect, Target
-from rollout_server.runtime.delivery import Acknowledged, Receipt, Unsettled
+from rollout_server.runtime.delivery import DeliveryAcknowledged, DeliveryUnsettled, Receipt
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.observer import Attempt
-from rollout_server.runtime.ports import Credentials, Parcel
+from rollout_server.runtime.ports import Credentials, PackedOutcome
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.start_request import Wish
+from rollout_server.runtime.start_request import StartRequest
 
 from tests.runtime.world import Say, Script, World, a_spec, wait
 
 RECEIVER = Target("http://receiver:9001", Dialect.HTTP_PLAIN)
-YES = Acknowledged()
-DOWN = Unsettled("nobody there")
+YES = DeliveryAcknowledged()
+DOWN = DeliveryUnsettled("nobody there")
 
 
 class Receiver:
@@ -29,7 +29,7 @@ class Receiver:
     def __init__(self, *receipts: Receipt | Exception, seconds: float = 0.0) -> None:
         self.receipts = receipts or (YES,)
         self.seconds = seconds
-        self.parcels: list[Parcel] = []
+        self.parcels: list[PackedOutcome] = []
         self.times: list[float] = []
         self.packed = 0
         self.unpackable: Exception | None = None
@@ -41,7 +41,7 @@ class Receiver:
         assert rollout.outcome is not None
         return f"{rollout.uid} {key} {rollout.outcome.end} {self.packed}".encode()
 
-    async def deliver(self, parcel: Parcel) -> Receipt:
+    async def deliver(self, parcel: PackedOutcome) -> Receipt:
         self.parcels.append(parcel)
         self.times.append(asyncio.get_running_loop().time())
         await wait(self.seconds)
@@ -74,11 +74,11 @@ class Noting:
         self.attempts.append((rollout.uid, attempt, round(milliseconds, 3)))
 
 
-def owing(world: World, request_id: str = "", *, key: str = "", **fields: object) -> Wish:
+def owing(world: World, request_id: str = "", *, key: str = "", **fields: object) -> StartRequest:
     """A wish whose outcome is to be delivered to `RECEIVER`, with the credential `key`."""
     spec = a_spec(**{"outcome": RECEIVER, **fields})
     world.scripts.setdefault(spec.rollout_id, Script(Say("8")))
-    return Wish(spec, "me", request_id, credentials=Credentials(outcome=key))
+    return StartRequest(spec, "me", request_id, credentials=Credentials(outcome=key))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -10,7 +10,7 @@ from rollout_server import Agent, Limits, Run
 from rollout_server.core.outcome import Cancellation, Category, Failure, Stop
 from rollout_server.core.record import Note
 from rollout_server.runtime.registry.entry import Selection
-from rollout_server.runtime.run.run import RolloutOver
+from rollout_server.runtime.run.run import RolloutEnded
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.world import (
@@ -33,13 +33,13 @@ async def test_an_agent_that_swallows_the_end_does_not_change_it(new_world: type
 
         async def play(self, run: Run) -> None:
             for _ in range(3):
-                with suppress(RolloutOver):
+                with suppress(RolloutEnded):
                     await run.sample()
-            with suppress(RolloutOver):
+            with suppress(RolloutEnded):
                 await run.append({"role": "user", "content": "not heard"})
-            with suppress(RolloutOver):
+            with suppress(RolloutEnded):
                 await run.call([call("add")])
-            with suppress(RolloutOver):
+            with suppress(RolloutEnded):
                 await run.finish("mine")
             raise LookupError
 
@@ -154,7 +154,7 @@ async def test_an_agent_that_goes_on_after_its_end_reaches_nothing(new_world: ty
                 await wait(FOREVER)
             try:
                 await run.sample()
-            except RolloutOver as over:
+            except RolloutEnded as over:
                 reached.append(repr(over.end))
             raise LookupError
 
@@ -199,7 +199,7 @@ async def test_an_agent_that_swallows_its_end_and_sleeps_has_ended_all_the_same(
             try:
                 await super().play(run)
                 await run.sample()
-            except RolloutOver:
+            except RolloutEnded:
                 await wait(FOREVER)
 
     outcome = await outcome_of(new_world(Sleepy()).start(limits=Limits(turns=1, seconds=60)))
@@ -215,7 +215,7 @@ class Dawdling(Agent):
         try:
             await super().play(run)
             await run.sample()
-        except RolloutOver:
+        except RolloutEnded:
             await wait(FOREVER)
 
 

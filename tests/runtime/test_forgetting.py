@@ -11,9 +11,9 @@ from rollout_server import Limits
 from rollout_server.core.error import NotFound
 from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.runtime.ports import Clock
-from rollout_server.runtime.registry.dependencies import Surroundings
+from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.entry import Selection
-from rollout_server.runtime.registry.registry import Roster
+from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import RolloutState
 from rollout_server.runtime.start_request import Capacity
 
@@ -122,12 +122,12 @@ async def test_a_rollout_that_was_cancelled_in_the_queue_and_forgotten_is_let_go
 
 async def test_what_finished_at_the_beginning_of_time_is_forgotten_too() -> None:
     now = [0.0]
-    roster = Roster(
+    roster = RolloutRegistry(
         [Looping()],
         lambda uid, spec, tools: Script(),
         lambda: "u",
         capacity=Capacity(finished_seconds=60),
-        surroundings=Surroundings(clock=Clock(lambda: now[0], lambda: now[0])),
+        surroundings=RegistryDependencies(clock=Clock(lambda: now[0], lambda: now[0])),
     )
     await outcome_of(roster.start(roster.admit(a_wish()))[0])
     await asyncio.sleep(1)

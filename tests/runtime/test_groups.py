@@ -22,7 +22,7 @@ from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.registry.registry import Check
 from rollout_server.runtime.request import Request
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.start_request import Capacity, Wish
+from rollout_server.runtime.start_request import Capacity, StartRequest
 
 from tests.runtime.world import FOREVER, ME, Looping, Say, Script, World, a_spec, outcome_of
 
@@ -42,7 +42,7 @@ class Groups(World):
         self.taken += 1
         return f"u{self.taken}"
 
-    async def begin(self, wishes: Sequence[Wish], check: Check = accepting) -> list[bool]:
+    async def begin(self, wishes: Sequence[StartRequest], check: Check = accepting) -> list[bool]:
         """Starts them. Whether each was found."""
         self.scripts |= {wish.spec.rollout_id: Script(Say(seconds=FOREVER)) for wish in wishes}
         taken = await self.roster.start_all([self.roster.admit(wish) for wish in wishes], check)
@@ -55,9 +55,10 @@ class Groups(World):
         return [rollout.spec.rollout_id for _, rollout in self.roster.select(ALL)][::-1]
 
 
-def group(count: int, *, keyed: bool = True, name: str = "g", **fields: object) -> list[Wish]:
+def group(count: int, *, keyed: bool = True, name: str = "g", **fields: object) -> list[StartRequest]:
     return [
-        Wish(a_spec(rollout_id=f"{name}/{k}", **fields), "me", f"{name}/{k}" if keyed else "") for k in range(count)
+        StartRequest(a_spec(rollout_id=f"{name}/{k}", **fields), "me", f"{name}/{k}" if keyed else "")
+        for k in range(count)
     ]
 
 
@@ -95,19 +96,19 @@ def refusing(found: Sequence[Rollout | None]) -> None:
     ("wishes", "error"),
     [
         (group(9), Busy),
-        ([*group(3), Wish(a_spec(rollout_id=" "), "me")], InvalidRequest),
-        ([*group(3), Wish(a_spec(rollout_id="other"), "me", "known")], Conflict),
-        ([*group(3), Wish(a_spec(rollout_id="other"), "me", "g/0")], Conflict),
-        ([*group(3), Wish(a_spec(rollout_id="x"), "me", "k" * 257)], NotPossible),
+        ([*group(3), StartRequest(a_spec(rollout_id=" "), "me")], InvalidRequest),
+        ([*group(3), StartRequest(a_spec(rollout_id="other"), "me", "known")], Conflict),
+        ([*group(3), StartRequest(a_spec(rollout_id="other"), "me", "g/0")], Conflict),
+        ([*group(3), StartRequest(a_spec(rollout_id="x"), "me", "k" * 257)], NotPossible),
         (group(4, agent="choosing"), RolloutError),
     ],
     ids=["no room", "invalid", "known otherwise", "twice in itself", "too long", "its agent fails"],
 )
 async def test_of_a_group_that_cannot_be_taken_whole_nothing_is_taken(
-    wishes: list[Wish], error: type[RolloutError]
+    wishes: list[StartRequest], error: type[RolloutError]
 ) -> None:
     world = Groups(Looping(), Choosing(), capacity=Capacity(running=2, queued=7))
-    await world.begin([Wish(a_spec(rollout_id="there"), "me", "known")])
+    await world.begin([StartRequest(a_spec(rollout_id="there"), "me", "known")])
     with pytest.raises(error):
         await world.begin(wishes)
     assert (world.names, world.taken) == (["there"], 1)

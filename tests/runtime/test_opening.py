@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from rollout_server.core.spec import Spec
 from rollout_server.runtime.ports import Sampler, Tool
 from rollout_server.runtime.registry.entry import Selection
-from rollout_server.runtime.registry.registry import Roster
-from rollout_server.runtime.start_request import Capacity, Wish
+from rollout_server.runtime.registry.registry import RolloutRegistry
+from rollout_server.runtime.start_request import Capacity, StartRequest
 
 from tests.runtime.world import (
     ME,
@@ -28,9 +28,9 @@ def open_unless_bad(uid: str, spec: Spec, tools: Sequence[Tool]) -> Sampler:
     return Script(Say("done", seconds=10))
 
 
-def unready_roster() -> Roster:
+def unready_roster() -> RolloutRegistry:
     uids = iter("abcdefgh")
-    return Roster([Looping()], open_unless_bad, lambda: next(uids), capacity=Capacity(running=1))
+    return RolloutRegistry([Looping()], open_unless_bad, lambda: next(uids), capacity=Capacity(running=1))
 
 
 async def test_a_rollout_whose_sampler_cannot_be_opened_is_refused_or_ends() -> None:
@@ -47,6 +47,8 @@ async def test_a_rollout_whose_sampler_cannot_be_opened_is_refused_or_ends() -> 
 async def test_a_sampler_that_cannot_be_opened_does_not_hold_the_queue() -> None:
     roster = unready_roster()
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-    rollouts = [roster.start(roster.admit(Wish(a_spec(rollout_id=name), "me")))[0] for name in ("first", "bad", "last")]
+    rollouts = [
+        roster.start(roster.admit(StartRequest(a_spec(rollout_id=name), "me")))[0] for name in ("first", "bad", "last")
+    ]
     await asyncio.sleep(60)
     assert [rollout.outcome is not None for rollout in rollouts] == [True, True, True]

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.core.spec import Target
-from rollout_server.runtime.delivery import Delivery, DeliveryState, Refused, Unsettled
+from rollout_server.runtime.delivery import Delivery, DeliveryRefused, DeliveryState, DeliveryUnsettled
 from rollout_server.runtime.observer import Attempt
 from rollout_server.runtime.ports import Credentials
-from rollout_server.runtime.registry.dependencies import NoReporter, Patience
+from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy, NoReporter
 from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.start_request import Capacity
 
@@ -29,8 +29,8 @@ from tests.runtime.world import (
     outcome_of,
 )
 
-BUSY = Unsettled("later", retry_after=7.0)
-PATIENT = Patience(expiry=1e9)
+BUSY = DeliveryUnsettled("later", retry_after=7.0)
+PATIENT = DeliveryRetryPolicy(expiry=1e9)
 
 
 async def delivered(world: World, **fields: object) -> Delivery:
@@ -97,7 +97,7 @@ async def test_what_was_cancelled_before_it_ran_is_told_of_too(new_world: type[W
 async def test_a_refusal_is_final_and_its_text_is_kept(
     new_world: type[World], caplog: pytest.LogCaptureFixture
 ) -> None:
-    receiver = Receiver(DOWN, Refused("receiver answered 400: no such rollout"), YES)
+    receiver = Receiver(DOWN, DeliveryRefused("receiver answered 400: no such rollout"), YES)
     delivery = await delivered(new_world(reporter=receiver))
     await asyncio.sleep(10_000)
     assert len(receiver.parcels) == 2
@@ -143,7 +143,7 @@ async def test_during_an_attempt_there_is_no_next_one(new_world: type[World]) ->
 @pytest.mark.parametrize("retries", [0, 1, 2])
 async def test_after_the_last_retry_it_is_given_up(new_world: type[World], retries: int) -> None:
     receiver = Receiver(DOWN)
-    delivery = await delivered(new_world(reporter=receiver, patience=Patience(retries=retries)))
+    delivery = await delivered(new_world(reporter=receiver, patience=DeliveryRetryPolicy(retries=retries)))
     await asyncio.sleep(10_000)
     assert len(receiver.parcels) == 1 + retries
     assert (delivery.state, delivery.attempts) == (DeliveryState.EXPIRED, 1 + retries)
@@ -152,7 +152,7 @@ async def test_after_the_last_retry_it_is_given_up(new_world: type[World], retri
 
 async def test_after_its_expiry_it_is_given_up_and_no_attempt_begins_later(new_world: type[World]) -> None:
     receiver = Receiver(DOWN)
-    delivery = await delivered(new_world(reporter=receiver, patience=Patience(expiry=100)))
+    delivery = await delivered(new_world(reporter=receiver, patience=DeliveryRetryPolicy(expiry=100)))
     await asyncio.sleep(10_000)
     assert sum(receiver.waits) == 1 + 2 + 4 + 8 + 16 + 30 + 30
     assert (delivery.state, delivery.attempts) == (DeliveryState.EXPIRED, 8)
@@ -161,7 +161,7 @@ async def test_after_its_expiry_it_is_given_up_and_no_attempt_begins_later(new_w
 
 async def test_the_time_that_attempts_take_counts(new_world: type[World]) -> None:
     receiver = Receiver(DOWN, seconds=60)
-    await delivered(new_world(reporter=receiver, patience=Patience(expiry=100)))
+    await delivered(new_world(reporter=receiver, patience=DeliveryRetryPolicy(expiry=100)))
     assert receiver.waits == [61]
 
 
@@ -188,7 +188,7 @@ async def test_a_reporter_that_raises_ends_its_delivery_and_no_other(
 
 
 async def test_an_observer_hears_of_every_attempt(new_world: type[World]) -> None:
-    noting, receiver = Noting(), Receiver(DOWN, BUSY, YES, Refused("no"), seconds=0.25)
+    noting, receiver = Noting(), Receiver(DOWN, BUSY, YES, DeliveryRefused("no"), seconds=0.25)
     world = new_world(reporter=receiver, observer=noting)
     await delivered(world)
     await delivered(world, rollout_id="other")

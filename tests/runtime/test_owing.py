@@ -6,9 +6,15 @@ import asyncio
 
 import pytest
 from rollout_server.core.error import Busy, NotFound
-from rollout_server.runtime.delivery import Acknowledged, DeliveryState, Receipt, Refused, Unsettled
-from rollout_server.runtime.ports import Credentials, Parcel
-from rollout_server.runtime.registry.dependencies import Patience
+from rollout_server.runtime.delivery import (
+    DeliveryAcknowledged,
+    DeliveryRefused,
+    DeliveryState,
+    DeliveryUnsettled,
+    Receipt,
+)
+from rollout_server.runtime.ports import Credentials, PackedOutcome
+from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
 from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity
@@ -24,23 +30,23 @@ from tests.runtime.world import (
     outcome_of,
 )
 
-PATIENT = Patience(expiry=1e9)
+PATIENT = DeliveryRetryPolicy(expiry=1e9)
 
 
 class Unhearing(Receiver):
     """Answers although it was cancelled."""
 
-    async def deliver(self, parcel: Parcel) -> Receipt:
+    async def deliver(self, parcel: PackedOutcome) -> Receipt:
         try:
             return await super().deliver(parcel)
         except asyncio.CancelledError:
-            return Unsettled("cancelled")
+            return DeliveryUnsettled("cancelled")
 
 
 class Spiteful(Receiver):
     """Fails in its own way when it is cancelled."""
 
-    async def deliver(self, parcel: Parcel) -> Receipt:
+    async def deliver(self, parcel: PackedOutcome) -> Receipt:
         try:
             return await super().deliver(parcel)
         except asyncio.CancelledError as error:
@@ -109,7 +115,7 @@ class TestAcknowledged:
         assert (world.roster.finished, rollout.credentials) == (1, Credentials())
         assert world.roster.get(rollout.uid, ME) is rollout, "it counts once among those that are remembered"
 
-    @pytest.mark.parametrize("receipt", [YES, Refused("no")])
+    @pytest.mark.parametrize("receipt", [YES, DeliveryRefused("no")])
     async def test_of_a_delivery_that_is_over_it_changes_nothing(
         self, new_world: type[World], receipt: Receipt
     ) -> None:
@@ -122,7 +128,7 @@ class TestAcknowledged:
         await asyncio.sleep(10)
         assert before is not None
         assert rollout.delivery == before
-        assert (before.state is DeliveryState.ACKNOWLEDGED) is isinstance(receipt, Acknowledged)
+        assert (before.state is DeliveryState.ACKNOWLEDGED) is isinstance(receipt, DeliveryAcknowledged)
 
     async def test_an_attempt_that_was_given_up_is_not_observed_as_one_that_answered(
         self, new_world: type[World]
@@ -159,12 +165,12 @@ class TestCredentials:
         assert receiver.credentials[1] == "new"
         agent.free.set()
 
-    @pytest.mark.parametrize("receipt", [YES, Refused("no"), LookupError(), DOWN])
+    @pytest.mark.parametrize("receipt", [YES, DeliveryRefused("no"), LookupError(), DOWN])
     async def test_they_are_gone_once_the_delivery_is_over(
         self, new_world: type[World], receipt: Receipt | Exception
     ) -> None:
         receiver = Receiver(DOWN, receipt)
-        world = new_world(reporter=receiver, patience=Patience(retries=1))
+        world = new_world(reporter=receiver, patience=DeliveryRetryPolicy(retries=1))
         rollout, _ = world.wish(owing(world, "key", key="hunter2"))
         await until(lambda: len(receiver.parcels) == 1)
         assert rollout.credentials == Credentials(outcome="hunter2")
@@ -175,7 +181,7 @@ class TestCredentials:
         assert rollout.credentials == Credentials(), "a rollout that owes nothing takes none"
 
     def test_a_parcel_shows_neither_its_credential_nor_its_contents(self) -> None:
-        parcel = Parcel(RECEIVER, "u1/outcome", b"hunter2", "hunter2")
+        parcel = PackedOutcome(RECEIVER, "u1/outcome", b"hunter2", "hunter2")
         assert "hunter2" not in repr(parcel)
 
     @pytest.mark.parametrize(
@@ -200,7 +206,7 @@ class TestRemembered:
         receiver = Receiver(DOWN, DOWN, DOWN, YES)
         world = new_world(
             reporter=receiver,
-            patience=Patience(first=100, most=100),
+            patience=DeliveryRetryPolicy(first=100, most=100),
             capacity=Capacity(finished=1, finished_seconds=10),
         )
         rollout = await owed(world, 1, "key")
@@ -220,7 +226,7 @@ class TestRemembered:
             world.roster.get(rollout.uid, ME)
 
     async def test_it_is_selected_by_how_far_its_delivery_is(self, new_world: type[World]) -> None:
-        world = new_world(reporter=Receiver(Refused("no"), YES, DOWN), patience=PATIENT)
+        world = new_world(reporter=Receiver(DeliveryRefused("no"), YES, DOWN), patience=PATIENT)
         refused, _ = world.wish(owing(world, rollout_id="a"))
         await until(lambda: refused.delivery is not None and not refused.owes)
         taken, _ = world.wish(owing(world, rollout_id="b"))

@@ -12,7 +12,7 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
-from rollout_server.runtime.start_request import Caller, Capacity, Quota, Wish
+from rollout_server.runtime.start_request import Caller, Capacity, Quota, StartRequest
 
 from tests.runtime.test_groups import Groups
 from tests.runtime.world import Looping, Say, World, a_spec, call, outcome_of
@@ -67,7 +67,7 @@ async def test_what_is_larger_than_the_limit_is_let_in_alone(new_world: type[Wor
 
 async def test_a_group_is_taken_whole_or_not_at_all() -> None:
     world = Groups(capacity=Capacity(active_bytes=64 * KIB))
-    wishes = [Wish(a_spec(rollout_id=f"g{n}", messages=(sized(16),)), "me") for n in range(5)]
+    wishes = [StartRequest(a_spec(rollout_id=f"g{n}", messages=(sized(16),)), "me") for n in range(5)]
     with pytest.raises(Busy):
         await world.begin([*wishes[:1], *wishes])
     assert world.roster.active_bytes == 0

@@ -12,7 +12,7 @@ from rollout_server.core.error import Conflict
 from rollout_server.core.spec import Dialect, Sampling, Target
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.start_request import Capacity, Wish
+from rollout_server.runtime.start_request import Capacity, StartRequest
 
 from tests.runtime.test_roster import ALL, BLOCKED, Other
 from tests.runtime.world import (
@@ -151,7 +151,7 @@ async def test_attaching_may_bring_a_new_credential_and_the_end_drops_it(new_wor
 
 
 def test_a_wish_shows_no_credentials() -> None:
-    assert "hunter2" not in repr(Wish(a_spec(), "me", credentials=Credentials("hunter2", "hunter2", "hunter2")))
+    assert "hunter2" not in repr(StartRequest(a_spec(), "me", credentials=Credentials("hunter2", "hunter2", "hunter2")))
 
 
 async def test_a_rollout_that_has_ended_takes_no_credential(new_world: type[World]) -> None:

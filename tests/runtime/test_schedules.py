@@ -13,9 +13,9 @@ from rollout_server import Agent, Limits, Run, ToolError, tool
 from rollout_server.core.error import RolloutError
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Ended
-from rollout_server.runtime.delivery import Receipt, Refused, Unsettled
-from rollout_server.runtime.ports import Credentials, Parcel
-from rollout_server.runtime.registry.dependencies import Patience
+from rollout_server.runtime.delivery import DeliveryRefused, DeliveryUnsettled, Receipt
+from rollout_server.runtime.ports import Credentials, PackedOutcome
+from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
 from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
@@ -143,7 +143,9 @@ acts = st.builds(
 )
 schedules = st.lists(st.tuples(times, starts | acts), max_size=25)
 receipts = st.lists(
-    st.sampled_from((YES, DOWN, DOWN, Unsettled("later", 5.0), Refused("no"), LookupError())), min_size=1, max_size=9
+    st.sampled_from((YES, DOWN, DOWN, DeliveryUnsettled("later", 5.0), DeliveryRefused("no"), LookupError())),
+    min_size=1,
+    max_size=9,
 )
 
 
@@ -156,7 +158,7 @@ class Watchful(Receiver):
         self.bodies: dict[str, bytes] = {}
         self.wrong: list[str] = []
 
-    async def deliver(self, parcel: Parcel) -> Receipt:
+    async def deliver(self, parcel: PackedOutcome) -> Receipt:
         (rollout,) = [each for each in self.rollouts if parcel.key == f"{each.uid}/outcome"]
         same = self.bodies.setdefault(parcel.key, parcel.body) == parcel.body
         if not (rollout.owes and same and parcel.credential == "hunter2"):
@@ -248,7 +250,9 @@ class Play:
 
 
 async def play(schedule: list[tuple[float, Start | Act]], receiver: Watchful) -> None:
-    playing = Play(World(Moody(), capacity=CAPACITY, reporter=receiver, patience=Patience(expiry=60, retries=4)))
+    playing = Play(
+        World(Moody(), capacity=CAPACITY, reporter=receiver, patience=DeliveryRetryPolicy(expiry=60, retries=4))
+    )
     receiver.rollouts = playing.world.rollouts
     for pause, what in schedule:
         await asyncio.sleep(pause)

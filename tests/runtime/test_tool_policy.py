@@ -13,9 +13,9 @@ from rollout_server import Agent, Limits, ToolError, tool
 from rollout_server.core.message import ToolCall
 from rollout_server.core.outcome import Category, Failure, Outcome
 from rollout_server.runtime.ports import Tool
-from rollout_server.runtime.registry.dependencies import Surroundings
-from rollout_server.runtime.tools.executor import Toolbox, ToolResult
-from rollout_server.runtime.tools.resources import ToolLimits, Workbench
+from rollout_server.runtime.registry.dependencies import RegistryDependencies
+from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
+from rollout_server.runtime.tools.resources import ToolLimits, ToolResources
 from rollout_server.runtime.tools.task import GRACE_SECONDS
 from rollout_server.tool import Image
 
@@ -40,7 +40,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def run(box: Toolbox, name: str, **arguments: object) -> ToolResult:
+async def run(box: ToolExecutor, name: str, **arguments: object) -> ToolResult:
     return await box.run(ToolCall("c", name, json.dumps(arguments)))
 
 
@@ -108,7 +108,7 @@ async def test_a_tool_that_swallows_its_cancellation_holds_nobody_up(
 
 async def test_a_cancelled_caller_does_not_wait_for_a_stubborn_tool() -> None:
     began = now()
-    running = asyncio.create_task(run(Toolbox((stubborn,)), "stubborn", seconds=50))
+    running = asyncio.create_task(run(ToolExecutor((stubborn,)), "stubborn", seconds=50))
     await asyncio.sleep(0.5)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -128,7 +128,7 @@ async def test_retries_with_back_off_until_it_works() -> None:
         return len(tried)
 
     began = now()
-    result = await run(Toolbox((flaky,)), "flaky", failures=3)
+    result = await run(ToolExecutor((flaky,)), "flaky", failures=3)
     assert (result.content, result.failed) == ("4", False)
     assert [at - began for at in tried] == pytest.approx([0, 0.1, 0.3, 0.7])
 
@@ -143,7 +143,7 @@ async def test_retries_come_to_an_end_and_tool_errors_are_final() -> None:
             raise ToolError("closed")
         raise SystemExit(3) if kind == "exit" else ConnectionError("gone")
 
-    box = Toolbox((refuse,))
+    box = ToolExecutor((refuse,))
     assert (await run(box, "refuse", kind="tool")).content == "Error: closed"
     assert (await run(box, "refuse", kind="other")).content == "Error: gone"
     assert (await run(box, "refuse", kind=3)).failed
@@ -155,7 +155,7 @@ async def test_the_time_limit_is_for_all_attempts_together() -> None:
     async def flaky() -> NoReturn:
         raise ConnectionError("gone")
 
-    assert (await run(Toolbox((flaky,)), "flaky")).content == "Error: flaky took longer than 2 s"
+    assert (await run(ToolExecutor((flaky,)), "flaky")).content == "Error: flaky took longer than 2 s"
 
 
 class Counter:
@@ -184,8 +184,8 @@ async def test_places_of_a_rollout_and_of_the_server() -> None:
     async def scarce() -> None:
         await across.work()
 
-    bench = Workbench()
-    first, second = Toolbox((narrow, scarce), bench), Toolbox((narrow, scarce), bench)
+    bench = ToolResources()
+    first, second = ToolExecutor((narrow, scarce), bench), ToolExecutor((narrow, scarce), bench)
     await asyncio.gather(*(run(box, "narrow") for box in (first, second) for _ in range(5)))
     assert (within.most, within.calls) == (4, 10)
     await asyncio.gather(*(run(box, "scarce") for box in (first, second) for _ in range(5)))
@@ -201,7 +201,7 @@ async def test_waiting_for_a_place_is_not_part_of_a_calls_time() -> None:
         await asyncio.sleep(1.5)
         return "done"
 
-    box = Toolbox((one,))
+    box = ToolExecutor((one,))
     assert [result.content for result in await asyncio.gather(*(run(box, "one") for _ in range(4)))] == ["done"] * 4
 
 
@@ -212,7 +212,7 @@ async def test_a_caller_who_leaves_while_it_waits_takes_no_place() -> None:
     async def one() -> None:
         await counter.work()
 
-    box = Toolbox((one,))
+    box = ToolExecutor((one,))
     running = [asyncio.create_task(run(box, "one")) for _ in range(4)]
     await asyncio.sleep(0.5)
     running[1].cancel()
@@ -227,7 +227,7 @@ async def test_places_that_are_lost_are_told_of_and_come_back() -> None:
     async def stuck(seconds: float) -> str:
         return await stubborn(seconds)
 
-    box = Toolbox((stuck,))
+    box = ToolExecutor((stuck,))
     waiting = asyncio.create_task(run(box, "stuck", seconds=50))
     await asyncio.sleep(0.5)
     behind = asyncio.create_task(run(box, "stuck", seconds=0))
@@ -250,8 +250,8 @@ async def test_results_are_kept_by_arguments_for_the_whole_server() -> None:
             raise ToolError("unknown")
         return key.upper()
 
-    bench = Workbench()
-    first, second = Toolbox((look,), bench), Toolbox((look,), bench)
+    bench = ToolResources()
+    first, second = ToolExecutor((look,), bench), ToolExecutor((look,), bench)
     results = await asyncio.gather(*(run(box, "look", key="a", more=1) for box in (first, second) for _ in range(3)))
     assert [result.content for result in results] == ["A"] * 6
     assert (await second.run(ToolCall("c", "look", '{"more": 1, "key": "a"}'))).content == "A"
@@ -278,14 +278,14 @@ async def test_a_shared_call_goes_on_while_somebody_waits_for_it() -> None:
             raise
         return "found"
 
-    bench = Workbench()
-    running = [asyncio.create_task(run(Toolbox((look,), bench), "look")) for _ in range(3)]
+    bench = ToolResources()
+    running = [asyncio.create_task(run(ToolExecutor((look,), bench), "look")) for _ in range(3)]
     await asyncio.sleep(1)
     running[0].cancel()
     running[1].cancel()
     assert (await running[2]).content == "found"
-    bench = Workbench()
-    running = [asyncio.create_task(run(Toolbox((look,), bench), "look")) for _ in range(2)]
+    bench = ToolResources()
+    running = [asyncio.create_task(run(ToolExecutor((look,), bench), "look")) for _ in range(2)]
     await asyncio.sleep(1)
     assert given_up == 0
     for each in running:
@@ -293,7 +293,7 @@ async def test_a_shared_call_goes_on_while_somebody_waits_for_it() -> None:
     await asyncio.wait(running)
     await asyncio.sleep(0)
     assert given_up == 1
-    assert (await run(Toolbox((look,), bench), "look")).content == "found"
+    assert (await run(ToolExecutor((look,), bench), "look")).content == "found"
 
 
 async def test_the_oldest_results_make_room() -> None:
@@ -306,7 +306,7 @@ async def test_the_oldest_results_make_room() -> None:
 
     for limits in (ToolLimits(cache_entries=2), ToolLimits(cache_bytes=1500)):
         calls.clear()
-        box = Toolbox((look,), Workbench(limits))
+        box = ToolExecutor((look,), ToolResources(limits))
         for key in (1, 2, 1, 3, 1, 2):
             await run(box, "look", key=key)
         assert calls == [1, 2, 3, 2]
@@ -329,7 +329,7 @@ async def test_a_long_result_is_cut_by_characters_where_there_is_no_tokenizer(re
     async def tell() -> object:
         return result
 
-    told = await run(Toolbox((tell,)), "tell")
+    told = await run(ToolExecutor((tell,)), "tell")
     assert (told.content, told.failed) == (content, False)
 
 
@@ -339,7 +339,7 @@ async def test_an_error_is_cut_like_a_result() -> None:
         raise ToolError("x" * 100)
 
     assert (
-        await run(Toolbox((tell,)), "tell")
+        await run(ToolExecutor((tell,)), "tell")
     ).text == "Error: xxxxx\n[Cut: the last 95 of 107 characters are missing]"
 
 
@@ -349,7 +349,7 @@ async def test_a_tool_that_floods_is_cut_between_characters(character: str, kept
     async def flood() -> str:
         return character * 100_000
 
-    told = await run(Toolbox((flood,), Workbench(ToolLimits(output_bytes=1000))), "flood")
+    told = await run(ToolExecutor((flood,), ToolResources(ToolLimits(output_bytes=1000))), "flood")
     assert told.text == f"{character * kept}\n[Cut: the last {100_000 - kept:,} of 100,000 characters are missing]"
     told.message()
 
@@ -359,7 +359,7 @@ async def test_parts_are_cut_together_and_images_are_not() -> None:
     async def show(size: int) -> list[object]:
         return ["x" * 600, Image(b"i" * size), "y" * 600, "z"]
 
-    box = Toolbox((show,), Workbench(ToolLimits(output_bytes=1000, image_bytes=1000)))
+    box = ToolExecutor((show,), ToolResources(ToolLimits(output_bytes=1000, image_bytes=1000)))
     told = await run(box, "show", size=10)
     assert [part.get("text", "image") for part in told.content if not isinstance(part, str)] == [
         "x" * 600,
@@ -388,7 +388,7 @@ async def test_an_authors_mistakes_are_logged_once_with_file_and_line(caplog: py
             raise SystemExit("bye")
         return {}[kind] if kind else object()
 
-    box, line = Toolbox((broken,)), broken.definition.line
+    box, line = ToolExecutor((broken,)), broken.definition.line
     assert (await run(box, "broken", kind="secret")).content == "Error: 'secret'"
     assert (await run(box, "broken", kind="")).text.startswith("Error: The result of broken cannot be written: Unable")
     assert (await run(box, "broken", kind="exit")).content == "Error: SystemExit: bye"
@@ -417,7 +417,7 @@ async def test_whatever_a_tool_raises_is_a_text() -> None:
     async def cancelled() -> None:
         raise asyncio.CancelledError
 
-    box = Toolbox((strange, cancelled))
+    box = ToolExecutor((strange, cancelled))
     assert (await run(box, "strange")).content == "Error: Strange"
     assert (await run(box, "cancelled")).content == "Error: The tool was cancelled"
 
@@ -430,10 +430,10 @@ async def test_a_foreign_tool_whose_result_is_no_content_fails_alone(content: ob
         async def run(self, arguments: object) -> object:
             return content
 
-    told = await run(Toolbox((Foreign(),)), "foreign")  # type: ignore[arg-type]
+    told = await run(ToolExecutor((Foreign(),)), "foreign")  # type: ignore[arg-type]
     assert told.failed
     told.message()
 
 
 def test_a_roster_without_a_workbench_has_one_of_its_own() -> None:
-    assert Surroundings().workbench is None
+    assert RegistryDependencies().workbench is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollout_server import Agent, Limits, Run, ToolError, tool
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.record import ToolReturned, ToolStarted
-from rollout_server.runtime.tools.executor import Toolbox
+from rollout_server.runtime.tools.executor import ToolExecutor
 
 from tests.runtime.jumping import JumpingLoop
 from tests.runtime.world import Say, World, call, contents, outcome_of, wait
@@ -136,7 +136,7 @@ async def test_a_tool_that_fails_answers_the_model_and_the_rollout_goes_on(
 
 
 async def test_an_agent_without_tools_says_so() -> None:
-    result = await Toolbox(()).run(call("add", a=1))
+    result = await ToolExecutor(()).run(call("add", a=1))
     assert result.content == "Error: Unknown function 'add'. Available: []"
 
 

@@ -17,12 +17,21 @@ from rollout_server.core.record import Accepted, Answered, Ended
 from rollout_server.core.replay import replay
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.core.spec_validation import Bounds
-from rollout_server.runtime.observer import Nobody, Observer
-from rollout_server.runtime.ports import Ask, Clock, Credentials, Failed, Fork, Reporter, Sampler, Tool
-from rollout_server.runtime.registry.dependencies import NoReporter, Patience, Surroundings
-from rollout_server.runtime.registry.registry import Roster
+from rollout_server.runtime.observer import NoObserver, Observer
+from rollout_server.runtime.ports import (
+    Clock,
+    CompletionRequest,
+    Credentials,
+    Fork,
+    Reporter,
+    RolloutFailed,
+    Sampler,
+    Tool,
+)
+from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy, NoReporter, RegistryDependencies
+from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.start_request import Caller, Capacity, Wish
+from rollout_server.runtime.start_request import Caller, Capacity, StartRequest
 
 from tests.core.rollouts import shown_outcome
 
@@ -70,15 +79,15 @@ class Script:
 
     def __init__(self, *says: Say) -> None:
         self.says = says or (Say("done"),)
-        self.asks: list[Ask] = []
+        self.asks: list[CompletionRequest] = []
         self.forks: list[Fork] = []
 
-    async def sample(self, ask: Ask) -> Answered:
+    async def sample(self, ask: CompletionRequest) -> Answered:
         self.asks.append(ask)
         say = self.says[min(len(self.asks), len(self.says)) - 1]
         await wait(say.seconds)
         if say.failure is not None:
-            raise Failed(say.failure)
+            raise RolloutFailed(say.failure)
         if say.error is not None:
             raise say.error
         return say.answer(ask.asked.turn)
@@ -98,21 +107,24 @@ class World:
         capacity: Capacity = Capacity(),
         bounds: Bounds = Bounds(),
         reporter: Reporter | None = None,
-        patience: Patience = Patience(),
+        patience: DeliveryRetryPolicy = DeliveryRetryPolicy(),
         observer: Observer | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.scripts: dict[str, Script] = {}
         self.opened: list[str] = []
         self.rollouts: list[Rollout] = []
-        self.roster = Roster(
+        self.roster = RolloutRegistry(
             agents or (Looping(),),
             self._open,
             self._new_uid,
             capacity=capacity,
             bounds=bounds,
-            surroundings=Surroundings(
-                Clock(lambda: EPOCH + loop.time(), loop.time), observer or Nobody(), reporter or NoReporter(), patience
+            surroundings=RegistryDependencies(
+                Clock(lambda: EPOCH + loop.time(), loop.time),
+                observer or NoObserver(),
+                reporter or NoReporter(),
+                patience,
             ),
         )
 
@@ -121,11 +133,11 @@ class World:
         number = len(self.rollouts) + 1
         spec = spec if spec is not None else a_spec(**{"rollout_id": f"r{number}", **spec_fields})
         self.scripts[spec.rollout_id] = Script(*says)
-        rollout, found = self.wish(Wish(spec, caller))
+        rollout, found = self.wish(StartRequest(spec, caller))
         assert not found
         return rollout
 
-    def wish(self, wish: Wish) -> tuple[Rollout, bool]:
+    def wish(self, wish: StartRequest) -> tuple[Rollout, bool]:
         """What the roster answers to a wish."""
         rollout, found = self.roster.start(self.roster.admit(wish))
         if not found:
@@ -162,9 +174,9 @@ def a_spec(**fields: object) -> Spec:
     return replace(Spec("r", (USER,), Target("grpc://trainer:50051", Dialect.GRPC)), **fields)  # type: ignore[arg-type]
 
 
-def a_wish(request_id: str = "", *, until_received: bool = False, key: str = "", **fields: object) -> Wish:
+def a_wish(request_id: str = "", *, until_received: bool = False, key: str = "", **fields: object) -> StartRequest:
     """A wish of the caller "me"; `key` is the trainer's credential."""
-    return Wish(a_spec(**fields), "me", request_id, until_received, Credentials(key))
+    return StartRequest(a_spec(**fields), "me", request_id, until_received, Credentials(key))
 
 
 def call(tool: str, call_id: str = "c", /, **arguments: JSON) -> ToolCall:

@@ -24,7 +24,7 @@ from rollout_server.sdk import (
     as_agent,
 )
 from rollout_server.settings import Settings
-from rollout_server.testing.checks.dialect import Dialect
+from rollout_server.testing.checks.dialect import TrainerDialect
 from rollout_server.testing.http.app import SeenRequest
 from rollout_server.testing.script import Script
 from rollout_server.testing.trainer import StrictTrainer
@@ -152,7 +152,7 @@ async def opened(loop: RolloutAgentLoop, debug_dir: str | None = None) -> AsyncI
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(Server([as_agent(loop, debug_dir=debug_dir)], settings))
         url = f"http://127.0.0.1:{server.http_port}"
-        trainer = await stack.enter_async_context(StrictTrainer(tools_from=url, dialect=Dialect.EITHER))
+        trainer = await stack.enter_async_context(StrictTrainer(tools_from=url, dialect=TrainerDialect.EITHER))
         client = httpx.AsyncClient(base_url=url, timeout=60, trust_env=False)
         yield Place(server, trainer, await stack.enter_async_context(client))
 

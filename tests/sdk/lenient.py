@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from rollout_server.testing.http.server import Listener
+from rollout_server.testing.http.server import HttpServer
 
 from tests.sdk.conftest import Place
 
@@ -82,7 +82,7 @@ class LenientTrainer:
 async def lenient_trainer() -> AsyncIterator[LenientTrainer]:
     """One that listens."""
     trainer = LenientTrainer()
-    listener = await Listener.open(trainer.app, "127.0.0.1", 0)
+    listener = await HttpServer.open(trainer.app, "127.0.0.1", 0)
     trainer.url = f"http://127.0.0.1:{listener.port}"
     try:
         yield trainer

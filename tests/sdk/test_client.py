@@ -16,8 +16,8 @@ from rollout_server.sdk import (
     OsmosisValidationError,
     RolloutClientSettings,
 )
-from rollout_server.testing.checks.dialect import Dialect
-from rollout_server.testing.script import Fault, FaultKind, Reply, Script
+from rollout_server.testing.checks.dialect import TrainerDialect
+from rollout_server.testing.script import Fault, FaultKind, Script, ScriptedReply
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.sdk.loops import user
@@ -27,7 +27,7 @@ QUICK = RolloutClientSettings(retry_base_delay=0.1)
 
 @pytest.fixture
 async def trainer() -> AsyncIterator[StrictTrainer]:
-    async with StrictTrainer(dialect=Dialect.PLAIN, api_key="key", replays_keys=True) as trainer:
+    async with StrictTrainer(dialect=TrainerDialect.PLAIN, api_key="key", replays_keys=True) as trainer:
         yield trainer
 
 
@@ -62,7 +62,7 @@ async def test_it_asks_and_tells_the_end(trainer: StrictTrainer) -> None:
 
 
 async def test_a_failing_trainer_is_asked_again_under_the_same_key(trainer: StrictTrainer) -> None:
-    result = await ask(trainer, [failing(503), failing(500), Reply(content="Hello.")])
+    result = await ask(trainer, [failing(503), failing(500), ScriptedReply(content="Hello.")])
     assert result.content == "Hello."
     assert len({seen.headers["idempotency-key"] for seen in trainer.requests}) == 1
     assert len(trainer.requests) == 3

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from rollout_server.runtime.run.run import RolloutOver
+from rollout_server.runtime.run.run import RolloutEnded
 from rollout_server.sdk import (
     OsmosisRolloutError,
     OsmosisServerError,
@@ -18,7 +18,7 @@ from rollout_server.sdk import (
     RolloutResult,
     ToolExecutionError,
 )
-from rollout_server.testing.script import Fault, FaultKind, Reply
+from rollout_server.testing.script import Fault, FaultKind, ScriptedReply
 
 from tests.sdk.calculator_agent import SCHEMAS, CalculatorAgentLoop
 from tests.sdk.conftest import OpenPlace, opened
@@ -54,7 +54,7 @@ async def test_chatting_after_the_return_reaches_no_trainer(open_place: OpenPlac
 
         async def later() -> None:
             await go.wait()
-            with pytest.raises(RolloutOver):
+            with pytest.raises(RolloutEnded):
                 await ctx.chat([*messages, user("More")])
 
         late.append(asyncio.create_task(later()))
@@ -182,7 +182,7 @@ async def test_a_trainer_that_fails_raises_what_the_sdk_raised(open_place: OpenP
     loop = Loop(play)
     place = await open_place(loop)
     down = Fault(kind=FaultKind.STATUS, status=500)
-    await place.script("down", down, down, Reply(content="late"))
+    await place.script("down", down, down, ScriptedReply(content="late"))
     told = await place.plain("down")
     assert (told["status"], told["extra_fields"]["error_category"]) == ("ERROR", "trainer_server_error")
     assert "reward" not in told

@@ -14,8 +14,8 @@ from osmosis.rollout.v1 import token_pb2
 from osmosis.rollout.v1.outcome_pb2 import Outcome
 from rollout_server.sdk import OsmosisRolloutError, RolloutContext, RolloutResult, create_tool_result
 from rollout_server.sdk.testing import create_mock_trainer_app
-from rollout_server.testing.http.server import Listener
-from rollout_server.testing.script import Reply
+from rollout_server.testing.http.server import HttpServer
+from rollout_server.testing.script import ScriptedReply
 
 from tests.sdk.calculator_agent import SCHEMAS
 from tests.sdk.conftest import OpenPlace
@@ -97,7 +97,7 @@ async def test_the_asynchronous_dialect_is_asked_for_each_and_told_the_chosen_on
 
 async def test_ids_that_a_trainer_reports_show_no_drift_in_branches(open_place: OpenPlace) -> None:
     place = await open_place(Loop(best_of_three))
-    listener = await Listener.open(create_mock_trainer_app(), "127.0.0.1", 0)
+    listener = await HttpServer.open(create_mock_trainer_app(), "127.0.0.1", 0)
     try:
         told = await place.plain_at(f"http://127.0.0.1:{listener.port}", "ids")
     finally:
@@ -206,7 +206,12 @@ async def test_a_late_chat_trains_its_own_answer_only(open_place: OpenPlace) -> 
         return ctx.complete(late, finish_reason="late")
 
     place = await open_place(Loop(play))
-    await place.script("own", Reply(content="First."), Reply(content="Never.", delay=600), Reply(content="Second."))
+    await place.script(
+        "own",
+        ScriptedReply(content="First."),
+        ScriptedReply(content="Never.", delay=600),
+        ScriptedReply(content="Second."),
+    )
     outcome = await place.over_grpc("own", tokenizer="toy")
     assert (outcome.stop.reason, outcome.metrics.turns) == ("late", 2), outcome
     assert [sample.origin.kind for sample in outcome.samples] == [MAIN, SUBAGENT]
@@ -266,7 +271,7 @@ async def test_a_trainer_that_counts_masks_has_counted_a_turn_that_was_given_up(
         return ctx.complete(list(ctx.request.messages))
 
     place = await open_place(Loop(play))
-    await place.script("counted", Reply(content="Never.", delay=600))
+    await place.script("counted", ScriptedReply(content="Never.", delay=600))
     told = await place.masked("counted")
     assert told["status"] == "ERROR"
     assert "stopped waiting for the trainer's answer" in told["error_message"]

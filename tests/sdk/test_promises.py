@@ -22,7 +22,7 @@ from rollout_server.sdk import (
 )
 from rollout_server.sdk.core.schemas import OpenAIFunctionToolSchema
 from rollout_server.sdk.testing import RolloutCompletionTracker, create_mock_trainer_app, fake_token_ids
-from rollout_server.testing.script import Reply, tool_call
+from rollout_server.testing.script import ScriptedReply, tool_call
 
 from tests.sdk.calculator_agent import SCHEMAS, CalculatorAgentLoop
 from tests.sdk.conftest import OpenPlace
@@ -128,7 +128,7 @@ async def test_two_calls_with_one_id_are_two_calls(open_place: OpenPlace, dialec
 
     place = await open_place(Loop(play, SCHEMAS))
     calls = (tool_call("same", "add", '{"a": 5, "b": 3}'), tool_call("same", "add", '{"a": 1, "b": 7}'))
-    await place.script("same", Reply(tool_calls=calls), Reply(content="Done."))
+    await place.script("same", ScriptedReply(tool_calls=calls), ScriptedReply(content="Done."))
     told = await place.of(dialect, "same")
     assert (told["status"], told["metrics"]["num_tool_calls"]) == ("COMPLETED", 2), told
     assert [message["role"] for message in told["final_messages"]] == ["user", "assistant", "tool", "tool", "assistant"]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx
-from rollout_server.testing.checks.dialect import Dialect
+from rollout_server.testing.checks.dialect import TrainerDialect
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.system.bodies import TOKENIZER, body
@@ -61,7 +61,7 @@ async def test_by_default_a_trainer_on_the_same_machine_is_called() -> None:
     try:
         await served.start()
         async with (
-            StrictTrainer(tools_from=served.url, dialect=Dialect.EITHER) as trainer,
+            StrictTrainer(tools_from=served.url, dialect=TrainerDialect.EITHER) as trainer,
             httpx.AsyncClient(base_url=served.url, trust_env=False, timeout=60) as client,
         ):
             answer = (await client.post("/rollout", json=body("r", trainer.url))).json()

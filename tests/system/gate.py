@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from rollout_server.testing.model.calculator import CalculatorModel
-from rollout_server.testing.script import Reply
+from rollout_server.testing.script import ScriptedReply
 
 
 class GatedModel:
@@ -18,7 +18,7 @@ class GatedModel:
         self._open = threading.Event()
         self._asked = threading.Semaphore(0)
 
-    def reply(self, messages: Sequence[Mapping[str, object]]) -> Reply:
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
         """The calculator's answer, once the gate is open."""
         self._asked.release()
         self._open.wait()

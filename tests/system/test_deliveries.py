@@ -17,7 +17,7 @@ from osmosis.rollout.v1 import rollout_service_pb2_grpc, token_pb2
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
-from rollout_server.testing.checks.verdict import Sample, Turn, Verdict
+from rollout_server.testing.checks.verdict import JudgedTurn, TrainerSample, Verdict
 from rollout_server.testing.script import Extensions, Fault, FaultKind, Reception, Script
 from rollout_server.testing.trainer import StrictTrainer
 
@@ -137,7 +137,7 @@ def check_outcome(here: Yard, rollout_id: str, number: int, deliveries: int) -> 
     assert sum_.owns_all(json.dumps(body["final_messages"]))
 
 
-def check_sample(ours: token_pb2.Sample, theirs: Sample) -> None:
+def check_sample(ours: token_pb2.Sample, theirs: TrainerSample) -> None:
     """Element by element."""
     assert tuple(ours.prompt_ids) == theirs.prompt_ids
     assert tuple(ours.response_ids) == theirs.response_ids
@@ -246,9 +246,9 @@ def known_samples(
     return samples
 
 
-def stretches(turns: Sequence[Turn], told: Sequence[int]) -> list[tuple[Turn, Turn]]:
+def stretches(turns: Sequence[JudgedTurn], told: Sequence[int]) -> list[tuple[JudgedTurn, JudgedTurn]]:
     """First and last turn of each run of turns that were told of."""
-    runs: list[list[Turn]] = []
+    runs: list[list[JudgedTurn]] = []
     for turn in turns:
         if turn.number in told:
             if turn.number - 1 not in told:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from rollout_server.testing.script import Fault, FaultKind, Reply, Script, tool_call
+from rollout_server.testing.script import Fault, FaultKind, Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.system.bodies import body, rpc, run, start_request, tool_texts
@@ -88,12 +88,14 @@ CALLS = (
     tool_call("5", "multiply", {"a": 10.0**300, "b": 10.0**300}),
 )
 SCRIPTS = {
-    "tools": Script((Reply(content=CONTENT, tool_calls=CALLS), Reply(content=CONTENT))),
-    "drift": Script((Reply(tool_calls=CALLS[3:4], surplus=(5, 6, 7)), Reply(content=CONTENT))),
+    "tools": Script((ScriptedReply(content=CONTENT, tool_calls=CALLS), ScriptedReply(content=CONTENT))),
+    "drift": Script((ScriptedReply(tool_calls=CALLS[3:4], surplus=(5, 6, 7)), ScriptedReply(content=CONTENT))),
     "late": Script((Fault(kind=FaultKind.SILENCE),)),
     "left": Script((Fault(kind=FaultKind.SILENCE),)),
     **{f"broken {number}": Script((fault,)) for number, fault in enumerate(broken(TRAINERS_WORDS))},
-    "fragile": Script((Reply(tool_calls=(tool_call("1", "burst", {"text": ARGUMENT}),)), Reply(content=CONTENT))),
+    "fragile": Script(
+        (ScriptedReply(tool_calls=(tool_call("1", "burst", {"text": ARGUMENT}),)), ScriptedReply(content=CONTENT))
+    ),
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "late": {"metadata": {"timeout_seconds": 0.5}},

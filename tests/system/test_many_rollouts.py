@@ -19,7 +19,7 @@ from osmosis.rollout.v1.token_pb2 import Sample
 from rollout_server.agent import Agent
 from rollout_server.testing.checks import verdict
 from rollout_server.testing.model.calculator import CalculatorModel
-from rollout_server.testing.script import Reply, Script, tool_call
+from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.tool import tool
 
 from tests.system.bodies import body, rpc, run, start_request, tool_texts
@@ -180,7 +180,7 @@ class Backwards(Agent):
 async def test_results_keep_the_order_of_the_calls(open_here: Open) -> None:
     world: World = await open_here(agents=[Backwards(8)], model=CalculatorModel())
     calls = tuple(tool_call(f"c{number}", "place", {"number": number}) for number in range(8))
-    await world.trainer.put_script("r1", Script((Reply(tool_calls=calls), Reply(content="done"))))
+    await world.trainer.put_script("r1", Script((ScriptedReply(tool_calls=calls), ScriptedReply(content="done"))))
     said = (await world.http.post("/rollout", json=body("r1", world.trainer.url))).json()
     results = [message for message in said["final_messages"] if message["role"] == "tool"]
     assert [(m["tool_call_id"], m["content"]) for m in results] == [(f"c{n}", f"place {n}") for n in range(8)]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rollout_server.testing.model.arithmetic import Operation, number, operations
 from rollout_server.testing.model.calculator import CalculatorModel
-from rollout_server.testing.script import Reply
+from rollout_server.testing.script import ScriptedReply
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_numbers(text: str, value: object) -> None:
     assert type(number(text)) is type(value)
 
 
-def play(question: list[dict[str, Any]], *results: str) -> list[Reply]:
+def play(question: list[dict[str, Any]], *results: str) -> list[ScriptedReply]:
     """The model's replies, each of which is answered by the next of `results`."""
     messages, replies = list(question), []
     for result in (*results, None):
@@ -74,7 +74,7 @@ def play(question: list[dict[str, Any]], *results: str) -> list[Reply]:
     return replies
 
 
-def calls(replies: list[Reply]) -> list[tuple[str, str, Any]]:
+def calls(replies: list[ScriptedReply]) -> list[tuple[str, str, Any]]:
     return [
         (call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
         for reply in replies
@@ -125,7 +125,7 @@ def test_a_tool_that_failed_ends_the_calculation() -> None:
     ],
 )
 def test_with_nothing_to_calculate_it_says_so(messages: list[dict[str, Any]]) -> None:
-    assert CalculatorModel().reply(messages) == Reply(content="Hello! There is nothing to calculate here.")
+    assert CalculatorModel().reply(messages) == ScriptedReply(content="Hello! There is nothing to calculate here.")
 
 
 def test_a_list_of_parts_is_read_and_a_second_question_starts_over() -> None:

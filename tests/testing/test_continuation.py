@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rollout_server.testing.checks.renderer import PlainRenderer
-from rollout_server.testing.checks.token_mode_check import Continuations, Given, Piece
+from rollout_server.testing.checks.token_mode_check import GivenPrompt, PromptPiece, TokenModeCheck
 from transformers import AutoTokenizer
 
 from .recordings import SHARED
@@ -32,15 +32,17 @@ def rendering() -> Iterator[Callable[..., PlainRenderer]]:
     load.cache_clear()
 
 
-def case(row: dict[str, Any], renderer: PlainRenderer, environment: list[int] | None = None) -> tuple[list[Any], Given]:
+def case(
+    row: dict[str, Any], renderer: PlainRenderer, environment: list[int] | None = None
+) -> tuple[list[Any], GivenPrompt]:
     """What a golden row asks for, or the same with another environment."""
     held = row["tito_prompt_ids"] + row["generated_ids"]
     cut = bool(row["missing_stop"])
     closing = renderer.encode(row["stop"]) if cut else []
     new = [*closing, *(row["env_ids"] if environment is None else environment)]
     stop = len(held) + len(new)
-    return row["messages"], Given(
-        held + new, (Piece(2, len(held), stop, len(row["messages"]), row["first_env"] - 1, len(closing), cut),)
+    return row["messages"], GivenPrompt(
+        held + new, (PromptPiece(2, len(held), stop, len(row["messages"]), row["first_env"] - 1, len(closing), cut),)
     )
 
 
@@ -64,7 +66,7 @@ def test_golden_environments(rendering: Callable[..., PlainRenderer], name: str)
     header, *rows = map(json.loads, (VECTORS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())
     tools = json.loads((VECTORS / "tools.json").read_text(encoding="utf-8"))
     renderer = rendering(header["tokenizer"], header["template"], header["template_kwargs"])
-    judge = Continuations(renderer)
+    judge = TokenModeCheck(renderer)
     for index, row in enumerate(rows):
         where = (row["case"], row["turn"])
         messages, given = case(row, renderer)

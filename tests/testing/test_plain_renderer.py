@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from rollout_server.testing.checks.renderer import PlainRenderer, UnrenderableError
-from rollout_server.testing.script import Reply, tool_call
+from rollout_server.testing.script import ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer
 
@@ -45,7 +45,7 @@ def loaded() -> Iterator[Callable[[str], Any]]:
     from_directory.cache_clear()
 
 
-def spoken(tokenizer: Any, reply: Reply, **options: bool) -> str:
+def spoken(tokenizer: Any, reply: ScriptedReply, **options: bool) -> str:
     renderer = PlainRenderer(tokenizer, **options)
     tools = [TOOL] if reply.tool_calls else None
     prompt = renderer.prompt(QUESTION, tools)
@@ -55,20 +55,20 @@ def spoken(tokenizer: Any, reply: Reply, **options: bool) -> str:
 
 @pytest.mark.parametrize("name", FINAL)
 def test_a_final_answer_ends_with_the_models_own_end_token(loaded, name: str) -> None:
-    assert spoken(loaded(name), Reply(content="Eight.")) == FINAL[name]
+    assert spoken(loaded(name), ScriptedReply(content="Eight.")) == FINAL[name]
 
 
 @pytest.mark.parametrize("name", FINAL)
 def test_a_cut_answer_has_no_end_token(loaded, name: str) -> None:
-    text = spoken(loaded(name), Reply(content="Eight.", cut=True))
+    text = spoken(loaded(name), ScriptedReply(content="Eight.", cut=True))
     assert text.endswith("Eight.")
     assert FINAL[name].startswith(text)
 
 
 @pytest.mark.parametrize("name", CALLED)
 def test_arguments_are_rendered_as_received_or_parsed(loaded, name: str) -> None:
-    as_text = Reply(tool_calls=(tool_call("abcdefghi", "add", '{"a":5}'),))
-    as_object = Reply(tool_calls=(tool_call("abcdefghi", "add", {"a": 5}),))
+    as_text = ScriptedReply(tool_calls=(tool_call("abcdefghi", "add", '{"a":5}'),))
+    as_object = ScriptedReply(tool_calls=(tool_call("abcdefghi", "add", {"a": 5}),))
     parsed = spoken(loaded(name), as_text, parse_arguments=True)
     assert parsed == spoken(loaded(name), as_object)
     assert parsed != spoken(loaded(name), as_text)
@@ -78,10 +78,10 @@ def test_arguments_are_rendered_as_received_or_parsed(loaded, name: str) -> None
 def test_surplus_text_is_encoded_and_surplus_ids_are_taken_as_they_are() -> None:
     renderer = PlainRenderer.load(TOY_TOKENIZER)
     prompt = renderer.prompt(QUESTION, None)
-    plain = renderer.answer(QUESTION, None, prompt, Reply(content="8"))
-    text = renderer.answer(QUESTION, None, prompt, Reply(content="8", surplus="\n<|im_start|>"))
+    plain = renderer.answer(QUESTION, None, prompt, ScriptedReply(content="8"))
+    text = renderer.answer(QUESTION, None, prompt, ScriptedReply(content="8", surplus="\n<|im_start|>"))
     assert text == plain + renderer.encode("\n<|im_start|>")
-    assert renderer.answer(QUESTION, None, prompt, Reply(content="8", surplus=(5, 6))) == [*plain, 5, 6]
+    assert renderer.answer(QUESTION, None, prompt, ScriptedReply(content="8", surplus=(5, 6))) == [*plain, 5, 6]
 
 
 def test_what_a_template_raises_is_one_error() -> None:

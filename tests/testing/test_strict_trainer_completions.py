@@ -13,7 +13,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import completion_service_pb2_grpc, message_pb2, token_pb2
-from rollout_server.testing.script import Fault, FaultKind, Reply, Script, tool_call
+from rollout_server.testing.script import Fault, FaultKind, Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
 from .conftest import QUESTION, TOOLS, run_tool, until
@@ -181,7 +181,7 @@ async def test_a_turn_key_is_answered_once(asking) -> None:
 
 
 async def test_a_caller_that_gave_up_gets_the_answer_later(asking) -> None:
-    script = Script((Reply(content="Late.", delay=0.3), Reply(content="never said")))
+    script = Script((ScriptedReply(content="Late.", delay=0.3), ScriptedReply(content="never said")))
     async with StrictTrainer(scripts={"r": script}) as trainer:
         playing = asking(trainer)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -308,7 +308,7 @@ def typed_question() -> list[message_pb2.Message]:
 
 
 async def test_typed_messages_are_answered_typed_with_the_same_ids(asking) -> None:
-    script = Script((Reply(tool_calls=(ADD,), reasoning="Add.", content="Adding."), Reply(content="8")))
+    script = Script((ScriptedReply(tool_calls=(ADD,), reasoning="Add.", content="Adding."), ScriptedReply(content="8")))
     async with StrictTrainer(scripts={"r": script, "j": script}) as trainer:
         typed, verbatim = asking(trainer, new=typed_question()), asking(trainer, uid="v", rollout_id="j")
         first = await typed.complete()
@@ -327,7 +327,9 @@ async def test_typed_messages_are_answered_typed_with_the_same_ids(asking) -> No
     assert typed.words == verbatim.words
 
 
-@pytest.mark.parametrize("reply", [Reply(content="x", extra={"y": 1}), Reply(tool_calls=(tool_call("1", "add", {}),))])
+@pytest.mark.parametrize(
+    "reply", [ScriptedReply(content="x", extra={"y": 1}), ScriptedReply(tool_calls=(tool_call("1", "add", {}),))]
+)
 async def test_what_the_typed_form_cannot_carry_comes_as_json(asking, reply) -> None:
     async with StrictTrainer(scripts={"r": Script((reply,))}) as trainer:
         answer = await asking(trainer, new=typed_question()).complete()
@@ -360,7 +362,9 @@ async def test_tools_are_known_by_their_digest(asking, toy) -> None:
         for tool in TOOLS
     ]
     digest = digest_of(listed)
-    async with StrictTrainer(scripts={"r": Script((Reply(tool_calls=(ADD,)), Reply(content="8")))}) as trainer:
+    async with StrictTrainer(
+        scripts={"r": Script((ScriptedReply(tool_calls=(ADD,)), ScriptedReply(content="8")))}
+    ) as trainer:
         playing = asking(trainer)
         first = await playing.complete(tools=message_pb2.ToolSet(digest=digest, tools=listed))
         playing.new = [as_json(run_tool(ADD))]
@@ -397,7 +401,7 @@ async def test_without_a_tool_set_the_tools_told_are_rendered_and_rendering_can_
     ],
 )
 async def test_faults_are_statuses_and_the_same_key_comes_again(asking, fault, code, reason) -> None:
-    async with StrictTrainer(scripts={"r": Script((fault, Reply(content="Hello!")))}) as trainer:
+    async with StrictTrainer(scripts={"r": Script((fault, ScriptedReply(content="Hello!")))}) as trainer:
         playing = asking(trainer)
         got, why, _, rich = await status_of(playing.complete())
         assert (got, why) == (code, reason)
@@ -422,7 +426,7 @@ async def test_an_answer_that_gets_lost_was_generated_once(asking) -> None:
 
 async def test_silence_and_answers_without_a_message(asking) -> None:
     faults = (Fault(kind=FaultKind.SILENCE), Fault(kind=FaultKind.EMPTY_CHOICES), Fault.raw("<html>"))
-    async with StrictTrainer(scripts={"r": Script((*faults, Reply(content="Hello!")))}) as trainer:
+    async with StrictTrainer(scripts={"r": Script((*faults, ScriptedReply(content="Hello!")))}) as trainer:
         playing = asking(trainer)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await playing.stub.Complete(playing.request(), timeout=0.2)
@@ -434,7 +438,7 @@ async def test_silence_and_answers_without_a_message(asking) -> None:
 
 
 async def test_closing_ends_what_is_held_back(asking) -> None:
-    async with StrictTrainer(scripts={"r": Script((Reply(content="Late.", delay=600),))}) as trainer:
+    async with StrictTrainer(scripts={"r": Script((ScriptedReply(content="Late.", delay=600),))}) as trainer:
         playing = asking(trainer)
         asked = asyncio.create_task(playing.complete())
         await until(lambda: bool(trainer.verdicts()))
@@ -444,7 +448,7 @@ async def test_closing_ends_what_is_held_back(asking) -> None:
 
 async def test_fields_can_be_left_out(asking) -> None:
     omit = frozenset({"token_ids", "logprobs", "prompt_token_ids"})
-    async with StrictTrainer(scripts={"r": Script((Reply(content="x", omit=omit),))}) as trainer:
+    async with StrictTrainer(scripts={"r": Script((ScriptedReply(content="x", omit=omit),))}) as trainer:
         playing = asking(trainer)
         answer = await playing.stub.Complete(playing.request())
         other = await playing.stub.Complete(
@@ -460,7 +464,12 @@ async def test_fields_can_be_left_out(asking) -> None:
 
 async def test_drift_begins_a_new_sample_that_another_segment_continues(asking) -> None:
     script = Script(
-        (Reply(tool_calls=(ADD,), surplus=(0, 1)), Reply(tool_calls=(ADD,)), Reply(content="8")), repeat_last=True
+        (
+            ScriptedReply(tool_calls=(ADD,), surplus=(0, 1)),
+            ScriptedReply(tool_calls=(ADD,)),
+            ScriptedReply(content="8"),
+        ),
+        repeat_last=True,
     )
     async with StrictTrainer(scripts={"r": script}) as trainer:
         playing = asking(trainer)

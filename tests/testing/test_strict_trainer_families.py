@@ -10,7 +10,7 @@ from osmosis.rollout.v1 import completion_service_pb2_grpc, token_pb2
 from rollout_server.core.record import Answered
 from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
-from rollout_server.testing.script import Reply, Script, tool_call
+from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.tokens.conftest import TOOLS, answered, directory, executor, ours, packed
@@ -32,18 +32,18 @@ def script(family: str) -> Script:
     second = tool_call("call00002", "add", '{"b":8,"a":[1.0,"</tool_call>"]}')
     calls = (first,) if family in ONE_CALL_ONLY else (first, second)
     if family in NO_CALLS:
-        calling = [Reply(content="Five and"), Reply(content=" three ")]
+        calling = [ScriptedReply(content="Five and"), ScriptedReply(content=" three ")]
     else:
         calling = [
-            Reply(content="", reasoning="Let me add.", tool_calls=(first,)),
-            Reply(content="", reasoning="Once more.", tool_calls=calls),
+            ScriptedReply(content="", reasoning="Let me add.", tool_calls=(first,)),
+            ScriptedReply(content="", reasoning="Once more.", tool_calls=calls),
         ]
     return Script(
         (
             *calling,
-            Reply(content="It is ei", cut=True),
-            Reply(content="Eight.\n\n  Naïve — e\u0301!", reasoning="Done."),
-            Reply(content="Good bye."),
+            ScriptedReply(content="It is ei", cut=True),
+            ScriptedReply(content="Eight.\n\n  Naïve — e\u0301!", reasoning="Done."),
+            ScriptedReply(content="Good bye."),
         )
     )
 

@@ -5,7 +5,7 @@ import json
 
 import httpx
 import pytest
-from rollout_server.testing.script import Fault, FaultKind, Reply, Script, tool_call
+from rollout_server.testing.script import Fault, FaultKind, Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
 from .conftest import until
@@ -29,7 +29,7 @@ async def answers(trainer: StrictTrainer, client: httpx.AsyncClient) -> list[htt
     ],
 )
 async def test_statuses_and_bodies(client, fault, status, body, headers) -> None:
-    async with StrictTrainer(scripts={"r": Script((fault, Reply(content="Hello!")))}) as trainer:
+    async with StrictTrainer(scripts={"r": Script((fault, ScriptedReply(content="Hello!")))}) as trainer:
         failed, healthy = await answers(trainer, client(trainer))
         verdict = trainer.verdict("r")
     assert (failed.status_code, failed.text) == (status, body)
@@ -47,7 +47,7 @@ async def test_statuses_and_bodies(client, fault, status, body, headers) -> None
     ],
 )
 async def test_completions_without_a_message(client, kind, choices) -> None:
-    async with StrictTrainer(scripts={"r": Script((Fault(kind=kind), Reply(content="Hello!")))}) as trainer:
+    async with StrictTrainer(scripts={"r": Script((Fault(kind=kind), ScriptedReply(content="Hello!")))}) as trainer:
         failed, healthy = await answers(trainer, client(trainer))
     assert failed.status_code == 200
     assert failed.json()["choices"] == choices
@@ -68,7 +68,9 @@ async def exchange_raw(trainer: StrictTrainer) -> bytes:
 
 
 async def test_a_reset_is_a_tcp_reset(client) -> None:
-    script = Script((Fault(kind=FaultKind.RESET), Fault(kind=FaultKind.RESET, delay=0.01), Reply(content="Hello!")))
+    script = Script(
+        (Fault(kind=FaultKind.RESET), Fault(kind=FaultKind.RESET, delay=0.01), ScriptedReply(content="Hello!"))
+    )
     async with StrictTrainer(scripts={"r": script}) as trainer:
         for _ in range(2):
             with pytest.raises(ConnectionResetError):
@@ -89,13 +91,15 @@ async def test_a_truncated_answer_ends_before_its_length(client) -> None:
 
 
 async def test_silence_lasts_until_the_caller_gives_up(client) -> None:
-    async with StrictTrainer(scripts={"r": Script((Fault(kind=FaultKind.SILENCE), Reply(content="Hi")))}) as trainer:
+    async with StrictTrainer(
+        scripts={"r": Script((Fault(kind=FaultKind.SILENCE), ScriptedReply(content="Hi")))}
+    ) as trainer:
         with pytest.raises(httpx.ReadTimeout):
             await client(trainer).post("/v1/chat/completions", json=CALL, timeout=0.2)
         assert (await client(trainer).post("/v1/chat/completions", json=CALL)).status_code == 200
 
 
-@pytest.mark.parametrize("line", [Fault(kind=FaultKind.SILENCE), Reply(content="Late.", delay=600)])
+@pytest.mark.parametrize("line", [Fault(kind=FaultKind.SILENCE), ScriptedReply(content="Late.", delay=600)])
 async def test_closing_gives_up_what_is_held_back(client, line) -> None:
     async with StrictTrainer(scripts={"r": Script((line,))}) as trainer:
         asked = asyncio.create_task(client(trainer).post("/v1/chat/completions", json=CALL))
@@ -105,13 +109,13 @@ async def test_closing_gives_up_what_is_held_back(client, line) -> None:
 
 
 async def test_a_delayed_answer_comes(client) -> None:
-    async with StrictTrainer(scripts={"r": Script((Reply(content="Late.", delay=0.05),))}) as trainer:
+    async with StrictTrainer(scripts={"r": Script((ScriptedReply(content="Late.", delay=0.05),))}) as trainer:
         late = await client(trainer).post("/v1/chat/completions", json=CALL)
     assert late.json()["choices"][0]["message"]["content"] == "Late."
 
 
 async def test_a_delayed_answer_holds_up_no_other(client) -> None:
-    async with StrictTrainer(scripts={"r": Script((Reply(content="Late.", delay=600),))}) as trainer:
+    async with StrictTrainer(scripts={"r": Script((ScriptedReply(content="Late.", delay=600),))}) as trainer:
         late = asyncio.create_task(client(trainer).post("/v1/chat/completions", json=CALL))
         await until(lambda: len(trainer.requests) == 1)
         other = await client(trainer).post("/v1/chat/completions", json=CALL | {"rollout_id": "other"})
@@ -122,7 +126,7 @@ async def test_a_delayed_answer_holds_up_no_other(client) -> None:
 
 
 async def test_a_script_that_is_used_up_says_so(client) -> None:
-    async with StrictTrainer(scripts={"r": Script((Reply(content="Hi"),))}) as trainer:
+    async with StrictTrainer(scripts={"r": Script((ScriptedReply(content="Hi"),))}) as trainer:
         first, second = await answers(trainer, client(trainer))
     assert first.status_code == 200
     assert second.status_code == 500
@@ -138,7 +142,7 @@ async def test_a_script_can_repeat_its_last_line(client) -> None:
 
 async def test_a_refused_call_uses_up_no_line(caller) -> None:
     calls = (tool_call("call_1", "add", '{"a": 5, "b": 3}'),)
-    script = Script((Reply(content="Adding.", tool_calls=calls), Reply(content="8")))
+    script = Script((ScriptedReply(content="Adding.", tool_calls=calls), ScriptedReply(content="8")))
     async with StrictTrainer(scripts={"r": script}) as trainer:
         asking = caller(trainer)
         await asking.turn()
@@ -149,7 +153,7 @@ async def test_a_refused_call_uses_up_no_line(caller) -> None:
 
 async def test_a_fault_in_a_later_turn_keeps_the_turns_before(caller) -> None:
     calls = (tool_call("call_1", "add", '{"a": 5, "b": 3}'),)
-    script = Script((Reply(tool_calls=calls), Fault.error(500, "engine died"), Reply(content="8")))
+    script = Script((ScriptedReply(tool_calls=calls), Fault.error(500, "engine died"), ScriptedReply(content="8")))
     async with StrictTrainer(scripts={"r": script}) as trainer:
         asking = caller(trainer)
         await asking.turn()
@@ -161,7 +165,7 @@ async def test_a_fault_in_a_later_turn_keeps_the_turns_before(caller) -> None:
 
 
 async def test_a_reply_that_no_tokenizer_takes_is_the_trainers_fault(client) -> None:
-    script = Script((Reply(content=[{"type": "image_url"}]), Reply(content="Hi")))
+    script = Script((ScriptedReply(content=[{"type": "image_url"}]), ScriptedReply(content="Hi")))
     async with StrictTrainer(scripts={"r": script}) as trainer:
         failed, healthy = await answers(trainer, client(trainer))
     assert failed.status_code == 500

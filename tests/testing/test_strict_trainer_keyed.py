@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from rollout_server.testing.checks.verdict import RefusalReason
-from rollout_server.testing.script import Extensions, Fault, FaultKind, Reply, Script, tool_call
+from rollout_server.testing.script import Extensions, Fault, FaultKind, Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
 from .conftest import KeyedCaller
@@ -70,7 +70,7 @@ async def test_the_history_is_append_only_and_verbatim(keyed: Make, change: Any,
 
 
 async def test_a_null_that_was_sent_comes_back(keyed: Make) -> None:
-    script = Script((Reply(tool_calls=(ADD,), extra={"refusal": None}), Reply(content="8")))
+    script = Script((ScriptedReply(tool_calls=(ADD,), extra={"refusal": None}), ScriptedReply(content="8")))
     async with plain(scripts={"r": script}) as trainer:
         asking: KeyedCaller = keyed(trainer)
         await asking.turn()
@@ -126,7 +126,7 @@ async def test_each_turn_has_a_key_of_its_own(keyed: Make) -> None:
 
 
 async def test_attempts_of_a_turn_share_its_key(keyed: Make) -> None:
-    script = Script((Fault.error(500, "busy"), Fault.error(503, "busy"), Reply(content="8")))
+    script = Script((Fault.error(500, "busy"), Fault.error(503, "busy"), ScriptedReply(content="8")))
     async with plain(scripts={"r": script}) as trainer:
         asking: KeyedCaller = keyed(trainer)
         assert (await asking.post()).status_code == 500
@@ -140,9 +140,9 @@ async def test_attempts_of_a_turn_share_its_key(keyed: Make) -> None:
 
 @pytest.mark.parametrize("lost_turn", [1, 2])
 async def test_a_turn_asked_for_again_is_generated_again_and_counted(keyed: Make, lost_turn: int) -> None:
-    asks = Reply(content="Adding.", tool_calls=(ADD,))
-    lines = [asks, Reply(content="8")]
-    lost = Reply(content="Or so.", tool_calls=(ADD,)) if lost_turn == 1 else Reply(content="Nine?")
+    asks = ScriptedReply(content="Adding.", tool_calls=(ADD,))
+    lines = [asks, ScriptedReply(content="8")]
+    lost = ScriptedReply(content="Or so.", tool_calls=(ADD,)) if lost_turn == 1 else ScriptedReply(content="Nine?")
     script = Script((*lines[: lost_turn - 1], LOST, lost, *lines[lost_turn - 1 :]))
     async with plain(scripts={"r": script}) as trainer:
         asking: KeyedCaller = keyed(trainer)

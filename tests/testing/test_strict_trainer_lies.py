@@ -9,7 +9,7 @@ import pytest
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import completion_service_pb2_grpc
 from rollout_server.testing.model.script_json import script_from_json
-from rollout_server.testing.script import Lie, Reply, Script, tool_call
+from rollout_server.testing.script import Lie, Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
 from .test_strict_trainer_completions import status_of
@@ -40,12 +40,12 @@ async def asking(toy: Any) -> AsyncIterator[Callable[..., TokenCaller]]:
 def lying(lie: Lie, turn: int) -> Script:
     """Three turns, one of them with the lie."""
     replies = [
-        Reply(content="Adding.", tool_calls=(ADD,)),
-        Reply(content="Multiplying.", tool_calls=(MULTIPLY,)),
-        Reply(content="16"),
+        ScriptedReply(content="Adding.", tool_calls=(ADD,)),
+        ScriptedReply(content="Multiplying.", tool_calls=(MULTIPLY,)),
+        ScriptedReply(content="16"),
     ]
     told = replies[turn - 1]
-    replies[turn - 1] = Reply(content=told.content, tool_calls=told.tool_calls, lie=lie)
+    replies[turn - 1] = ScriptedReply(content=told.content, tool_calls=told.tool_calls, lie=lie)
     return Script(tuple(replies))
 
 
@@ -163,7 +163,7 @@ async def test_a_replayed_key_repeats_the_lie(asking: Callable[..., TokenCaller]
 
 
 async def test_policy_versions_are_the_scripts(asking: Callable[..., TokenCaller]) -> None:
-    script = Script((Reply(content="x", policy_version="step 7"),))
+    script = Script((ScriptedReply(content="x", policy_version="step 7"),))
     async with StrictTrainer(scripts={"r": script}) as trainer:
         playing = asking(trainer)
         assert (await playing.complete()).policy_version == "step 7"
@@ -174,6 +174,6 @@ async def test_policy_versions_are_the_scripts(asking: Callable[..., TokenCaller
 def test_lies_in_scripts_as_json() -> None:
     line = {"reply": {"content": "x", "lie": "changed_id", "policy_version": "p", "forgets": True}}
     read = script_from_json({"lines": [line]})
-    assert read == Script((Reply(content="x", lie=Lie.CHANGED_ID, policy_version="p", forgets=True),))
+    assert read == Script((ScriptedReply(content="x", lie=Lie.CHANGED_ID, policy_version="p", forgets=True),))
     with pytest.raises(ValueError, match="white"):
         script_from_json(json.loads('{"lines": [{"reply": {"lie": "white"}}]}'))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from rollout_server.testing.checks.verdict import RefusalReason
-from rollout_server.testing.script import Reply, Script, tool_call
+from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
 ADD = tool_call("call_1", "add", '{"a": 5, "b": 3}')
@@ -94,7 +94,9 @@ async def test_the_first_turn_has_no_mask(caller) -> None:
 
 @pytest.mark.parametrize(("mask", "status"), [(None, 200), ([], 200), ([0], 422)])
 async def test_with_nothing_new_null_and_empty_are_right(caller, mask, status) -> None:
-    script = Script((Reply(content="Adding.", tool_calls=(ADD,), surplus=AFTER_EIGHT), Reply(content="8")))
+    script = Script(
+        (ScriptedReply(content="Adding.", tool_calls=(ADD,), surplus=AFTER_EIGHT), ScriptedReply(content="8"))
+    )
     async with StrictTrainer(scripts={"r": script}) as trainer:
         asking = caller(trainer)
         await asking.turn()
@@ -110,7 +112,9 @@ async def test_with_nothing_new_null_and_empty_are_right(caller, mask, status) -
 
 
 async def test_a_history_that_shrank_is_refused_and_says_so(caller) -> None:
-    script = Script((Reply(content="Adding.", tool_calls=(ADD,), surplus=(0,) * 60), Reply(content="8")))
+    script = Script(
+        (ScriptedReply(content="Adding.", tool_calls=(ADD,), surplus=(0,) * 60), ScriptedReply(content="8"))
+    )
     async with StrictTrainer(scripts={"r": script}) as trainer:
         asking = caller(trainer)
         await asking.turn()
@@ -121,7 +125,9 @@ async def test_a_history_that_shrank_is_refused_and_says_so(caller) -> None:
 
 
 async def test_surplus_ids_are_counted_and_seen_as_drift(caller) -> None:
-    script = Script((Reply(content="Adding.", tool_calls=(ADD,), surplus=(0, 1, 2)), Reply(content="8")))
+    script = Script(
+        (ScriptedReply(content="Adding.", tool_calls=(ADD,), surplus=(0, 1, 2)), ScriptedReply(content="8"))
+    )
     async with StrictTrainer(scripts={"r": script}) as trainer:
         asking = caller(trainer)
         await asking.play()
@@ -158,7 +164,9 @@ async def test_a_rewritten_history_is_refused_with_its_index(caller, change, tex
 
 @pytest.mark.parametrize("value", ['{"b": 3, "a": 5}', {"b": 3, "a": 5}, {"a": 5, "b": 3.0}])
 async def test_arguments_come_back_as_they_were_given(caller, value) -> None:
-    script = Script((Reply(tool_calls=(tool_call("call_1", "add", {"a": 5, "b": 3}),)), Reply(content="8")))
+    script = Script(
+        (ScriptedReply(tool_calls=(tool_call("call_1", "add", {"a": 5, "b": 3}),)), ScriptedReply(content="8"))
+    )
     async with StrictTrainer(scripts={"r": script}) as trainer:
         asking = caller(trainer)
         await asking.turn()
@@ -176,7 +184,13 @@ async def test_null_is_absent_and_the_order_of_keys_says_nothing(caller) -> None
 
 
 async def test_an_id_starts_anew_after_its_end_only(caller) -> None:
-    script = Script((Reply(content="Adding.", tool_calls=(ADD,)), Reply(content="8"), Reply(content="Hello again!")))
+    script = Script(
+        (
+            ScriptedReply(content="Adding.", tool_calls=(ADD,)),
+            ScriptedReply(content="8"),
+            ScriptedReply(content="Hello again!"),
+        )
+    )
     async with StrictTrainer(scripts={"r": script}) as trainer:
         first = caller(trainer)
         await first.turn()

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from rollout_server.testing.checks.verdict import RefusalReason, Verdict
 from rollout_server.testing.model.script_json import script_from_json
-from rollout_server.testing.script import Extensions, Fault, FaultKind, Reception, Reply, Script, tool_call
+from rollout_server.testing.script import Extensions, Fault, FaultKind, Reception, Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
 from .conftest import KeyedCaller
@@ -151,10 +151,10 @@ async def test_final_messages_may_go_on(keyed: Make) -> None:
 
 async def test_a_failure_may_lack_the_turn_whose_answer_did_not_arrive(keyed: Make) -> None:
     lines = (
-        Reply(content="Adding.", tool_calls=(tool_call("c", "add", {"a": 1, "b": 1}),)),
+        ScriptedReply(content="Adding.", tool_calls=(tool_call("c", "add", {"a": 1, "b": 1}),)),
         Fault(kind=FaultKind.LOST),
     )
-    async with plain(scripts={"r": Script((*lines, Reply(content="2")))}) as trainer:
+    async with plain(scripts={"r": Script((*lines, ScriptedReply(content="2")))}) as trainer:
         asking: KeyedCaller = keyed(trainer)
         await asking.turn()
         with pytest.raises(httpx.RemoteProtocolError):

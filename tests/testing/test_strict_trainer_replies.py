@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_server.testing.checks.judge import Judge
 from rollout_server.testing.checks.renderer import PlainRenderer
-from rollout_server.testing.checks.turn import Call
-from rollout_server.testing.script import Reply, Script, tool_call
+from rollout_server.testing.checks.turn import CompletionCall
+from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
@@ -21,23 +21,23 @@ OBJECT = tool_call("call_1", "add", {"b": 3, "a": 5, "größe": "漢字"})
 @pytest.mark.parametrize(
     ("reply", "text"),
     [
-        (Reply(content="Hello!"), "Hello!<|im_end|>"),
-        (Reply(content=""), "<|im_end|>"),
-        (Reply(content="  a\n\n b \n"), "  a\n\n b \n<|im_end|>"),
-        (Reply(content=[{"type": "text", "text": "a"}, "b"]), "ab<|im_end|>"),
+        (ScriptedReply(content="Hello!"), "Hello!<|im_end|>"),
+        (ScriptedReply(content=""), "<|im_end|>"),
+        (ScriptedReply(content="  a\n\n b \n"), "  a\n\n b \n<|im_end|>"),
+        (ScriptedReply(content=[{"type": "text", "text": "a"}, "b"]), "ab<|im_end|>"),
         (
-            Reply(content="ответ ✅ \\u0041 <|im_end|> </tool_call>"),
+            ScriptedReply(content="ответ ✅ \\u0041 <|im_end|> </tool_call>"),
             "ответ ✅ \\u0041 <|im_end|> </tool_call><|im_end|>",
         ),
-        (Reply(content="8", reasoning="So\n8."), "<think>\nSo\n8.\n</think>\n\n8<|im_end|>"),
-        (Reply(content="Half a sen", cut=True), "Half a sen"),
-        (Reply(content="", cut=True), ""),
+        (ScriptedReply(content="8", reasoning="So\n8."), "<think>\nSo\n8.\n</think>\n\n8<|im_end|>"),
+        (ScriptedReply(content="Half a sen", cut=True), "Half a sen"),
+        (ScriptedReply(content="", cut=True), ""),
         (
-            Reply(tool_calls=(STRING,)),
+            ScriptedReply(tool_calls=(STRING,)),
             '<tool_call>\n{"name": "add", "arguments": {"a":5,"b":3}}\n</tool_call><|im_end|>',
         ),
         (
-            Reply(content="x", tool_calls=(OBJECT, STRING)),
+            ScriptedReply(content="x", tool_calls=(OBJECT, STRING)),
             'x\n<tool_call>\n{"name": "add", "arguments": {"b": 3, "a": 5, "größe": "漢字"}}\n</tool_call>\n'
             '<tool_call>\n{"name": "add", "arguments": {"a":5,"b":3}}\n</tool_call><|im_end|>',
         ),
@@ -75,8 +75,8 @@ async def test_logprobs_are_left_out_where_none_were_asked_for(caller) -> None:
 async def test_thinking_and_both_forms_of_arguments_go_through_a_rollout(caller, call) -> None:
     script = Script(
         (
-            Reply(tool_calls=(call,), reasoning="Add first …", extra={"annotations": [], "vendor": 2**70}),
-            Reply(content="8", reasoning="Eight."),
+            ScriptedReply(tool_calls=(call,), reasoning="Add first …", extra={"annotations": [], "vendor": 2**70}),
+            ScriptedReply(content="8", reasoning="Eight."),
         )
     )
     async with StrictTrainer(scripts={"r": script}) as trainer:
@@ -89,7 +89,7 @@ async def test_thinking_and_both_forms_of_arguments_go_through_a_rollout(caller,
 
 
 async def test_the_end_token_of_a_cut_answer_is_new_in_the_next_prompt(caller, toy) -> None:
-    script = Script((Reply(content="Adding.", tool_calls=(STRING,), cut=True), Reply(content="8")))
+    script = Script((ScriptedReply(content="Adding.", tool_calls=(STRING,), cut=True), ScriptedReply(content="8")))
     async with StrictTrainer(scripts={"r": script}) as trainer:
         asking = caller(trainer)
         await asking.play()
@@ -104,10 +104,10 @@ async def test_the_end_token_of_a_cut_answer_is_new_in_the_next_prompt(caller, t
 async def test_fields_can_be_left_out_and_replaced_after_counting(caller) -> None:
     script = Script(
         (
-            Reply(
+            ScriptedReply(
                 content="a", omit=frozenset({"token_ids", "logprobs"}), override={"prompt_token_ids": [1], "x": None}
             ),
-            Reply(content="b", finish_reason="content_filter"),
+            ScriptedReply(content="b", finish_reason="content_filter"),
         )
     )
     async with StrictTrainer(scripts={"r": script}) as trainer:
@@ -122,7 +122,7 @@ async def test_fields_can_be_left_out_and_replaced_after_counting(caller) -> Non
 
 
 async def test_a_trainer_behind_a_front_counts_parsed_arguments(caller, toy) -> None:
-    script = Script((Reply(tool_calls=(STRING,)), Reply(content="8")))
+    script = Script((ScriptedReply(tool_calls=(STRING,)), ScriptedReply(content="8")))
     async with StrictTrainer(scripts={"r": script}, parse_arguments=True) as trainer:
         asking = caller(trainer)
         first = await asking.turn()
@@ -141,7 +141,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampl
 )
 ARGUMENTS = st.dictionaries(TEXT, st.integers() | st.floats(allow_nan=False) | TEXT, max_size=3)
 REPLIES = st.builds(
-    lambda content, reasoning, arguments, cut: Reply(
+    lambda content, reasoning, arguments, cut: ScriptedReply(
         content=content,
         reasoning=reasoning,
         tool_calls=tuple(tool_call(f"call_{i}", "add", given) for i, given in enumerate(arguments)),
@@ -167,7 +167,7 @@ def test_every_prompt_is_the_last_prompt_its_answer_and_the_environment(renderer
     seen: list[int] = []
     mask: list[int] | None = None
     for reply, results in replies:
-        prompt = judge.check(Call("r", list(messages), mask))
+        prompt = judge.check(CompletionCall("r", list(messages), mask))
         assert prompt.ids[: len(seen)] == seen
         answer = judge.accept(prompt, reply)
         seen = prompt.ids + answer.token_ids

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from rollout_server.testing.model.scenarios import CALLBACK_KEY, SCENARIOS
-from rollout_server.testing.script import FaultKind, Reply
+from rollout_server.testing.script import FaultKind, ScriptedReply
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.tokenizer.build import build
 from rollout_server.testing.trainer import StrictTrainer
@@ -18,13 +18,13 @@ HEALTHY = sorted(
     for name, scenario in SCENARIOS.items()
     if not scenario.other_tokenizer
     and len(scenario.script.lines) < 10
-    and all(isinstance(line, Reply) and not line.omit and not line.surplus for line in scenario.script.lines)
+    and all(isinstance(line, ScriptedReply) and not line.omit and not line.surplus for line in scenario.script.lines)
 )
 FAULTY = {
     name: line
     for name, scenario in SCENARIOS.items()
     for line in scenario.script.lines[-2:]
-    if not isinstance(line, Reply)
+    if not isinstance(line, ScriptedReply)
 }
 ENDLESS = ("max_turns", "max_tokens_total")
 BYTES_ONLY = 256
@@ -59,7 +59,7 @@ async def test_healthy_scenarios_are_played_to_their_end(name: str, caller) -> N
             asking = caller(trainer, tools=TOOLS)
             await asking.play()
         verdict = trainer.verdict("r")
-    said = [line.message for line in scenario.script.lines if isinstance(line, Reply)]
+    said = [line.message for line in scenario.script.lines if isinstance(line, ScriptedReply)]
     assert [answer["choices"][0]["message"] for answer in asking.answers] == said[-len(asking.answers) :]
     assert sum(len(each.turns) for each in (*verdict.earlier, verdict)) == len(said)
     assert verdict.accepted
@@ -82,7 +82,9 @@ async def test_faulty_scenarios_fail_where_they_say(name: str, caller) -> None:
     async with trainer_for(name) as trainer:
         asking = caller(trainer, tools=TOOLS)
         asking.client.timeout = 0.5
-        for _ in range(next(i for i, line in enumerate(SCENARIOS[name].script.lines) if not isinstance(line, Reply))):
+        for _ in range(
+            next(i for i, line in enumerate(SCENARIOS[name].script.lines) if not isinstance(line, ScriptedReply))
+        ):
             await asking.turn()
         fault = FAULTY[name]
         if fault.kind in (FaultKind.RESET, FaultKind.SILENCE, FaultKind.TRUNCATED):

@@ -5,9 +5,9 @@ from contextlib import AsyncExitStack
 
 import httpx
 import pytest
-from rollout_server.testing.http.server import Listener
+from rollout_server.testing.http.server import HttpServer
 from rollout_server.testing.model.script_json import script_from_json
-from rollout_server.testing.script import Fault, FaultKind, Reply, Script, tool_call
+from rollout_server.testing.script import Fault, FaultKind, Script, ScriptedReply, tool_call
 from rollout_server.testing.tokenizer.build import build
 from rollout_server.testing.trainer import StrictTrainer
 from starlette.applications import Starlette
@@ -71,7 +71,7 @@ async def test_tools_come_from_a_gateway_once(caller) -> None:
         asked.append(request.url.path)
         return JSONResponse({"tools": TOOLS})
 
-    gateway = await Listener.open(Starlette(routes=[Route("/tools", tools)]), "127.0.0.1", 0)
+    gateway = await HttpServer.open(Starlette(routes=[Route("/tools", tools)]), "127.0.0.1", 0)
     try:
         async with StrictTrainer(tools_from=f"http://127.0.0.1:{gateway.port}/") as trainer:
             assert asked == []
@@ -89,7 +89,7 @@ async def test_a_gateway_without_tools_is_502_and_asked_again(client) -> None:
     async def tools(_request):
         return next(replies)
 
-    gateway = await Listener.open(Starlette(routes=[Route("/tools", tools)]), "127.0.0.1", 0)
+    gateway = await HttpServer.open(Starlette(routes=[Route("/tools", tools)]), "127.0.0.1", 0)
     async with StrictTrainer(tools_from=f"http://127.0.0.1:{gateway.port}") as trainer:
         responses = [await client(trainer).post("/v1/chat/completions", json=CALL) for _ in range(4)]
         await gateway.close()
@@ -192,8 +192,8 @@ def test_scripts_read_from_json_are_those_written_in_python() -> None:
     )
     assert read == Script(
         (
-            Reply(reasoning="hm", extra={"x": 1}, cut=True, surplus="text"),
-            Reply(content=[{"type": "text", "text": "a"}], override={"logprobs": [1.5]}, delay=1.0),
+            ScriptedReply(reasoning="hm", extra={"x": 1}, cut=True, surplus="text"),
+            ScriptedReply(content=[{"type": "text", "text": "a"}], override={"logprobs": [1.5]}, delay=1.0),
             Fault(kind=FaultKind.SILENCE),
         ),
         repeat_last=True,

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 from osmosis.rollout.v1 import completion_service_pb2_grpc
-from rollout_server.testing.script import Fault, FaultKind, Reply, Script
+from rollout_server.testing.script import Fault, FaultKind, Script, ScriptedReply
 from rollout_server.testing.trainer import StrictTrainer
 
 from .test_strict_trainer_completions import status_of
@@ -19,7 +19,13 @@ from .tokens import TokenCaller
 __all__ = ["asking"]
 
 Asking = Callable[..., TokenCaller]
-SCRIPT = Script((Reply(tool_calls=(ADD,)), Reply(content="Let me see.", tool_calls=(ADD,)), Reply(content="8")))
+SCRIPT = Script(
+    (
+        ScriptedReply(tool_calls=(ADD,)),
+        ScriptedReply(content="Let me see.", tool_calls=(ADD,)),
+        ScriptedReply(content="8"),
+    )
+)
 
 
 def script_of(trainer: StrictTrainer) -> Any:
@@ -60,8 +66,14 @@ async def test_only_the_last_turn_can_be_asked_for_again(asking: Asking) -> None
 
 
 async def test_a_failed_second_attempt_leaves_a_third(asking: Asking) -> None:
-    lines = (Reply(tool_calls=(ADD,)), Fault(kind=FaultKind.RESET), Reply(content="Three.", tool_calls=(ADD,)))
-    async with StrictTrainer(scripts={"r": Script((*lines, Reply(content="8")))}, replays_keys=False) as trainer:
+    lines = (
+        ScriptedReply(tool_calls=(ADD,)),
+        Fault(kind=FaultKind.RESET),
+        ScriptedReply(content="Three.", tool_calls=(ADD,)),
+    )
+    async with StrictTrainer(
+        scripts={"r": Script((*lines, ScriptedReply(content="8")))}, replays_keys=False
+    ) as trainer:
         playing = asking(trainer)
         request = playing.request()
         await playing.stub.Complete(request)

@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import completion_service_pb2_grpc, message_pb2, token_pb2
 from rollout_server.testing.checks.verdict import RefusalReason
-from rollout_server.testing.script import Fault, FaultKind, Reply, Script, tool_call
+from rollout_server.testing.script import Fault, FaultKind, Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
 from .conftest import QUESTION, TOOLS, run_tool
@@ -84,7 +84,7 @@ async def test_both_modes_and_http_give_the_same_tokens(asking: Asking, caller: 
 
 
 async def test_a_cut_answer_is_closed_by_the_server(asking: Asking) -> None:
-    script = Script((Reply(content="Adding", tool_calls=(ADD,), cut=True), Reply(content="8")))
+    script = Script((ScriptedReply(content="Adding", tool_calls=(ADD,), cut=True), ScriptedReply(content="8")))
     async with StrictTrainer(scripts={"r": script}) as trainer:
         playing = asking(trainer)
         await playing.complete()
@@ -125,7 +125,7 @@ WRONG_ENVIRONMENTS: dict[str, Callable[[list[int]], list[int]]] = {
 async def test_a_wrong_environment_is_refused_with_its_place(
     asking: Asking, toy: Any, what: str, surplus: tuple[int, ...]
 ) -> None:
-    script = Script((Reply(content="Adding.", tool_calls=(ADD,), surplus=surplus), Reply(content="8")))
+    script = Script((ScriptedReply(content="Adding.", tool_calls=(ADD,), surplus=surplus), ScriptedReply(content="8")))
     async with StrictTrainer(scripts={"r": script}) as trainer:
         playing = asking(trainer)
         first = await playing.complete()
@@ -264,7 +264,13 @@ async def test_a_rewritten_history_is_refused_in_tokens_too(asking: Asking) -> N
 
 
 async def test_a_trainer_that_forgot_is_sent_the_whole_history(asking: Asking) -> None:
-    script = Script((Reply(tool_calls=(ADD,), forgets=True), Reply(tool_calls=(MULTIPLY,)), Reply(content="16")))
+    script = Script(
+        (
+            ScriptedReply(tool_calls=(ADD,), forgets=True),
+            ScriptedReply(tool_calls=(MULTIPLY,)),
+            ScriptedReply(content="16"),
+        )
+    )
     async with StrictTrainer(scripts={"r": script}) as trainer:
         playing = asking(trainer)
         await playing.complete()
@@ -285,7 +291,7 @@ async def test_a_trainer_that_forgot_is_sent_the_whole_history(asking: Asking) -
 @pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize("what", ["id", "author", "short"])
 async def test_a_whole_history_has_to_be_what_is_held(asking: Asking, forgets: bool, what: str) -> None:
-    script = Script((Reply(content="Adding.", tool_calls=(ADD,), forgets=forgets),), then_model=True)
+    script = Script((ScriptedReply(content="Adding.", tool_calls=(ADD,), forgets=forgets),), then_model=True)
     async with StrictTrainer(scripts={"r": script}) as trainer:
         playing = asking(trainer)
         first = await playing.complete()
@@ -376,7 +382,7 @@ async def test_a_branch_is_no_place_for_foreign_tokens_of_the_model(asking: Aski
 
 
 async def test_max_tokens_is_kept(asking: Asking) -> None:
-    script = Script((Reply(content="One two three four five six seven."), Reply(content="8")))
+    script = Script((ScriptedReply(content="One two three four five six seven."), ScriptedReply(content="8")))
     async with StrictTrainer(scripts={"r": script}) as trainer:
         playing = asking(trainer, sampling={"max_tokens": 3})
         answer = await playing.complete()
@@ -388,7 +394,7 @@ async def test_max_tokens_is_kept(asking: Asking) -> None:
 
 
 async def test_turn_keys_and_faults_as_in_message_mode(asking: Asking) -> None:
-    script = Script((Fault(kind=FaultKind.LOST), Reply(tool_calls=(ADD,)), Reply(content="8")))
+    script = Script((Fault(kind=FaultKind.LOST), ScriptedReply(tool_calls=(ADD,)), ScriptedReply(content="8")))
     async with StrictTrainer(scripts={"r": script}) as trainer:
         playing = asking(trainer)
         request = playing.request()

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from rollout_server.testing.model.scenarios import SCENARIOS
-from rollout_server.testing.script import Fault, FaultKind, Line, Reply, Script
+from rollout_server.testing.script import Fault, FaultKind, Line, Script, ScriptedReply
 from rollout_server.testing.trainer import StrictTrainer
 
 from .recordings import CONFORMANCE, needs_recordings, recorded, to_trainer, tools
@@ -35,12 +35,12 @@ def line_of(exchange: dict[str, Any]) -> Line:
     return reply_of(answer) or Fault(kind=FaultKind.NULL_MESSAGE)
 
 
-def reply_of(answer: dict[str, Any]) -> Reply | None:
+def reply_of(answer: dict[str, Any]) -> ScriptedReply | None:
     choice = answer["choices"][0]
     if choice["message"] is None:
         return None
     message = {key: value for key, value in choice["message"].items() if key != "role"}
-    return Reply(
+    return ScriptedReply(
         content=message.pop("content", None),
         tool_calls=tuple(message.pop("tool_calls", None) or ()),
         reasoning=message.pop("reasoning_content", None),
@@ -52,10 +52,10 @@ def reply_of(answer: dict[str, Any]) -> Reply | None:
 
 def with_surplus(line: Line, exchange: dict[str, Any], truthful: int) -> Line:
     """The line with the ids that the recorded answer has beyond what its text renders to."""
-    if not isinstance(line, Reply):
+    if not isinstance(line, ScriptedReply):
         return line
     surplus = tuple(exchange["response"].get("token_ids") or ())[truthful:]
-    return Reply(**{name: getattr(line, name) for name in line.__slots__} | {"surplus": surplus})
+    return ScriptedReply(**{name: getattr(line, name) for name in line.__slots__} | {"surplus": surplus})
 
 
 async def ask(client: httpx.AsyncClient, exchange: dict[str, Any]) -> httpx.Response | None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.tokencheck.check import Subject, check
-from rollout_server.tokencheck.conversation import Conversation
-from rollout_server.tokencheck.verdict import Verdict
+from rollout_server.tokencheck.conversation import CheckConversation
+from rollout_server.tokencheck.verdict import TemplateReport
 
 from tests.tokens.reading import tokenizer_of
 
@@ -33,8 +33,8 @@ def spoilt(*changes: tuple[str, str]) -> str:
 
 
 def checked(
-    directory: Path, template: str | None = None, more: Sequence[Conversation] = (), **template_kwargs: Any
-) -> Verdict:
+    directory: Path, template: str | None = None, more: Sequence[CheckConversation] = (), **template_kwargs: Any
+) -> TemplateReport:
     return check(
         Subject(
             tokenizer_of(directory, template), directory.name, "planted" if template else "its own", template_kwargs
@@ -44,11 +44,11 @@ def checked(
 
 
 @pytest.fixture(scope="session")
-def verdicts() -> Callable[[str], Verdict]:
+def verdicts() -> Callable[[str], TemplateReport]:
     """The verdict on a family; each is found once."""
-    found: dict[str, Verdict] = {}
+    found: dict[str, TemplateReport] = {}
 
-    def of(name: str) -> Verdict:
+    def of(name: str) -> TemplateReport:
         if name not in found:
             found[name] = checked(TOY_TOKENIZER if name == "toy" else family(name))
         return found[name]

@@ -10,22 +10,22 @@ from rollout_server.edge.tokens.rendering_form import Arguments
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.tokencheck.boundary import Cause, Mask
-from rollout_server.tokencheck.conversation import TOOLS, Conversation
+from rollout_server.tokencheck.conversation import TOOLS, CheckConversation
 from rollout_server.tokencheck.hard_conversations import hard
 from rollout_server.tokencheck.model_output import Writing
-from rollout_server.tokencheck.simulate import Player
+from rollout_server.tokencheck.simulate import Simulator
 from rollout_server.tokencheck.template import Template
-from rollout_server.tokencheck.template_traits import Dated, Shown, traits
-from rollout_server.tokencheck.verdict import Fault, Verdict, plain
+from rollout_server.tokencheck.template_traits import ArgumentsTrait, Dated, traits
+from rollout_server.tokencheck.verdict import TemplateFault, TemplateReport, plain
 
 from tests.tokencheck.conftest import checked, family
 from tests.tokens.reading import tokenizer_of
 
-Verdicts = Callable[[str], Verdict]
+Verdicts = Callable[[str], TemplateReport]
 FAMILIES = ("toy", "qwen2.5", "qwen3", "llama3", "deepseek-v3", "gpt-oss", "mistral-small-3.2", "phi-3.5")
 
 
-def found(verdict: Verdict) -> set[Cause | Fault]:
+def found(verdict: TemplateReport) -> set[Cause | TemplateFault]:
     return {finding.fault for finding in verdict.faults}
 
 
@@ -63,7 +63,7 @@ def test_toy_is_stable_without_conditions(verdicts: Verdicts) -> None:
 def test_qwen_2_5_encodes_text_twice(verdicts: Verdicts) -> None:
     verdict = verdicts("qwen2.5")
     assert (verdict.stable, verdict.form) == (True, Arguments.PARSED)
-    assert verdict.traits.arguments[Arguments.RECEIVED] is Shown.TWICE
+    assert verdict.traits.arguments[Arguments.RECEIVED] is ArgumentsTrait.TWICE
     assert any("objects" in text and "encoded twice" in text for text in verdict.conditions)
     received = next(t for t in verdict.tallies if (t.form, t.writing) == (Arguments.RECEIVED, Writing.TEMPLATE))
     assert received.masks[Mask.TOKENS] > 0 < received.masks[Mask.LENGTH]
@@ -100,7 +100,7 @@ def test_gpt_oss_ends_answers_in_three_ways(verdicts: Verdicts) -> None:
 
 def test_llama_3_trims_and_takes_one_call(verdicts: Verdicts) -> None:
     verdict = verdicts("llama3")
-    assert found(verdict) == {Cause.SPACE, Fault.LEFT_OUT}
+    assert found(verdict) == {Cause.SPACE, TemplateFault.LEFT_OUT}
     refused = {row.kind: row.refused for row in verdict.rows if row.refused}
     assert refused == {"parallel calls": ("This model only supports single tool-calls at once!",)}
     assert verdict.traits.empty_tools_differ
@@ -113,8 +113,8 @@ def test_mistral_moves_its_tools(verdicts: Verdicts) -> None:
 def test_phi_3_5_knows_no_tools(verdicts: Verdicts) -> None:
     """It strips what follows its tokens, which must not look like a fault."""
     verdict = verdicts("phi-3.5")
-    assert found(verdict) == {Fault.LEFT_OUT}
-    assert set(verdict.traits.arguments.values()) == {Shown.LEFT_OUT}
+    assert found(verdict) == {TemplateFault.LEFT_OUT}
+    assert set(verdict.traits.arguments.values()) == {ArgumentsTrait.LEFT_OUT}
     template = next(t for t in verdict.tallies if t.writing is Writing.TEMPLATE)
     assert template.masks[Mask.RIGHT] == template.boundaries > 0
 
@@ -144,8 +144,8 @@ def test_counts_are_those_of_plain_rendering(name: str) -> None:
     )
     with ThreadPoolExecutor(1) as executor:
         template = Template(LoadedTokenizer(name, tokenizer, executor), tokenizer.added_tokens_decoder)
-    conversation = Conversation("mine", tuple(messages))
-    player = Player(template, traits(template, tokenizer).natural)
+    conversation = CheckConversation("mine", tuple(messages))
+    player = Simulator(template, traits(template, tokenizer).natural)
     (played,) = player.play(conversation, [Arguments.RECEIVED], [Writing.SPELLING])
     (boundary,) = played.boundaries
     assert boundary.added == tokens(added)

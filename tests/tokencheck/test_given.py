@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
-from rollout_server.tokencheck.conversation import TOOLS, Conversation
+from rollout_server.tokencheck.conversation import TOOLS, CheckConversation
 from rollout_server.tokencheck.file_conversations import read
 
 from tests.tokencheck.conftest import checked
@@ -72,7 +72,9 @@ ODD = (
 
 def test_nothing_that_a_file_can_say_breaks_the_check() -> None:
     """Each is compared, or refused with a reason."""
-    verdict = checked(TOY_TOKENIZER, more=[Conversation(f"odd {number}", tuple(odd)) for number, odd in enumerate(ODD)])
+    verdict = checked(
+        TOY_TOKENIZER, more=[CheckConversation(f"odd {number}", tuple(odd)) for number, odd in enumerate(ODD)]
+    )
     rows = [row for row in verdict.rows if row.kind.startswith("odd")]
     assert len(rows) == len(ODD)
     assert all(row.boundaries or row.refused or row.uncut or row.left_out for row in rows)

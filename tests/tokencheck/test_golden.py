@@ -10,10 +10,10 @@ import pytest
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.edge.tokens.rendering_form import Arguments
 from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
-from rollout_server.tokencheck.conversation import Conversation
+from rollout_server.tokencheck.conversation import CheckConversation
 from rollout_server.tokencheck.model_output import Writing
-from rollout_server.tokencheck.reference_tokens import Teller
-from rollout_server.tokencheck.template import Page, Template
+from rollout_server.tokencheck.reference_tokens import ReferenceReader
+from rollout_server.tokencheck.template import RenderedConversation, Template
 
 from tests.tokencheck.conftest import SHARED, family
 from tests.tokens.reading import tokenizer_of
@@ -40,8 +40,10 @@ def test_what_was_written_and_what_came_after(path: Path) -> None:
 def check(template: Template, row: dict[str, Any], tools: list[dict[str, Any]]) -> None:
     where, last = (row["case"], row["turn"]), row["first_env"] - 1
     cut = frozenset({last} if row["missing_stop"] else ())
-    conversation = Conversation("golden", tuple(row["messages"]), tools, cut)
-    teller = Teller(template, conversation, Page(template, conversation, Arguments.PARSED), Writing.TEMPLATE)
+    conversation = CheckConversation("golden", tuple(row["messages"]), tools, cut)
+    teller = ReferenceReader(
+        template, conversation, RenderedConversation(template, conversation, Arguments.PARSED), Writing.TEMPLATE
+    )
     for answered in (index for index in conversation.answers if index <= last):
         said, ids = teller.answer(answered)
         added = teller.environment(answered, ids)

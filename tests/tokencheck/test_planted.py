@@ -6,8 +6,8 @@ import pytest
 from rollout_server.edge.tokens.rendering_form import Arguments
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.tokencheck.boundary import Cause, Mask
-from rollout_server.tokencheck.template_traits import Dated, Shown
-from rollout_server.tokencheck.verdict import Fault, Verdict
+from rollout_server.tokencheck.template_traits import ArgumentsTrait, Dated
+from rollout_server.tokencheck.verdict import TemplateFault, TemplateReport
 
 from tests.tokencheck.conftest import TOY_TEMPLATE, checked, spoilt
 
@@ -17,11 +17,11 @@ LOOP = "{%- for message in messages -%}"
 PROMPT = "{%- if add_generation_prompt -%}\n    {{- '<|im_start|>assistant\\n' -}}"
 
 
-def planted(*changes: tuple[str, str], **template_kwargs: Any) -> Verdict:
+def planted(*changes: tuple[str, str], **template_kwargs: Any) -> TemplateReport:
     return checked(TOY_TOKENIZER, spoilt(*changes), **template_kwargs)
 
 
-def found(verdict: Verdict) -> set[Cause | Fault]:
+def found(verdict: TemplateReport) -> set[Cause | TemplateFault]:
     return {finding.fault for finding in verdict.faults}
 
 
@@ -54,14 +54,14 @@ def test_no_stop_token() -> None:
     verdict = planted((AFTER_ANSWER, "{%- endfor -%}{{- '\\n' -}}"))
     assert not verdict.stable
     assert verdict.stops.eos is not None
-    assert found(verdict) == {Fault.NO_STOP}
+    assert found(verdict) == {TemplateFault.NO_STOP}
 
 
 def test_no_special_token_at_all() -> None:
     verdict = checked(TOY_TOKENIZER, "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
                       "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}")  # fmt: skip
     assert verdict.stops.final is None
-    assert Fault.NO_STOP in found(verdict)
+    assert TemplateFault.NO_STOP in found(verdict)
     assert not verdict.stable
 
 
@@ -71,7 +71,7 @@ def test_no_special_token_at_all() -> None:
 def test_the_date(format: str, dated: Dated, stable: bool) -> None:
     verdict = planted((LOOP, "{{- 'Now: ' ~ strftime_now('" + format + "') -}}" + LOOP))
     assert (verdict.traits.dated, verdict.stable) == (dated, stable)
-    assert (Fault.TIME in found(verdict)) is not stable
+    assert (TemplateFault.TIME in found(verdict)) is not stable
     assert any("one date" in text for text in verdict.conditions) is stable
 
 
@@ -91,12 +91,15 @@ def test_tools_that_are_refused() -> None:
     refused = {row.kind: row.refused for row in verdict.rows if row.refused}
     assert refused["one call"] == ("No tools here, please.",)
     assert "no tools given" not in {kind for kind, row in refused.items() if len(row) > 1}
-    assert set(verdict.traits.arguments.values()) == {Shown.REFUSED}
+    assert set(verdict.traits.arguments.values()) == {ArgumentsTrait.REFUSED}
 
 
 def test_arguments_that_are_encoded_twice() -> None:
     verdict = planted(("{{- function.arguments -}}", "{{- function.arguments | tojson -}}"))
-    assert verdict.traits.arguments == {Arguments.RECEIVED: Shown.TWICE, Arguments.PARSED: Shown.VERBATIM}
+    assert verdict.traits.arguments == {
+        Arguments.RECEIVED: ArgumentsTrait.TWICE,
+        Arguments.PARSED: ArgumentsTrait.VERBATIM,
+    }
     assert (verdict.stable, verdict.form) == (True, Arguments.PARSED)
     assert any("objects" in text for text in verdict.conditions)
     assert any("parse arguments" in text for text in verdict.advice)
@@ -104,7 +107,7 @@ def test_arguments_that_are_encoded_twice() -> None:
 
 def test_arguments_that_must_be_objects() -> None:
     verdict = planted(("{{- function.arguments -}}", "{{- raise_exception('An object, please.') -}}"))
-    assert verdict.traits.arguments[Arguments.RECEIVED] is Shown.REFUSED
+    assert verdict.traits.arguments[Arguments.RECEIVED] is ArgumentsTrait.REFUSED
     assert (verdict.stable, verdict.form) == (True, Arguments.PARSED)
     assert {tally.form for tally in verdict.tallies} == {Arguments.PARSED}
 
@@ -189,7 +192,7 @@ def test_an_answer_that_the_next_message_ends() -> None:
 
 def test_tool_results_that_are_left_out() -> None:
     verdict = planted(("'\\n<tool_response>\\n' ~ text(message.content) ~ '\\n</tool_response>'", "''"))
-    assert [f.text for f in verdict.faults if f.fault is Fault.LEFT_OUT and "tool results" in f.text]
+    assert [f.text for f in verdict.faults if f.fault is TemplateFault.LEFT_OUT and "tool results" in f.text]
 
 
 def test_a_template_that_is_none() -> None:

@@ -13,7 +13,7 @@ from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
@@ -127,7 +127,7 @@ async def tokenizers() -> AsyncIterator[Callable[..., Tokenizers]]:
 
     def make(directories: Mapping[str, Path] | None = None, **settings: Any) -> Tokenizers:
         settings = {"local_files_only": True} | settings
-        made.append(Tokenizers(TokenizerSettings(directories=directories or {"toy": TOY_TOKENIZER}, **settings)))
+        made.append(Tokenizers(LoaderSettings(directories=directories or {"toy": TOY_TOKENIZER}, **settings)))
         return made[-1]
 
     yield make

@@ -6,7 +6,7 @@ import pytest
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 from tests.tokens.conftest import FAMILIES, TOOLS, answered, call, packed
 
@@ -130,7 +130,7 @@ async def test_a_template_that_refuses_the_conversation_is_obeyed(ours, plain) -
     )
     loaded, naive = ours("toy", strict + CHATML), plain("toy")
     turn = packed(ASKED, MORE, SAID, MORE), answered(SAID, naive.ids("<|im_end|>")), 2
-    with pytest.raises(Failed, match="Roles must alternate"):
+    with pytest.raises(RolloutFailed, match="Roles must alternate"):
         await Renderer(loaded, [], {}).append(*turn)
 
 

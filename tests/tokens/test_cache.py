@@ -14,9 +14,9 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.edge.tokens.renderer import Renderer
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 TOY = TokenizerName("toy")
@@ -34,7 +34,7 @@ def copy(tmp_path: Path) -> Path:
 
 async def refusal(tokenizers: Tokenizers, name: str, revision: str = "") -> str:
     """The text of a load that fails; it shows nothing of the server's insides."""
-    with pytest.raises(Failed) as caught:
+    with pytest.raises(RolloutFailed) as caught:
         await tokenizers.load(TokenizerName(name, revision))
     failure = caught.value.failure
     assert failure.category is Category.TOKENIZER
@@ -189,7 +189,7 @@ async def test_damaged_files(tokenizers, copy, file, damage) -> None:
     made = tokenizers({"toy": copy})
     try:
         loaded = await made.load(TOY)
-    except Failed:
+    except RolloutFailed:
         assert "its directory cannot be read as a tokenizer" in await refusal(made, "toy")
     else:  # much of a configuration may be missing
         assert file == "tokenizer_config.json"
@@ -197,7 +197,7 @@ async def test_damaged_files(tokenizers, copy, file, damage) -> None:
 
 
 def test_settings_that_keep_nothing() -> None:
-    for settings in (TokenizerSettings(cache_size=0), TokenizerSettings(threads=0)):
+    for settings in (LoaderSettings(cache_size=0), LoaderSettings(threads=0)):
         with pytest.raises(ValueError, match="at least 1"):
             Tokenizers(settings)
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.tokens.drift_excerpt import Parting
-from rollout_server.edge.tokens.rendering_form import Arguments, Form, parsed
-from rollout_server.edge.tokens.template_probe import Stop, probe
+from rollout_server.edge.tokens.drift_excerpt import DriftExcerpt
+from rollout_server.edge.tokens.rendering_form import Arguments, RenderingForm, parsed
+from rollout_server.edge.tokens.template_probe import StopToken, probe
 from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, text_after_answer
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 from tests.tokens.conftest import call, packed
 
@@ -179,7 +179,7 @@ def test_answers_that_end_with_something_else_than_text() -> None:
 def test_a_template_that_refuses_the_mark() -> None:
     def each(message: Fields) -> str:
         if len(message["content"]) > 16:
-            raise Failed(Failure(Category.TOKENIZER, "too long"))
+            raise RolloutFailed(Failure(Category.TOKENIZER, "too long"))
         return f"{message['content']}{STOP}\n"
 
     render = template(each)
@@ -190,7 +190,7 @@ def test_a_template_that_refuses_the_mark() -> None:
 def test_the_longest_of_the_tokens_that_begin_behind_an_answer_is_its_stop() -> None:
     special = {7: "<stop", 8: STOP, 9: "<st"}
     probed = probe(template(lambda message: f"{message['content']}{STOP}\n"), special)
-    assert probed.final == probed.calls == Stop(STOP, 8)
+    assert probed.final == probed.calls == StopToken(STOP, 8)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def left_open(messages: Sequence[Fields], generation_prompt: bool) -> str:
 
 def test_no_stop_is_borrowed_from_behind_the_next_message() -> None:
     probed = probe(left_open, {8: STOP, 9: "<begin>"})
-    assert (probed.final, probed.calls) == (Stop(STOP, 8), None)
+    assert (probed.final, probed.calls) == (StopToken(STOP, 8), None)
     unclosed = template(lambda message: f"{message['role']}:{message['content']}\n", prompt="<begin>")
     assert probe(unclosed, {9: "<begin>"}).final is None
 
@@ -251,17 +251,22 @@ def test_the_stop_of_an_earlier_message_is_not_that_of_the_answer() -> None:
 
 def test_a_template_for_conversations_with_tools_only() -> None:
     def none(messages: Sequence[Fields], generation_prompt: bool) -> str:
-        raise Failed(Failure(Category.TOKENIZER, "no tools"))
+        raise RolloutFailed(Failure(Category.TOKENIZER, "no tools"))
 
     assert "no tools" in probe(none, {8: STOP}).refusal
     probed = probe(none, {8: STOP}, None, template(lambda m: f"{m['content'] or m['tool_calls']}{STOP}"))
-    assert (probed.refusal, probed.final, probed.calls, probed.short_form) == ("", Stop(STOP, 8), Stop(STOP, 8), True)
+    assert (probed.refusal, probed.final, probed.calls, probed.short_form) == (
+        "",
+        StopToken(STOP, 8),
+        StopToken(STOP, 8),
+        True,
+    )
 
 
 def test_what_was_said_may_begin_the_text_and_its_stop_follow_at_once() -> None:
     render = template(lambda message: f"{message['content']}{STOP}\n" if message["role"] == "assistant" else "")
     probed = probe(render, {8: STOP, 9: "", 10: "elsewhere"})
-    assert probed.final == probed.calls == Stop(STOP, 8)
+    assert probed.final == probed.calls == StopToken(STOP, 8)
     assert environment(render, ASKED, SAID, SAID) == f"\nEight.{STOP}\nassistant:"
 
 
@@ -318,7 +323,7 @@ def once(messages: Sequence[Fields], generation_prompt: bool) -> str:
 def questioning(messages: Sequence[Fields], generation_prompt: bool) -> str:
     """Takes no question mark for a question."""
     if messages[0]["content"] == "?":
-        raise Failed(Failure(Category.TOKENIZER, "no question"))
+        raise RolloutFailed(Failure(Category.TOKENIZER, "no question"))
     return template(lambda m: f"{m['content'] or m['tool_calls']}{STOP}")(messages, generation_prompt)
 
 
@@ -345,7 +350,7 @@ def test_a_short_form_holds_where_what_it_keeps_decides_the_environment(
     render: Callable[..., str], holds: bool
 ) -> None:
     probed = probe(render, {8: STOP})
-    assert (probed.final, probed.refusal, probed.short_form) == (Stop(STOP, 8), "", holds)
+    assert (probed.final, probed.refusal, probed.short_form) == (StopToken(STOP, 8), "", holds)
 
 
 def test_a_template_that_shows_no_answers_closes_none() -> None:
@@ -378,7 +383,7 @@ def test_a_refusal_shows_the_end_of_what_was_rendered() -> None:
 def test_a_template_that_only_works_without_a_generation_prompt_is_refused() -> None:
     def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
         if len(messages) == 1 and generation_prompt:
-            raise Failed(Failure(Category.TOKENIZER, "no prompt"))
+            raise RolloutFailed(Failure(Category.TOKENIZER, "no prompt"))
         return template()(messages, generation_prompt)
 
     assert "no prompt" in probe(render, {}).refusal
@@ -411,13 +416,13 @@ def test_not_a_number_is_an_argument_too() -> None:
 
 
 def test_forms_are_values() -> None:
-    assert Form() == Form()
-    assert len({Form(), Form(), *Form().others()}) == 12
+    assert RenderingForm() == RenderingForm()
+    assert len({RenderingForm(), RenderingForm(), *RenderingForm().others()}) == 12
 
 
 async def test_as_much_is_told_around_a_parting_as_is_said(ours: Any) -> None:
     loaded = ours("toy")
-    parting = Parting(loaded)
+    parting = DriftExcerpt(loaded)
     ids = loaded.encode("".join(chr(97 + number % 26) + "\n" for number in range(60)))
     reported = ids[:20] + pack_tokens([0]) + ids[21:]
     expected = await parting.around(Prediction(pack_tokens(), ids), reported, pack_tokens())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.edge.tokens.renderer import Renderer
-from rollout_server.edge.tokens.rendering_form import Arguments, Form, Measure, Tools, parsed
+from rollout_server.edge.tokens.rendering_form import Arguments, CountingMethod, RenderingForm, Tools, parsed
 
 from tests.tokens.conftest import TOOLS, Plain, answered, call, packed
 
@@ -34,7 +34,7 @@ def growth(naive: Plain, prompts: Sequence[Sequence[Mapping[str, Any]]], ids: Se
 
 
 def test_others_are_all_others_the_nearest_first() -> None:
-    form = Form()
+    form = RenderingForm()
     others = list(form.others())
     assert len(others) == len({form, *others}) - 1 == 11
     assert all((other.tools, other.arguments, other.measure).count(None) == 0 for other in others)
@@ -53,7 +53,7 @@ def test_calls_of_another_shape_stay_as_they_are() -> None:
 
 
 def test_the_form_with_other_arguments_differs_in_nothing_else() -> None:
-    for form in (Form(), *Form().others()):
+    for form in (RenderingForm(), *RenderingForm().others()):
         other = form.with_other_arguments()
         assert (other.tools, other.measure) == (form.tools, form.measure)
         assert {other.arguments, form.arguments} == set(Arguments)
@@ -70,7 +70,7 @@ async def test_parsed_arguments_are_learnt_from_the_first_prompt_with_calls(ours
     rendered = await renderer.predict(packed(*second), answered(CALLED, ids), 1)
     reported = pack_tokens(naive.prompt(objects(second), TOOLS))
     assert await renderer.learn(rendered.predicted, reported) == rendered.predicted
-    assert renderer.form == Form(arguments=Arguments.PARSED)
+    assert renderer.form == RenderingForm(arguments=Arguments.PARSED)
     third = [*second, AGAIN, HEARD_AGAIN]
     rendered = await renderer.predict(packed(*third), answered(AGAIN, ids), 3)
     assert rendered.mask_length == growth(naive, [objects(second), objects(third)], ids, TOOLS)
@@ -100,21 +100,21 @@ async def test_counts_are_those_of_the_other_forms(ours, plain, family) -> None:
         assert (await other.predict(*turn)).mask_length == length
 
 
-@pytest.mark.parametrize("measure", Measure)
+@pytest.mark.parametrize("measure", CountingMethod)
 async def test_two_things_are_learnt_at_once_and_what_is_counted_stays(ours, plain, measure) -> None:
     toy, messages = plain("toy"), [ASKED, AGAIN, HEARD]
     for tools, reported in (
         (Tools.NONE, toy.prompt(objects(messages))),
         (Tools.TOLD, toy.prompt(objects(messages), TOOLS)),
     ):
-        renderer = Renderer(ours("toy"), TOOLS, {}, form=Form(measure=measure))
+        renderer = Renderer(ours("toy"), TOOLS, {}, form=RenderingForm(measure=measure))
         rendered = await renderer.predict(packed(*messages), answered(AGAIN, [5]), 1)
         await renderer.learn(rendered.predicted, pack_tokens(reported))
-        assert renderer.form == Form(tools, Arguments.PARSED, measure)
-    renderer = Renderer(ours("toy"), TOOLS, {}, form=Form(measure=measure))
+        assert renderer.form == RenderingForm(tools, Arguments.PARSED, measure)
+    renderer = Renderer(ours("toy"), TOOLS, {}, form=RenderingForm(measure=measure))
     predicted = (await renderer.predict(packed(ASKED), None, 0)).predicted
     await renderer.learn(predicted, pack_tokens(toy.prompt([ASKED])))
-    assert renderer.form == Form(tools=Tools.NONE, measure=measure)
+    assert renderer.form == RenderingForm(tools=Tools.NONE, measure=measure)
 
 
 async def test_calls_in_the_first_message_are_parsed_too(ours, plain) -> None:
@@ -122,12 +122,12 @@ async def test_calls_in_the_first_message_are_parsed_too(ours, plain) -> None:
     predicted = (await renderer.predict(packed(AGAIN, HEARD), None, 0)).predicted
     reported = pack_tokens(plain("toy").prompt(objects([AGAIN, HEARD]), TOOLS))
     assert (await renderer.learn(predicted, reported)).environment == reported != predicted.environment
-    assert renderer.form == Form(arguments=Arguments.PARSED)
+    assert renderer.form == RenderingForm(arguments=Arguments.PARSED)
 
 
 async def test_counts_that_no_mask_could_have_are_left_out(ours) -> None:
     renderer, messages = Renderer(ours("toy"), TOOLS, {}), packed(ASKED, AGAIN, HEARD)
-    form = Form(arguments=Arguments.PARSED)
+    form = RenderingForm(arguments=Arguments.PARSED)
     length = (await renderer.counts(messages, answered(AGAIN, [5]), 1))[form]
     none_left = await renderer.counts(messages, answered(AGAIN, [5] * (1 + length)), 1)
     assert none_left[form] == 0
@@ -141,10 +141,10 @@ async def test_a_trainer_that_keeps_tokens_counts_what_it_appends(ours, plain) -
     thought = {"role": "assistant", "content": "Eight.", "reasoning_content": "Five and three. " * 50}
     more = {"role": "user", "content": "And twice that?"}
     ids = plain("qwen3").ids("<think>\n" + thought["reasoning_content"] + "\n</think>\n\nEight.<|im_end|>")
-    renderer = Renderer(ours("qwen3"), [], {}, form=Form(measure=Measure.APPENDED))
+    renderer = Renderer(ours("qwen3"), [], {}, form=RenderingForm(measure=CountingMethod.APPENDED))
     rendered = await renderer.predict(packed(ASKED, thought, more), answered(thought, ids), 1)
     assert rendered.mask_length == len(rendered.predicted.environment) > 0
-    assert Measure.APPENDED in {
+    assert CountingMethod.APPENDED in {
         form.measure
         for form in await Renderer(ours("qwen3"), [], {}).counts(
             packed(ASKED, thought, more), answered(thought, ids), 1
@@ -154,14 +154,14 @@ async def test_a_trainer_that_keeps_tokens_counts_what_it_appends(ours, plain) -
 
 async def test_an_adopted_form_is_kept(ours, plain) -> None:
     renderer = Renderer(ours("toy"), TOOLS, {})
-    renderer.adopt(Form(tools=Tools.NONE))
+    renderer.adopt(RenderingForm(tools=Tools.NONE))
     predicted = (await renderer.predict(packed(ASKED), None, 0)).predicted
     assert predicted.environment == pack_tokens(plain("toy").prompt([ASKED]))
     await renderer.learn(predicted, pack_tokens(plain("toy").prompt([ASKED], TOOLS)))
-    assert renderer.form == Form(tools=Tools.NONE)
+    assert renderer.form == RenderingForm(tools=Tools.NONE)
 
 
-@pytest.mark.parametrize("form", [Form(tools=Tools.NONE), Form(arguments=Arguments.PARSED)])
+@pytest.mark.parametrize("form", [RenderingForm(tools=Tools.NONE), RenderingForm(arguments=Arguments.PARSED)])
 async def test_what_was_rendered_in_another_form_is_forgotten(ours, form) -> None:
     """A form may be found out at any turn; the next one counts as if it had always been known."""
     turn = (packed(ASKED, CALLED, HEARD, AGAIN, HEARD_AGAIN), answered(AGAIN, [5]), 3)
@@ -190,4 +190,4 @@ async def test_forms_that_the_template_refuses_are_passed_over(ours, plain) -> N
     reported = pack_tokens(toy.prompt(objects([ASKED, CALLED, HEARD]), TOOLS, chat_template=template))
     assert reported != pack_tokens(toy.prompt([ASKED, CALLED, HEARD], TOOLS, chat_template=template))
     assert await renderer.learn(rendered.predicted, reported) == rendered.predicted
-    assert renderer.form == Form(arguments=Arguments.PARSED)
+    assert renderer.form == RenderingForm(arguments=Arguments.PARSED)

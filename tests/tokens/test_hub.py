@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.loader import TokenizerSettings
-from rollout_server.runtime.ports import Failed
+from rollout_server.edge.tokens.loader import LoaderSettings
+from rollout_server.runtime.ports import RolloutFailed
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -91,13 +91,13 @@ def hub() -> Iterator[str]:
 
 async def answers(names: list[tuple[str, str]]) -> list[str]:
     """What loading says of each name: the stop token, or why not."""
-    tokenizers = Tokenizers(TokenizerSettings())
+    tokenizers = Tokenizers(LoaderSettings())
     said = []
     for name, revision in names:
         try:
             stop = (await tokenizers.load(TokenizerName(name, revision))).probed.final
             said.append(stop.text if stop is not None else "")
-        except Failed as failed:
+        except RolloutFailed as failed:
             said.append(failed.failure.message)
     await tokenizers.close()
     return said

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.edge.tokens.renderer import Renderer
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 from tests.tokens.conftest import FAMILIES, TOOLS, Plain, answered, call, packed
 
@@ -140,7 +140,7 @@ async def test_every_way_to_render_gives_the_same(ours, plain, family, turns, cu
             assert rendered == await whole.predict(*said)
             assert rendered == await Renderer(loaded, TOOLS, template_kwargs, date=DATE).predict(*said)
             assert not rendered.exact or len(rendered.predicted.closing) == cut
-    except Failed:
+    except RolloutFailed:
         reject()  # templates refuse some of these conversations
 
 

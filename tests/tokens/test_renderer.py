@@ -12,9 +12,9 @@ import pytest
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.outcome import Category
 from rollout_server.edge.tokens.renderer import Renderer
-from rollout_server.edge.tokens.rendering_form import Arguments, Form, Tools
+from rollout_server.edge.tokens.rendering_form import Arguments, RenderingForm, Tools
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from tests.tokens.conftest import FAMILIES, TOOLS, answered, call, packed
@@ -38,7 +38,7 @@ async def second_turn(renderer: Renderer, said: Any, ids: list[int], *new: Any, 
 
 
 async def failure(renderer: Renderer, *messages: Any) -> Any:
-    with pytest.raises(Failed) as caught:
+    with pytest.raises(RolloutFailed) as caught:
         await renderer.predict(packed(*messages), None, 0)
     return caught.value.failure
 
@@ -183,7 +183,7 @@ async def test_a_trainer_that_renders_without_the_tools_is_followed(ours, plain,
     reported = pack_tokens(naive.prompt([ASKED]))
     assert predicted.environment == pack_tokens(naive.prompt([ASKED], TOOLS)) != reported
     assert await renderer.learn(predicted, reported) == Prediction(pack_tokens(), reported)
-    assert renderer.form == Form(tools=Tools.NONE)
+    assert renderer.form == RenderingForm(tools=Tools.NONE)
     turn = [ASKED, CALLED, HEARD]
     rendered = await renderer.predict(packed(*turn), answered(CALLED, [stop]), 1)
     assert rendered.mask_length == len(naive.prompt(turn)) - len(reported) - 1
@@ -266,7 +266,7 @@ async def test_template_arguments_reach_the_template_and_only_that(ours, plain) 
     rendered = await renderer.predict(packed(ASKED), None, 0)
     assert rendered.predicted.environment == pack_tokens(plain("qwen3").prompt([ASKED], None, enable_thinking=False))
     for name in ("tokenize", "chat_template", "truncation", "messages", "self"):
-        with pytest.raises(Failed, match=name):
+        with pytest.raises(RolloutFailed, match=name):
             Renderer(ours("qwen3"), [], {name: True})
 
 

@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rollout_server.edge.tokens.chat_template import Templates
 from rollout_server.edge.tokens.sandbox import remember
 from rollout_server.edge.tokens.tokenizer import Frame
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 from tests.tokens.conftest import FAMILIES, SHARED, TOOLS, call, shared
 
@@ -154,7 +154,7 @@ def test_a_template_is_looked_at_when_its_tokenizer_is_loaded_and_when_it_is_swi
     assert loaded.text([ASKED, SAID], Frame()) == "What is 5 + 3?\nEight."
     switched = loaded.switched({"bad": True})
     assert switched.text([ASKED, SAID], Frame(template_kwargs={"bad": True})) == "What is 5 + 3?\nEight.-1"
-    with pytest.raises(Failed, match="integer division or modulo by zero"):
+    with pytest.raises(RolloutFailed, match="integer division or modulo by zero"):
         switched.text([ASKED, SAID, ASKED], Frame(template_kwargs={"bad": True}))
 
 

@@ -11,10 +11,10 @@ from rollout_server import tool
 from rollout_server.core.message import ToolCall
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.loader import TokenizerSettings
-from rollout_server.edge.tools.token_count import TokenMeasure, fitting
-from rollout_server.runtime.tools.executor import Toolbox
-from rollout_server.runtime.tools.resources import Workbench
+from rollout_server.edge.tokens.loader import LoaderSettings
+from rollout_server.edge.tools.token_count import TokenizerTokenCounter, fitting
+from rollout_server.runtime.tools.executor import ToolExecutor
+from rollout_server.runtime.tools.resources import ToolResources
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 NAME = TokenizerName("toy", "")
@@ -22,7 +22,7 @@ NAME = TokenizerName("toy", "")
 
 @pytest.fixture
 async def tokenizers() -> AsyncIterator[Tokenizers]:
-    made = Tokenizers(TokenizerSettings(directories={"toy": TOY_TOKENIZER}, local_files_only=True))
+    made = Tokenizers(LoaderSettings(directories={"toy": TOY_TOKENIZER}, local_files_only=True))
     yield made
     await made.close()
 
@@ -44,7 +44,7 @@ async def test_a_result_has_no_more_tokens_than_it_may_and_few_less(tokenizers: 
         return text
 
     loaded = await tokenizers.load(NAME)
-    box = Toolbox((tell,), Workbench(measure=TokenMeasure(tokenizers)), NAME)
+    box = ToolExecutor((tell,), ToolResources(measure=TokenizerTokenCounter(tokenizers)), NAME)
     told = (await box.run(ToolCall("c", "tell", "{}"))).text
     kept, note, _ = told.rpartition("\n[Cut: ")
     if len(loaded.encode(text)) <= 200:
@@ -59,7 +59,7 @@ async def test_a_result_has_no_more_tokens_than_it_may_and_few_less(tokenizers: 
 async def test_a_result_that_fits_stays_as_it_is(tokenizers: Tokenizers) -> None:
     loaded = await tokenizers.load(NAME)
     text = "one two three " * 50
-    measure = TokenMeasure(tokenizers)
+    measure = TokenizerTokenCounter(tokenizers)
     assert await measure.fitting(NAME, text, len(loaded.encode(text))) == len(text)
 
 
@@ -69,7 +69,7 @@ async def test_characters_count_where_tokens_cannot(tokenizers: Tokenizers, name
     async def tell() -> str:
         return text
 
-    box = Toolbox((tell,), Workbench(measure=TokenMeasure(tokenizers)), name)
+    box = ToolExecutor((tell,), ToolResources(measure=TokenizerTokenCounter(tokenizers)), name)
     told = (await box.run(ToolCall("c", "tell", "{}"))).text
     assert told.startswith(text[:40] + "\n[Cut: the last 60 of 100 characters are missing]")
 

@@ -16,8 +16,8 @@ import pytest
 from rollout_server import tool
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.edge.tools.pool import PoolLimits, ProcessPool
-from rollout_server.runtime.tools.executor import Toolbox, ToolResult
-from rollout_server.runtime.tools.resources import Workbench
+from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
+from rollout_server.runtime.tools.resources import ToolResources
 
 from tests.tools import offered
 
@@ -29,8 +29,8 @@ class Bench:
 
     def __init__(self, limits: PoolLimits | None = None) -> None:
         self.pool = ProcessPool(limits)
-        self.bench = Workbench(processes=self.pool)
-        self.box = Toolbox(TOOLS, self.bench)
+        self.bench = ToolResources(processes=self.pool)
+        self.box = ToolExecutor(TOOLS, self.bench)
 
     async def __call__(self, name: str, **arguments: JSON) -> ToolResult:
         return await self.box.run(ToolCall("c", name, json.dumps(arguments)))

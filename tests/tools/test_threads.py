@@ -12,12 +12,12 @@ import time
 
 from rollout_server import tool
 from rollout_server.core.message import ToolCall
-from rollout_server.runtime.tools.executor import Toolbox, ToolResult
-from rollout_server.runtime.tools.resources import ToolLimits, Workbench
-from rollout_server.runtime.tools.task import Work
+from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
+from rollout_server.runtime.tools.resources import ToolLimits, ToolResources
+from rollout_server.runtime.tools.task import ToolTask
 
 
-async def run(box: Toolbox, name: str, **arguments: object) -> ToolResult:
+async def run(box: ToolExecutor, name: str, **arguments: object) -> ToolResult:
     return await box.run(ToolCall("c", name, json.dumps(arguments)))
 
 
@@ -29,7 +29,7 @@ async def test_a_thread_that_never_returns_is_left_alone() -> None:
         go.wait(60)
         left.set()
 
-    box = Toolbox((hold,))
+    box = ToolExecutor((hold,))
     assert (await run(box, "hold")).content == "Error: hold took longer than 0.05 s"
     assert not left.is_set()
     go.set()
@@ -48,7 +48,7 @@ async def test_threads_are_counted_and_the_next_calls_wait_for_them() -> None:
         go.wait(60)
         return number
 
-    box = Toolbox((hold,), Workbench(ToolLimits(threads=2)))
+    box = ToolExecutor((hold,), ToolResources(ToolLimits(threads=2)))
     running = [asyncio.create_task(run(box, "hold", number=number)) for number in range(4)]
     await asyncio.to_thread(full.wait, 60)
     await asyncio.sleep(0.05)
@@ -68,7 +68,7 @@ async def test_a_call_that_was_given_up_holds_its_place_until_its_thread_ends() 
     def quick() -> str:
         return "done"
 
-    box = Toolbox((hold, quick), Workbench(ToolLimits(threads=1)))
+    box = ToolExecutor((hold, quick), ToolResources(ToolLimits(threads=1)))
     await run(box, "hold")
     waiting = asyncio.create_task(run(box, "quick"))
     waiting.add_done_callback(lambda _: again.set())
@@ -85,7 +85,7 @@ async def test_whatever_a_thread_raises_arrives() -> None:
             kind
         ]
 
-    box = Toolbox((raise_it,))
+    box = ToolExecutor((raise_it,))
     said = [(await run(box, "raise_it", kind=kind)).content for kind in ("exit", "key", "stop", "gone")]
     assert said == [
         "Error: SystemExit: 3",
@@ -103,7 +103,7 @@ async def test_a_thread_sees_the_context_of_its_call() -> None:
         return variable.get()
 
     variable.set("set")
-    assert (await run(Toolbox((look,)), "look")).content == "set"
+    assert (await run(ToolExecutor((look,)), "look")).content == "set"
 
 
 async def test_a_result_is_written_in_the_thread() -> None:
@@ -117,7 +117,7 @@ async def test_a_result_is_written_in_the_thread() -> None:
         where.append(threading.get_ident())
         return Late()
 
-    assert (await run(Toolbox((give,)), "give")).failed
+    assert (await run(ToolExecutor((give,)), "give")).failed
     assert where != [threading.get_ident()]
 
 
@@ -140,4 +140,4 @@ print(asyncio.run(Toolbox((hold,)).run(ToolCall("c", "hold", "{}"))).text)
 
 
 async def test_work_outside_a_toolbox_waits_for_its_thread() -> None:
-    assert await Work("alone").in_thread(lambda: time.sleep(0) or "done") == "done"
+    assert await ToolTask("alone").in_thread(lambda: time.sleep(0) or "done") == "done"

@@ -11,8 +11,8 @@ from rollout_server.core.ledger import MAX_TOKEN_ID
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import tool_calls
 from rollout_server.core.outcome import Category
-from rollout_server.edge.trainer.chat_completion import Answer, read_answer
-from rollout_server.runtime.ports import Failed
+from rollout_server.edge.trainer.chat_completion import ChatCompletion, read_answer
+from rollout_server.runtime.ports import RolloutFailed
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 5, "b": 3}'}}
 MESSAGE = {"role": "assistant", "content": "Adding.", "tool_calls": [CALL]}
@@ -40,11 +40,11 @@ def with_text(path: tuple[Any, ...], text: str) -> bytes:
     return json.dumps(body).replace(f'"{MARK}"', text).encode("utf-8", "surrogatepass")
 
 
-def check(body: bytes) -> Answer | str:
+def check(body: bytes) -> ChatCompletion | str:
     """Reads an answer; checks what must be true of it, or of its failure."""
     try:
         read = read_answer(body, 7, ids_needed=True, most_calls=Limits().calls_read)
-    except Failed as failed:
+    except RolloutFailed as failed:
         failure = failed.failure
         assert (failure.category, failure.turn, failure.http_status) == (Category.VALIDATION, 7, None)
         assert failure.message.startswith("turn 7: the trainer's answer is malformed: ")
@@ -54,7 +54,7 @@ def check(body: bytes) -> Answer | str:
     return read
 
 
-def obeys(read: Answer, body: bytes) -> None:
+def obeys(read: ChatCompletion, body: bytes) -> None:
     """What an answer promises."""
     assert read.message.text.encode() in body
     assert read.message.role.strip()

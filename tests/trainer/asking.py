@@ -8,7 +8,7 @@ from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
-from rollout_server.runtime.ports import Ask, Credentials, Failed, Sampler
+from rollout_server.runtime.ports import CompletionRequest, Credentials, RolloutFailed, Sampler
 
 QUESTION = Message.write({"role": "user", "content": "5 plus 3?"})
 MORE = Message.write({"role": "user", "content": "And 3 more?"})
@@ -44,7 +44,7 @@ class Asking:
         self.credentials = Credentials(completions=credential)
         self.deadline = deadline
         self.sampling = sampling
-        self.asks: list[Ask] = []
+        self.asks: list[CompletionRequest] = []
         self.remarks: list[tuple[str, str]] = []
         self._messages = [QUESTION]
         self._last: Answered | None = None
@@ -52,10 +52,12 @@ class Asking:
         self._turn = 0
 
     async def turn(self, sampling: Sampling | None = None) -> Answered:
-        """The next answer; None: sampled as in all turns. Raises `Failed`."""
+        """The next answer; None: sampled as in all turns. Raises `RolloutFailed`."""
         asked = Asked(self._turn + 1, "0", TURN_KEY.format(turn=self._turn + 1), len(self._messages))
         before = self._messages, self._last, self._last_messages
-        ask = Ask(asked, *before, self.deadline, self.credentials, self._remark, sampling or self.sampling)
+        ask = CompletionRequest(
+            asked, *before, self.deadline, self.credentials, self._remark, sampling or self.sampling
+        )
         self.asks.append(ask)
         answered = await self.sampler.sample(ask)
         self._turn, self._last, self._last_messages = asked.turn, answered, len(self._messages)
@@ -66,7 +68,7 @@ class Asking:
         """How the next turn fails."""
         try:
             answered = await self.turn()
-        except Failed as failed:
+        except RolloutFailed as failed:
             return failed.failure
         raise AssertionError(f"the turn was answered: {answered}")
 

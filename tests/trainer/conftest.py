@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 import pytest
 from rollout_server.app import loop_factory
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.loader import TokenizerSettings
+from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
-from rollout_server.edge.trainer.retry import Retries
+from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 
@@ -45,7 +45,7 @@ def client(connect: Callable[[HttpSettings], HttpClient]) -> HttpClient:
 @pytest.fixture
 async def trainers(client: HttpClient) -> AsyncIterator[MaskedTrainers]:
     """What samplers of the synchronous dialect share; the tokenizer "toy" is the built-in one."""
-    tokenizers = Tokenizers(TokenizerSettings(directories={"toy": TOY_TOKENIZER}, local_files_only=True))
+    tokenizers = Tokenizers(LoaderSettings(directories={"toy": TOY_TOKENIZER}, local_files_only=True))
     yield MaskedTrainers(client, tokenizers)
     await tokenizers.close()
 
@@ -53,4 +53,4 @@ async def trainers(client: HttpClient) -> AsyncIterator[MaskedTrainers]:
 @pytest.fixture
 def plain(client: HttpClient) -> PlainTrainers:
     """What samplers of the asynchronous dialect share; they ask again up to three times, and soon."""
-    return PlainTrainers(client, Retries(count=3, first=0.01, most=0.02))
+    return PlainTrainers(client, RetryPolicy(count=3, first=0.01, most=0.02))

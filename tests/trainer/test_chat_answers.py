@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rollout_server.core.ledger import MAX_TOKEN_ID
 from rollout_server.core.outcome import Category
-from rollout_server.edge.trainer.chat_completion import Answer
+from rollout_server.edge.trainer.chat_completion import ChatCompletion
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 
 from tests.trainer.answers import GOOD, check, with_text
@@ -31,7 +31,7 @@ def test_an_id_that_is_none_is_named(field: str, wrong: str) -> None:
 
 @pytest.mark.parametrize("field", IDS)
 def test_the_largest_id_is_one(field: str) -> None:
-    assert isinstance(check(with_text((field, 1), str(MAX_TOKEN_ID))), Answer)
+    assert isinstance(check(with_text((field, 1), str(MAX_TOKEN_ID))), ChatCompletion)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_is_wrong_is_named(path: tuple[Any, ...], text: str, named: str) ->
 )
 def test_logprobs_that_do_not_fit_are_none(text: str) -> None:
     read = check(with_text(("logprobs",), text))
-    assert isinstance(read, Answer)
+    assert isinstance(read, ChatCompletion)
     assert read.logprobs is None
 
 
@@ -88,19 +88,19 @@ def test_logprobs_that_do_not_fit_are_none(text: str) -> None:
 )
 def test_logprobs_are_finite_or_none(text: str) -> None:
     said = check(with_text(("logprobs",), text))
-    if isinstance(said, Answer):
+    if isinstance(said, ChatCompletion):
         assert said.logprobs is None or all(math.isfinite(value) for value in said.logprobs)
 
 
 @pytest.mark.parametrize("usage", ['{"prompt_tokens": null}', '{"prompt_tokens": 2.0}', "[]", '"none"'])
 def test_usage_is_not_needed_and_so_never_wrong(usage: str) -> None:
-    assert isinstance(check(with_text(("usage",), usage)), Answer)
+    assert isinstance(check(with_text(("usage",), usage)), ChatCompletion)
 
 
 def test_absent_extensions() -> None:
     body = {key: GOOD[key] for key in ("choices", "token_ids")}
     read = check(json.dumps(body).encode())
-    assert isinstance(read, Answer)
+    assert isinstance(read, ChatCompletion)
     assert (read.reported, read.logprobs) == (None, None)
 
 
@@ -142,7 +142,7 @@ MESSAGES = [
 @pytest.mark.parametrize("message", MESSAGES)
 def test_messages_are_kept_to_the_byte(message: str) -> None:
     read = check(with_text(("choices", 0, "message"), message))
-    assert isinstance(read, Answer)
+    assert isinstance(read, ChatCompletion)
     assert read.message.text == message
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_server.core.ledger import MAX_TOKEN_ID
-from rollout_server.edge.trainer.chat_completion import Answer
+from rollout_server.edge.trainer.chat_completion import ChatCompletion
 
 from tests.trainer.answers import GOOD, MESSAGE, check, with_text
 
@@ -85,7 +85,7 @@ def test_anything_anywhere(path: tuple[Any, ...], text: str) -> None:
 @given(PLACES)
 def test_anything_missing(path: tuple[Any, ...]) -> None:
     said = check(without(path))
-    assert isinstance(said, Answer) or FIELD.search(said) or "not JSON" in said
+    assert isinstance(said, ChatCompletion) or FIELD.search(said) or "not JSON" in said
 
 
 @settings(max_examples=200, deadline=None)
@@ -110,7 +110,7 @@ def test_what_is_right_is_read_as_it_is(ids: list[int], data: st.DataObject) -> 
     logprobs = data.draw(st.lists(st.floats(-100, 0, width=32), min_size=len(ids), max_size=len(ids)))
     body = json.dumps({**GOOD, "token_ids": ids, "prompt_token_ids": ids[::-1], "logprobs": logprobs}).encode()
     read = check(body)
-    assert isinstance(read, Answer)
+    assert isinstance(read, ChatCompletion)
     assert (list(read.token_ids), list(read.reported or ())) == (ids, ids[::-1])
     assert list(read.logprobs or ()) == logprobs
     assert json.loads(read.message.text) == MESSAGE

@@ -13,8 +13,8 @@ import pytest
 from rollout_server.core.outcome import Category
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpSettings
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
-from rollout_server.edge.trainer.retry import Errand, fetch_once
-from rollout_server.runtime.ports import Failed
+from rollout_server.edge.trainer.retry import CompletionFetch, fetch_once
+from rollout_server.runtime.ports import RolloutFailed
 
 from tests.trainer.asking import Asking
 from tests.trainer.raw_trainer import COMPLETION, Act, answer, endless, raw_trainer, silence
@@ -78,8 +78,8 @@ async def oversized(connect: Connect, act: Act) -> str:
     """How an answer over 1 MiB fails. The client has given up the connection afterwards."""
     client = connect(HttpSettings(timeout=20, max_answer_bytes=2**20))
     async with raw_trainer(act) as trainer:
-        with pytest.raises(Failed) as caught:
-            await fetch_once(client, Errand(request(trainer.url), 1))
+        with pytest.raises(RolloutFailed) as caught:
+            await fetch_once(client, CompletionFetch(request(trainer.url), 1))
         assert len(trainer.requests) == 1
         return caught.value.failure.message
 

@@ -11,7 +11,7 @@ import pytest
 from rollout_server.core.outcome import Category
 from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
-from rollout_server.edge.trainer.retry import Retries
+from rollout_server.edge.trainer.retry import RetryPolicy
 
 from tests.trainer.asking import Asking
 from tests.trainer.raw_trainer import Act, answer, endless, raw_trainer
@@ -66,7 +66,7 @@ TOO_LARGE: dict[str, Act] = {
 
 @pytest.mark.parametrize("act", TOO_LARGE.values(), ids=TOO_LARGE.keys())
 async def test_what_is_larger_than_can_be_read_is_given_up(connect: Connect, act: Act) -> None:
-    trainers = PlainTrainers(connect(HttpSettings(timeout=20, max_answer_bytes=LIMIT)), Retries(2, 0.0, 0.0))
+    trainers = PlainTrainers(connect(HttpSettings(timeout=20, max_answer_bytes=LIMIT)), RetryPolicy(2, 0.0, 0.0))
     category, text, attempts = await failure_of(trainers, act)
     assert (category, attempts) == (Category.VALIDATION, 1)
     assert f"{LIMIT} bytes" in text
@@ -85,7 +85,7 @@ HEADS: dict[str, Act] = {
 
 @pytest.mark.parametrize("act", HEADS.values(), ids=HEADS.keys())
 async def test_heads_that_are_none(connect: Connect, act: Act) -> None:
-    trainers = PlainTrainers(connect(HttpSettings(timeout=1.0)), Retries(1, 0.0, 0.0))
+    trainers = PlainTrainers(connect(HttpSettings(timeout=1.0)), RetryPolicy(1, 0.0, 0.0))
     category, _, attempts = await failure_of(trainers, act)
     assert category in (Category.NETWORK, Category.TIMEOUT, Category.VALIDATION)
     assert attempts <= 2

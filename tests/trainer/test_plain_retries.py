@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 from rollout_server.core.outcome import Category
-from rollout_server.edge.trainer.http_client import HttpAnswer, HttpClient, HttpSettings
+from rollout_server.edge.trainer.http_client import HttpClient, HttpResponse, HttpSettings
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
-from rollout_server.edge.trainer.retry import Retries, pause
+from rollout_server.edge.trainer.retry import RetryPolicy, pause
 
 from tests.trainer.asking import Asking
 from tests.trainer.raw_trainer import (
@@ -76,7 +76,7 @@ async def test_not_for_ever(plain: PlainTrainers, act: Act) -> None:
 
 @pytest.mark.parametrize("act", [silence(), endless(b" ", seconds=0.02)], ids=["no_answer", "slow_drip"])
 async def test_a_timeout_counts_the_whole_answer_and_is_asked_again(connect: Connect, act: Act) -> None:
-    trainers = PlainTrainers(connect(HttpSettings(timeout=0.4)), Retries(1, 0.0, 0.0))
+    trainers = PlainTrainers(connect(HttpSettings(timeout=0.4)), RetryPolicy(1, 0.0, 0.0))
     async with raw_trainer(act) as trainer:
         failure = await Asking(trainers, trainer.url).failure()
         check_repeats(trainer, 2)
@@ -169,9 +169,11 @@ async def test_never_beyond_the_time_of_the_rollout(plain: PlainTrainers, status
 
 @one_loop
 @pytest.mark.parametrize("status", [429, 503])
-@pytest.mark.parametrize(("retries", "wait"), [(Retries(), 301), (Retries(refused=20), 21)], ids=["default", "set"])
+@pytest.mark.parametrize(
+    ("retries", "wait"), [(RetryPolicy(), 301), (RetryPolicy(refused=20), 21)], ids=["default", "set"]
+)
 async def test_minutes_at_most_where_the_rollout_has_a_day(
-    client: HttpClient, status: int, retries: Retries, wait: int
+    client: HttpClient, status: int, retries: RetryPolicy, wait: int
 ) -> None:
     async with raw_trainer(answer(b"come back later", status, retry_after=str(wait)), answer()) as trainer:
         failure = await Asking(
@@ -184,13 +186,13 @@ async def test_minutes_at_most_where_the_rollout_has_a_day(
 @one_loop
 async def test_refusals_are_waited_for_from_the_first_of_them_on(client: HttpClient) -> None:
     """Other failures before it take nothing of that time."""
-    trainers = PlainTrainers(client, Retries(first=0.3, refused=0.2))
+    trainers = PlainTrainers(client, RetryPolicy(first=0.3, refused=0.2))
     async with raw_trainer(answer(b"", 500), answer(b"", 503, retry_after="0"), answer()) as trainer:
         assert (await Asking(trainers, trainer.url).turn()).attempts == 3
 
 
 async def test_a_trainer_that_is_down_for_a_moment_costs_no_sibling(connect: Connect) -> None:
-    trainers = PlainTrainers(connect(HttpSettings()), Retries(count=20, first=0.02, most=0.1))
+    trainers = PlainTrainers(connect(HttpSettings()), RetryPolicy(count=20, first=0.02, most=0.1))
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # nobody listens yet
         asking = Asking(trainers, f"http://127.0.0.1:{bound.getsockname()[1]}")
@@ -248,7 +250,7 @@ async def test_each_turn_has_a_key_of_its_own(plain: PlainTrainers) -> None:
 @one_loop
 async def test_no_retries_at_all_can_be_wished_for(client: HttpClient) -> None:
     async with raw_trainer(answer(b"", 500), answer()) as trainer:
-        failure = await Asking(PlainTrainers(client, Retries(0)), trainer.url).failure()
+        failure = await Asking(PlainTrainers(client, RetryPolicy(0)), trainer.url).failure()
         check_repeats(trainer, 1)
     assert failure.http_status == 500
 
@@ -261,7 +263,9 @@ async def test_a_turn_that_is_cancelled_between_two_attempts_asks_no_more(client
         asked.set()
 
     async with raw_trainer(fail) as trainer:
-        turn = asyncio.create_task(Asking(PlainTrainers(client, Retries(first=3600, most=3600)), trainer.url).turn())
+        turn = asyncio.create_task(
+            Asking(PlainTrainers(client, RetryPolicy(first=3600, most=3600)), trainer.url).turn()
+        )
         await asked.wait()
         turn.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -270,15 +274,15 @@ async def test_a_turn_that_is_cancelled_between_two_attempts_asks_no_more(client
 
 
 def test_waits_double_up_to_the_longest() -> None:
-    assert [Retries().wait(failures) for failures in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-    assert [Retries(first=0.5, most=1.5).wait(failures) for failures in range(4)] == [0.5, 1.0, 1.5, 1.5]
-    assert Retries(count=100, first=0.0).wait(99) == 0.0
-    assert Retries(count=100).wait(99) == 30.0
+    assert [RetryPolicy().wait(failures) for failures in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+    assert [RetryPolicy(first=0.5, most=1.5).wait(failures) for failures in range(4)] == [0.5, 1.0, 1.5, 1.5]
+    assert RetryPolicy(count=100, first=0.0).wait(99) == 0.0
+    assert RetryPolicy(count=100).wait(99) == 30.0
 
 
 @pytest.mark.parametrize("said", [None, 0.0, 0.3, 7.0])
 def test_however_often_a_request_was_not_taken_the_pause_is_bounded(said: float | None) -> None:
-    pauses = [pause(HttpAnswer(429, b"", said), attempts) for attempts in (1, 2, 3, 10, 1000, 100_000)]
+    pauses = [pause(HttpResponse(429, b"", said), attempts) for attempts in (1, 2, 3, 10, 1000, 100_000)]
     assert all(earlier <= later for earlier, later in itertools.pairwise(pauses))
     assert pauses[0] > 0
     assert pauses[-1] == max(said or 0.0, 1.0)

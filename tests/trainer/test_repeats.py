@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpSettings
-from rollout_server.edge.trainer.retry import Errand, Fetched, fetch_once
-from rollout_server.runtime.ports import Failed
+from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, fetch_once
+from rollout_server.runtime.ports import RolloutFailed
 
 from tests.trainer.raw_trainer import COMPLETION, Act, answer, closed, endless, head, raw_trainer, reset, silence
 
@@ -25,11 +25,11 @@ TWICE = re.compile(r"could not be reached \(\w+\) in 2 attempts")
 
 async def fetch(client: HttpClient, url: str) -> Fetched:
     request = HttpRequest(f"{url}/v1/chat/completions", b"{}", {"idempotency-key": "u/0/3"})
-    return await fetch_once(client, Errand(request, 3))
+    return await fetch_once(client, CompletionFetch(request, 3))
 
 
 async def failure(client: HttpClient, url: str) -> Failure:
-    with pytest.raises(Failed) as caught:
+    with pytest.raises(RolloutFailed) as caught:
         await fetch(client, url)
     found = caught.value.failure
     assert found.turn == 3

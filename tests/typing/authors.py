@@ -7,7 +7,7 @@ from datetime import datetime
 from random import Random
 from typing import Any, assert_type
 
-from rollout_server import Agent, Limits, Reply, Request, Run, ToolError, Verdict, serve, tool
+from rollout_server import Agent, Limits, Reply, Request, RewardResult, Run, ToolError, serve, tool
 from rollout_server.runtime.ports import Tool
 
 
@@ -74,8 +74,8 @@ class Asynchronous(Agent):
     async def fetch(self) -> dict[str, int]:
         return {}
 
-    async def reward(self, run: Run) -> Verdict:
-        return Verdict(1.0, {"short": 0.5}, '{"a": 1}')
+    async def reward(self, run: Run) -> RewardResult:
+        return RewardResult(1.0, {"short": 0.5}, '{"a": 1}')
 
 
 class Plain(Agent):
@@ -137,5 +137,5 @@ async def misuse(run: Run, reply: Reply) -> None:
     run.mask("reply", "dull")  # type: ignore[arg-type]
     run.wait(reply)  # type: ignore[arg-type]
     Limits(turn=3)  # type: ignore[call-arg]
-    Verdict("1.0")  # type: ignore[arg-type]
+    RewardResult("1.0")  # type: ignore[arg-type]
     reply.finish_reason = "stop"  # type: ignore[misc]

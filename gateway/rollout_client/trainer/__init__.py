@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from rollout_client.samples import SampleSpan, TrainingSample
 from rollout_client.trainer import parsers
-from rollout_client.trainer.completion import Answer, Parse, ToolCall
-from rollout_client.trainer.generation import Decode, Generate, Generated, Sampling, TryAgainLater
+from rollout_client.trainer.completion import Parse, ParsedCompletion, ToolCall
+from rollout_client.trainer.generation import Decode, Generate, Generated, SamplingParams, TryAgainLater
 from rollout_client.trainer.prompts import Render
 from rollout_client.trainer.results import Finished, Group, Prompt, PromptLike, RecordMismatch
 from rollout_client.trainer.server import Serving
@@ -20,7 +20,6 @@ from rollout_client.trainer.trainer import ModelFields, RolloutFields, Trainer
 from rollout_client.trainer.verify import Mismatch
 
 __all__ = [
-    "Answer",
     "Decode",
     "Finished",
     "Generate",
@@ -29,13 +28,14 @@ __all__ = [
     "Mismatch",
     "ModelFields",
     "Parse",
+    "ParsedCompletion",
     "Prompt",
     "PromptLike",
     "RecordMismatch",
     "Render",
     "RolloutFields",
     "SampleSpan",
-    "Sampling",
+    "SamplingParams",
     "Serving",
     "ToolCall",
     "Trainer",

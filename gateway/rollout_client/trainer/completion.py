@@ -26,7 +26,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ParsedCompletion:
     """A parsed answer.
 
     Args:
@@ -40,21 +40,21 @@ class Answer:
     reasoning: str | None = None
 
 
-Parse: TypeAlias = Callable[[str], Answer]
+Parse: TypeAlias = Callable[[str], ParsedCompletion]
 """Text of an answer, without its end token, to what it means. Text that means nothing is content."""
 
 
-def plain(text: str) -> Answer:
+def plain(text: str) -> ParsedCompletion:
     """The parser for models that call no tools: all is content."""
-    return Answer(text)
+    return ParsedCompletion(text)
 
 
-def message_of(answer: Answer, turn: int, *, typed: bool) -> Message:
+def message_of(answer: ParsedCompletion, turn: int, *, typed: bool) -> Message:
     """The message, in the typed form or as JSON. Calls without an id, or with one that is taken, get one of their own.
 
     Raises TypeError for what is no answer.
     """
-    if not isinstance(answer, Answer):
+    if not isinstance(answer, ParsedCompletion):
         raise TypeError(f"parse must return an Answer, not {type(answer).__name__}")
     for call in answer.tool_calls:
         if not isinstance(call, ToolCall):
@@ -63,8 +63,8 @@ def message_of(answer: Answer, turn: int, *, typed: bool) -> Message:
         (call_id, sendable(call.name, "ToolCall.name"), sendable(call.arguments, "ToolCall.arguments"))
         for call_id, call in zip(_ids(answer.tool_calls, turn), answer.tool_calls, strict=True)
     ]
-    content = sendable(answer.content, "Answer.content")
-    reasoning = sendable(answer.reasoning, "Answer.reasoning") if answer.reasoning is not None else None
+    content = sendable(answer.content, "ParsedCompletion.content")
+    reasoning = sendable(answer.reasoning, "ParsedCompletion.reasoning") if answer.reasoning is not None else None
     if typed:
         chat = ChatMessage(role="assistant", reasoning=reasoning)
         chat.parts.add(text=content)

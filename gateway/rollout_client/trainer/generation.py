@@ -16,7 +16,7 @@ MODEL_BIT: Final = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How to sample. None means that the trainer decides; 0 is a value.
 
     Args:
@@ -53,7 +53,7 @@ class Generated:
     policy_version: str = ""
 
 
-Generate: TypeAlias = Callable[[Sequence[int], Sampling], Awaitable[Generated]]
+Generate: TypeAlias = Callable[[Sequence[int], SamplingParams], Awaitable[Generated]]
 """Prompt ids and how to sample, to an answer. It is cancelled when nobody waits for the answer any more."""
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 """Ids of an answer, without the one that ends it, to its text."""
@@ -69,9 +69,9 @@ class TryAgainLater(Exception):
         self.seconds = seconds
 
 
-def sampling_of(proto: spec_pb2.Sampling) -> Sampling:
+def sampling_of(proto: spec_pb2.Sampling) -> SamplingParams:
     """What a request asks for."""
-    return Sampling(
+    return SamplingParams(
         temperature=proto.temperature if proto.HasField("temperature") else None,
         top_p=proto.top_p if proto.HasField("top_p") else None,
         max_tokens=proto.max_tokens if proto.HasField("max_tokens") else None,

@@ -44,7 +44,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LedgerRun:
     """Tokens of one author in one turn.
 
     Args:
@@ -63,10 +63,10 @@ class Run:
     policy_version: str = ""
     own: bool = False
 
-    def since(self, token: int) -> Run:
+    def since(self, token: int) -> LedgerRun:
         """The run without its first tokens."""
         logprobs = None if self.logprobs is None else self.logprobs[token:]
-        return Run(self.turn, self.by_model, self.ids[token:], logprobs, self.policy_version, self.own)
+        return LedgerRun(self.turn, self.by_model, self.ids[token:], logprobs, self.policy_version, self.own)
 
 
 class SegmentLedger:
@@ -77,7 +77,7 @@ class SegmentLedger:
     """
 
     def __init__(self) -> None:
-        self.runs: list[Run] = []
+        self.runs: list[LedgerRun] = []
         self.marks: list[Mark] = []
         self.inherited = 0
         self.restarted = False
@@ -104,7 +104,7 @@ class SegmentLedger:
             start += len(run.ids)
         return True
 
-    def mark(self, messages: int, more: Iterable[Run] = ()) -> Mark:
+    def mark(self, messages: int, more: Iterable[LedgerRun] = ()) -> Mark:
         """What is held, or would be with more runs, as a checkpoint of so many messages."""
         digest, tokens = self._digest.copy(), self.tokens
         for run in more:
@@ -112,7 +112,7 @@ class SegmentLedger:
             tokens += len(run.ids)
         return Mark(messages, tokens, digest.digest())
 
-    def append(self, runs: Iterable[Run]) -> None:
+    def append(self, runs: Iterable[LedgerRun]) -> None:
         """Adds runs; empty ones are nothing."""
         for run in runs:
             if run.ids:
@@ -120,7 +120,7 @@ class SegmentLedger:
                 self._ids.extend(run.ids)
                 _extend(self._digest, run)
 
-    def adopt(self, runs: Sequence[Run]) -> None:
+    def adopt(self, runs: Sequence[LedgerRun]) -> None:
         """Takes a history over from the server, with a mark behind each answer in it."""
         for index, run in enumerate(runs):
             self.append((run,))
@@ -128,13 +128,13 @@ class SegmentLedger:
             if run.by_model and (after is None or not after.by_model or after.turn != run.turn):
                 self.marks.append(self.mark(0))
 
-    def behind(self, runs: Sequence[Run]) -> Sequence[Run] | None:
+    def behind(self, runs: Sequence[LedgerRun]) -> Sequence[LedgerRun] | None:
         """What a whole history adds to this ledger; None: it does not extend it."""
         digest, left = hashlib.sha256(), self.tokens
         for index, run in enumerate(runs):
             if left < len(run.ids):
-                _extend(digest, Run(run.turn, run.by_model, run.ids[:left]))
-                found: Sequence[Run] = (run.since(left), *runs[index + 1 :])
+                _extend(digest, LedgerRun(run.turn, run.by_model, run.ids[:left]))
+                found: Sequence[LedgerRun] = (run.since(left), *runs[index + 1 :])
                 break
             _extend(digest, run)
             left -= len(run.ids)
@@ -151,7 +151,7 @@ class SegmentLedger:
         for run in self.runs:
             if left <= 0:
                 break
-            made.append((Run(run.turn, run.by_model, run.ids[:left], run.logprobs, run.policy_version),))
+            made.append((LedgerRun(run.turn, run.by_model, run.ids[:left], run.logprobs, run.policy_version),))
             left -= len(run.ids)
         made.inherited = made.tokens
         made.marks = [mark for mark in self.marks if mark.tokens <= at.tokens]
@@ -168,10 +168,10 @@ class SegmentLedger:
                 yield _span(run.since(skipped), opened=opened)
 
 
-def runs_of(spans: Iterable[token_pb2.Span]) -> list[Run]:
+def runs_of(spans: Iterable[token_pb2.Span]) -> list[LedgerRun]:
     """The runs of spans that were checked."""
     return [
-        Run(
+        LedgerRun(
             span.turn,
             span.author == token_pb2.AUTHOR_MODEL,
             array("I", span.token_ids),
@@ -183,12 +183,12 @@ def runs_of(spans: Iterable[token_pb2.Span]) -> list[Run]:
     ]
 
 
-def _extend(digest: _Hash, run: Run) -> None:
+def _extend(digest: _Hash, run: LedgerRun) -> None:
     words = [token | MODEL_BIT for token in run.ids] if run.by_model else run.ids
     digest.update(struct.pack(f"<{len(words)}I", *words))
 
 
-def _span(run: Run, *, opened: bool) -> token_pb2.Span:
+def _span(run: LedgerRun, *, opened: bool) -> token_pb2.Span:
     span = token_pb2.Span(turn=run.turn, token_ids=run.ids, policy_version=run.policy_version)
     if run.by_model:
         span.author = token_pb2.AUTHOR_MODEL

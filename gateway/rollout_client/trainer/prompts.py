@@ -18,16 +18,16 @@ from osmosis.rollout.v1.message_pb2 import Tool
 
 from rollout_client.results import messages
 from rollout_client.trainer.generation import MODEL_BIT, token_ids
-from rollout_client.trainer.ledger import Mark, Run, SegmentLedger, runs_of
-from rollout_client.trainer.refusal import Refused, base_unknown, invalid, mismatch
-from rollout_client.trainer.rollout_records import JsonObject, Prompt, Record
+from rollout_client.trainer.ledger import LedgerRun, Mark, SegmentLedger, runs_of
+from rollout_client.trainer.refusal import RefusedCall, base_unknown, invalid, mismatch
+from rollout_client.trainer.rollout_records import JsonObject, Record, TurnPrompt
 
 Render: TypeAlias = Callable[[Sequence[JsonObject], Sequence[JsonObject]], Sequence[int]]
 """Messages and tools, in the shape that chat templates know, to prompt ids."""
 
 
 def check(request: pb.CompleteRequest, *, renders: bool) -> None:
-    """Raises `Refused` for a request that nothing held here can make right."""
+    """Raises `RefusedCall` for a request that nothing held here can make right."""
     for name in ("uid", "segment_id"):
         if not getattr(request, name):
             raise invalid(name, "is missing")
@@ -42,11 +42,11 @@ def check(request: pb.CompleteRequest, *, renders: bool) -> None:
         _check_tokens(request.new_tokens)
     elif not renders:
         text = "this trainer generates from token ids: set token_mode to TOKEN_MODE_TOKENS and name a tokenizer in the spec"
-        raise Refused(grpc.StatusCode.UNIMPLEMENTED, "MESSAGE_MODE", text)
+        raise RefusedCall(grpc.StatusCode.UNIMPLEMENTED, "MESSAGE_MODE", text)
 
 
-def prompt_of(record: Record, request: pb.CompleteRequest, render: Render | None) -> Prompt:
-    """The prompt of a checked request. Raises `Refused` where the records part; whatever `render` raises goes through."""
+def prompt_of(record: Record, request: pb.CompleteRequest, render: Render | None) -> TurnPrompt:
+    """The prompt of a checked request. Raises `RefusedCall` where the records part; whatever `render` raises goes through."""
     if record.typed is None and request.new_messages:
         record.typed = request.new_messages[0].WhichOneof("form") == "chat"
     if request.HasField("new_tokens") or render is None:
@@ -54,7 +54,7 @@ def prompt_of(record: Record, request: pb.CompleteRequest, render: Render | None
     return _from_messages(record, request, render)
 
 
-def _from_tokens(record: Record, request: pb.CompleteRequest) -> Prompt:
+def _from_tokens(record: Record, request: pb.CompleteRequest) -> TurnPrompt:
     known, runs = record.segments.get(request.segment_id), runs_of(request.new_tokens.spans)
     if request.HasField("base"):
         ledger = _at_base(record, request)
@@ -79,7 +79,7 @@ def _from_tokens(record: Record, request: pb.CompleteRequest) -> Prompt:
             f"new_tokens.after has {_at(_mark(after))}, but base and spans make {_at(mark)} in turn {request.turn}",
             ledger.marks,
         )
-    return Prompt(record, request.segment_id, ledger, ledger.tokens, runs, mark)
+    return TurnPrompt(record, request.segment_id, ledger, ledger.tokens, runs, mark)
 
 
 def _at_base(record: Record, request: pb.CompleteRequest) -> SegmentLedger:
@@ -103,7 +103,7 @@ def _at_base(record: Record, request: pb.CompleteRequest) -> SegmentLedger:
     )
 
 
-def _from_messages(record: Record, request: pb.CompleteRequest, render: Render) -> Prompt:
+def _from_messages(record: Record, request: pb.CompleteRequest, render: Render) -> TurnPrompt:
     conversation = _conversation(record, request)
     rendered = token_ids(render(conversation, _tools(record, request)), "what render returned")
     if not rendered:
@@ -113,9 +113,9 @@ def _from_messages(record: Record, request: pb.CompleteRequest, render: Render) 
     if rendered[: ledger.tokens] != ledger.ids:
         ledger = SegmentLedger()
         ledger.restarted = True
-    runs = [Run(request.turn, False, array("I", rendered[ledger.tokens :]))]
+    runs = [LedgerRun(request.turn, False, array("I", rendered[ledger.tokens :]))]
     mark = ledger.mark(len(conversation), runs)
-    return Prompt(record, request.segment_id, ledger, ledger.tokens, runs, mark, conversation)
+    return TurnPrompt(record, request.segment_id, ledger, ledger.tokens, runs, mark, conversation)
 
 
 def _conversation(record: Record, request: pb.CompleteRequest) -> list[JsonObject]:
@@ -154,7 +154,7 @@ def _check_tokens(tokens: pb.NewTokens) -> None:
     if not tokens.HasField("after"):
         raise invalid("new_tokens.after", "is missing")
     if tokens.media:
-        raise Refused(
+        raise RefusedCall(
             grpc.StatusCode.UNIMPLEMENTED, "MEDIA", "this trainer generates from text only; new_tokens.media is set"
         )
     _check_checkpoint(tokens.after, "new_tokens.after")

@@ -22,7 +22,7 @@ _MOST_MARKS = 64
 _LONGEST_TEXT = 1000  # characters
 
 
-class Refused(Exception):
+class RefusedCall(Exception):
     """A call that ends with a status.
 
     Args:
@@ -49,10 +49,10 @@ class Refused(Exception):
         return ((DETAILS, status.SerializeToString()),)
 
 
-def invalid(field: str, text: str) -> Refused:
+def invalid(field: str, text: str) -> RefusedCall:
     """A field that breaks the contract."""
     violation = BadRequest.FieldViolation(field=field, description=text[:_LONGEST_TEXT])
-    return Refused(
+    return RefusedCall(
         grpc.StatusCode.INVALID_ARGUMENT,
         "INVALID_REQUEST",
         f"{field}: {text}",
@@ -60,26 +60,26 @@ def invalid(field: str, text: str) -> Refused:
     )
 
 
-def base_unknown(text: str) -> Refused:
+def base_unknown(text: str) -> RefusedCall:
     """The server is to send the whole history once."""
-    return Refused(grpc.StatusCode.FAILED_PRECONDITION, "BASE_UNKNOWN", text)
+    return RefusedCall(grpc.StatusCode.FAILED_PRECONDITION, "BASE_UNKNOWN", text)
 
 
-def mismatch(text: str, marks: Sequence[Mark]) -> Refused:
+def mismatch(text: str, marks: Sequence[Mark]) -> RefusedCall:
     """The two records part. What is held here after each turn goes along, the last turns first to stay."""
     held = LedgerMismatch(checkpoints=[mark.proto() for mark in marks[-_MOST_MARKS:]])
-    return Refused(grpc.StatusCode.ABORTED, "LEDGER_MISMATCH", text, held)
+    return RefusedCall(grpc.StatusCode.ABORTED, "LEDGER_MISMATCH", text, held)
 
 
-def later(seconds: float) -> Refused:
+def later(seconds: float) -> RefusedCall:
     """Nothing was generated; ask again."""
     nanos = math.ceil(seconds * 1e9)
     delay = Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
     text = f"the trainer cannot generate now; ask again in {seconds:g} s"
-    return Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "TRY_AGAIN_LATER", text, RetryInfo(retry_delay=delay))
+    return RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "TRY_AGAIN_LATER", text, RetryInfo(retry_delay=delay))
 
 
-def failed(part: str, turn_key: str) -> Refused:
+def failed(part: str, turn_key: str) -> RefusedCall:
     """A fault of the trainer's own code; its text stays in its log."""
     text = f"{part} failed in the trainer, whose log has it under {turn_key!r}; correct it there and start the rollout anew"
-    return Refused(grpc.StatusCode.INTERNAL, f"{part.upper()}_FAILED", text)
+    return RefusedCall(grpc.StatusCode.INTERNAL, f"{part.upper()}_FAILED", text)

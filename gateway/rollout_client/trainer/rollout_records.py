@@ -9,14 +9,14 @@ from typing import Any, TypeAlias
 
 from osmosis.rollout.v1.completion_service_pb2 import CompleteResponse, ReadLedgerRequest, ReadLedgerResponse
 
-from rollout_client.trainer.ledger import Mark, Run, SegmentLedger
+from rollout_client.trainer.ledger import LedgerRun, Mark, SegmentLedger
 from rollout_client.trainer.refusal import mismatch
 
 JsonObject: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StoredCompletion:
     """A turn's answer, to be given again.
 
     Args:
@@ -39,7 +39,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TurnPrompt:
     """What a turn is generated from, checked: a ledger, and what is new behind it.
 
     Args:
@@ -56,7 +56,7 @@ class Prompt:
     segment_id: str
     ledger: SegmentLedger
     length: int
-    runs: Sequence[Run]
+    runs: Sequence[LedgerRun]
     mark: Mark
     conversation: Sequence[JsonObject] | None = None
 
@@ -84,7 +84,7 @@ class Record:
 
     segments: dict[str, SegmentLedger] = field(default_factory=dict)
     left: list[tuple[str, SegmentLedger]] = field(default_factory=list)
-    told: dict[str, Told] = field(default_factory=dict)
+    told: dict[str, StoredCompletion] = field(default_factory=dict)
     conversations: dict[str, Sequence[JsonObject]] = field(default_factory=dict)
     tools: dict[bytes, Sequence[JsonObject]] = field(default_factory=dict)
     latest_tools: bytes = b""
@@ -95,7 +95,7 @@ class Record:
         yield from self.segments.items()
         yield from self.left
 
-    def take(self, prompt: Prompt, answer: Run) -> Mark:
+    def take(self, prompt: TurnPrompt, answer: LedgerRun) -> Mark:
         """Adds a turn, or leaves everything as it is and raises `Refused`: another one of the segment was first."""
         held, ledger = self.segments.get(prompt.segment_id), prompt.ledger
         replaces = ledger.restarted and ledger.tokens == 0

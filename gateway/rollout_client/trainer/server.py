@@ -19,7 +19,7 @@ from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import outcome_service_pb2
 
 from rollout_client.trainer.outcomes import Outcomes
-from rollout_client.trainer.refusal import Refused
+from rollout_client.trainer.refusal import RefusedCall
 from rollout_client.trainer.rollout_records import Records
 from rollout_client.trainer.turns import Turns
 
@@ -103,17 +103,17 @@ class Listener:
         ledger = self._records.ledger(request)
         if ledger is None:
             text = f"segment {request.segment_id!r} of rollout {request.uid!r} is not known here, or not any more"
-            raise Refused(grpc.StatusCode.NOT_FOUND, "SEGMENT_UNKNOWN", text)
+            raise RefusedCall(grpc.StatusCode.NOT_FOUND, "SEGMENT_UNKNOWN", text)
         return ledger
 
     async def deliver(self, request: outcome_service_pb2.DeliverOutcomeRequest) -> Message:
         """Takes an outcome in, once; again it is acknowledged and nothing else."""
         if not request.HasField("rollout") or not request.rollout.HasField("outcome"):
             text = "rollout: a finished one must be delivered"
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", text)
+            raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", text)
         if not self._outcomes.settle(request.rollout):
             text = f"nobody here waits for rollout {request.rollout.uid!r}; another trainer may have started it"
-            raise Refused(grpc.StatusCode.NOT_FOUND, "ROLLOUT_UNKNOWN", text)
+            raise RefusedCall(grpc.StatusCode.NOT_FOUND, "ROLLOUT_UNKNOWN", text)
         return outcome_service_pb2.DeliverOutcomeResponse()
 
     def _completions(self) -> grpc.GenericRpcHandler:
@@ -138,11 +138,13 @@ class Listener:
             try:
                 self._authorize(context.invocation_metadata() or ())
                 return await answer(request)
-            except Refused as error:
+            except RefusedCall as error:
                 refused = error
             except Exception:
                 _LOG.exception("a call of the rollout server failed")
-                refused = Refused(grpc.StatusCode.INTERNAL, "INTERNAL", "a fault of the trainer's, whose log has it")
+                refused = RefusedCall(
+                    grpc.StatusCode.INTERNAL, "INTERNAL", "a fault of the trainer's, whose log has it"
+                )
             await context.abort(refused.code, refused.text, refused.trailers())
             raise AssertionError("abort raises")
 
@@ -157,7 +159,7 @@ class Listener:
         sent = given.encode() if isinstance(given, str) else given
         if not hmac.compare_digest(sent, f"Bearer {self.bearer}".encode()):
             text = "the bearer token is missing or not of this trainer; it travels in the rollout's credentials"
-            raise Refused(grpc.StatusCode.UNAUTHENTICATED, "BEARER", text)
+            raise RefusedCall(grpc.StatusCode.UNAUTHENTICATED, "BEARER", text)
 
 
 def _serialize(message: Message) -> bytes:

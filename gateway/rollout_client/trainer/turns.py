@@ -20,10 +20,10 @@ from osmosis.rollout.v1.message_pb2 import Message
 from rollout_client.results import messages
 from rollout_client.trainer.completion import Parse, message_of, sendable
 from rollout_client.trainer.generation import Decode, Generate, Generated, TryAgainLater, checked, sampling_of
-from rollout_client.trainer.ledger import Run
+from rollout_client.trainer.ledger import LedgerRun
 from rollout_client.trainer.prompts import Render, check, prompt_of
-from rollout_client.trainer.refusal import Refused, failed, invalid, later
-from rollout_client.trainer.rollout_records import Prompt, Record, Records, Told
+from rollout_client.trainer.refusal import RefusedCall, failed, invalid, later
+from rollout_client.trainer.rollout_records import Record, Records, StoredCompletion, TurnPrompt
 
 _LOG: Final = logging.getLogger("rollout_client")
 _T = TypeVar("_T")
@@ -59,7 +59,7 @@ class Turns:
         self._going: dict[str, _Going] = {}
 
     async def answer(self, request: pb.CompleteRequest) -> pb.CompleteResponse:
-        """The answer of a turn. Raises `Refused`. Cancelling the last one who waits cancels the generation."""
+        """The answer of a turn. Raises `RefusedCall`. Cancelling the last one who waits cancels the generation."""
         check(request, renders=self._model.render is not None)
         key, asked = request.turn_key, _asked(request)
         record = self._records.find(request.uid)
@@ -123,7 +123,7 @@ class Turns:
         if going is None or going.task is not asyncio.current_task():
             # It was cancelled, and the generation took no notice.
             raise asyncio.CancelledError
-        run = Run(
+        run = LedgerRun(
             request.turn, True, ids, None if sampling.logprobs is False else logprobs, generated.policy_version, True
         )
         text = _guarded("decode", key, lambda: sendable(self._model.decode(self._said(ids)), "what decode returned"))
@@ -133,7 +133,7 @@ class Turns:
         if calls and response.finish_reason == "stop":
             response.finish_reason = "tool_calls"
         ledger = None if prompt.conversation is None else prompt.ledger
-        told = record.told[key] = Told(asked, response.SerializeToString(), ledger, prompt.mark.tokens)
+        told = record.told[key] = StoredCompletion(asked, response.SerializeToString(), ledger, prompt.mark.tokens)
         return told.response()
 
     def _said(self, ids: array[int]) -> list[int]:
@@ -145,7 +145,9 @@ class Turns:
         answer = self._model.parse(text)
         return message_of(answer, turn, typed=bool(record.typed)), bool(answer.tool_calls)
 
-    def _response(self, prompt: Prompt, message: Message, run: Run, generated: Generated) -> pb.CompleteResponse:
+    def _response(
+        self, prompt: TurnPrompt, message: Message, run: LedgerRun, generated: Generated
+    ) -> pb.CompleteResponse:
         """The answer as it travels, without the prompt's ids. With it the turn enters the ledger."""
         response = pb.CompleteResponse(
             message=message,
@@ -167,7 +169,7 @@ def _guarded(part: str, key: str, work: Callable[[], _T]) -> _T:
     """What a part of the user's returns. Its errors stay in the log."""
     try:
         return work()
-    except Refused:
+    except RefusedCall:
         raise
     except Exception:
         _LOG.exception("%s failed for turn %s", part, key)

@@ -16,10 +16,10 @@ from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_gateway.calls import CallMetadata
 from rollout_gateway.channel import ServerChannel
 from rollout_gateway.fleet.errors import combined
-from rollout_gateway.fleet.members import Member, Terms
+from rollout_gateway.fleet.members import Member, StartConstraints
 from rollout_gateway.fleet.merging import merged_page
 from rollout_gateway.fleet.relay import Relay, chained
-from rollout_gateway.fleet.routing import Answers, Whereabouts
+from rollout_gateway.fleet.routing import FleetResponses, Routing
 from rollout_gateway.fleet.summary import summed, united
 
 if TYPE_CHECKING:
@@ -50,13 +50,13 @@ class Fleet:
         members = [Member(channel) for channel in channels if isinstance(channel, ServerChannel)]
         if not members or len({member.address for member in members}) != len(channels):
             raise ValueError("several servers need channels that open_channel made, to different addresses")
-        self._places = Whereabouts(members)
+        self._places = Routing(members)
 
     async def StartRollout(
         self, request: pb.StartRolloutRequest, *, metadata: CallMetadata = (), timeout: float | None = None
     ) -> pb.StartRolloutResponse:
         """Has one of the servers accept a rollout, or find it."""
-        terms = Terms.of(metadata, timeout)
+        terms = StartConstraints.of(metadata, timeout)
 
         async def ask(member: Member) -> pb.StartRolloutResponse:
             answer = await member.stub.StartRollout(request, metadata=terms.metadata, timeout=terms.left)
@@ -69,7 +69,7 @@ class Fleet:
         self, request: pb.RunRolloutRequest, *, metadata: CallMetadata = (), timeout: float | None = None
     ) -> Relay[pb.RunRolloutResponse]:
         """Has one of the servers accept a rollout, or find it, and streams its events."""
-        terms = Terms.of(metadata, timeout)
+        terms = StartConstraints.of(metadata, timeout)
 
         async def find(relay: Relay[pb.RunRolloutResponse]) -> AsyncIterator[pb.RunRolloutResponse]:
             async def ask(member: Member) -> AsyncIterator[pb.RunRolloutResponse]:
@@ -89,7 +89,7 @@ class Fleet:
         self, request: pb.WatchRolloutRequest, *, metadata: CallMetadata = (), timeout: float | None = None
     ) -> Relay[pb.WatchRolloutResponse]:
         """Streams a rollout's events."""
-        terms = Terms.of(metadata, timeout)
+        terms = StartConstraints.of(metadata, timeout)
 
         async def find(relay: Relay[pb.WatchRolloutResponse]) -> AsyncIterator[pb.WatchRolloutResponse]:
             member = await self._places.owner(request.uid, terms)
@@ -101,7 +101,7 @@ class Fleet:
         self, request: pb.WaitRolloutRequest, *, metadata: CallMetadata = (), timeout: float | None = None
     ) -> pb.WaitRolloutResponse:
         """Waits for a rollout's end."""
-        terms = Terms.of(metadata, timeout)
+        terms = StartConstraints.of(metadata, timeout)
         member = await self._places.owner(request.uid, terms)
         return await member.stub.WaitRollout(request, metadata=terms.metadata, timeout=terms.left)
 
@@ -109,7 +109,7 @@ class Fleet:
         self, request: pb.GetRolloutRequest, *, metadata: CallMetadata = (), timeout: float | None = None
     ) -> pb.GetRolloutResponse:
         """Reads a rollout."""
-        terms = Terms.of(metadata, timeout)
+        terms = StartConstraints.of(metadata, timeout)
         member = await self._places.owner(request.uid, terms)
         return await member.stub.GetRollout(request, metadata=terms.metadata, timeout=terms.left)
 
@@ -117,7 +117,7 @@ class Fleet:
         self, request: pb.AcknowledgeOutcomeRequest, *, metadata: CallMetadata = (), timeout: float | None = None
     ) -> pb.AcknowledgeOutcomeResponse:
         """Takes note that an outcome was received."""
-        terms = Terms.of(metadata, timeout)
+        terms = StartConstraints.of(metadata, timeout)
         member = await self._places.owner(request.uid, terms)
         return await member.stub.AcknowledgeOutcome(request, metadata=terms.metadata, timeout=terms.left)
 
@@ -127,7 +127,7 @@ class Fleet:
         """Reads a page of the rollouts of all servers."""
         # In an order that does not depend on who listed the servers, so that a page token fits any gateway before them.
         members = sorted(self._places.members, key=lambda member: member.address)
-        return await merged_page(members, request, Terms.of(metadata, timeout))
+        return await merged_page(members, request, StartConstraints.of(metadata, timeout))
 
     async def CancelRollouts(
         self, request: pb.CancelRolloutsRequest, *, metadata: CallMetadata = (), timeout: float | None = None
@@ -136,7 +136,7 @@ class Fleet:
 
         If a server fails, others may have done what was asked; as for one server, the call can be repeated freely.
         """
-        terms = Terms.of(metadata, timeout)
+        terms = StartConstraints.of(metadata, timeout)
         uids = list(dict.fromkeys(request.selection.uids))
         owners = await self._places.owners(uids, terms) if uids else None
 
@@ -159,7 +159,7 @@ class Fleet:
         self, request: pb.ListToolsRequest, *, metadata: CallMetadata = (), timeout: float | None = None
     ) -> pb.ListToolsResponse:
         """The tools of an agent, from the first server that can be reached and has it."""
-        terms = Terms.of(metadata, timeout)
+        terms = StartConstraints.of(metadata, timeout)
 
         async def ask(member: Member) -> pb.ListToolsResponse:
             return await member.stub.ListTools(request, metadata=terms.metadata, timeout=terms.left)
@@ -170,7 +170,7 @@ class Fleet:
         self, request: pb.ListAgentsRequest, *, metadata: CallMetadata = (), timeout: float | None = None
     ) -> pb.ListAgentsResponse:
         """The agents of the servers that can be reached, each name once."""
-        terms = Terms.of(metadata, timeout)
+        terms = StartConstraints.of(metadata, timeout)
 
         async def ask(member: Member) -> pb.ListAgentsResponse:
             seconds = terms.at_most(_SUMMARY_SECONDS)
@@ -182,7 +182,7 @@ class Fleet:
         self, request: pb.ListAgentsRequest, *, metadata: CallMetadata = (), timeout: float | None = None
     ) -> pb.ListAgentsResponse:
         """The agents of the server that answers first: one that hangs delays nobody."""
-        terms = Terms.of(metadata, timeout)
+        terms = StartConstraints.of(metadata, timeout)
 
         async def ask(member: Member) -> pb.ListAgentsResponse:
             return await member.stub.ListAgents(request, metadata=terms.metadata, timeout=terms.left)
@@ -193,7 +193,7 @@ class Fleet:
         self, request: pb.GetServerInfoRequest, *, metadata: CallMetadata = (), timeout: float | None = None
     ) -> pb.GetServerInfoResponse:
         """What the servers that can be reached are and can do together."""
-        terms = Terms.of(metadata, timeout)
+        terms = StartConstraints.of(metadata, timeout)
 
         async def ask(member: Member) -> pb.GetServerInfoResponse:
             seconds = terms.at_most(_SUMMARY_SECONDS)
@@ -201,11 +201,11 @@ class Fleet:
 
         return summed(await self._some(ask, terms))
 
-    async def _some(self, ask: Callable[[Member], Awaitable[_T]], terms: Terms) -> Sequence[_T]:
+    async def _some(self, ask: Callable[[Member], Awaitable[_T]], terms: StartConstraints) -> Sequence[_T]:
         answers = await self._places.everywhere(ask)
         if not answers.found:
             raise self._failure(answers, terms, _NOBODY)
         return [answer for _, answer in answers.found]
 
-    def _failure(self, answers: Answers[_T], terms: Terms, consequence: str) -> grpc.aio.AioRpcError:
+    def _failure(self, answers: FleetResponses[_T], terms: StartConstraints, consequence: str) -> grpc.aio.AioRpcError:
         return combined(answers.failures, len(self._places.members), consequence, over=terms.over)

@@ -56,14 +56,14 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class StartConstraints:
     """On what terms a request to the fleet is answered: in whose name, and until when on the monotonic clock."""
 
     metadata: tuple[tuple[str, str], ...]
     ends: float | None
 
     @classmethod
-    def of(cls, metadata: tuple[tuple[str, str], ...] | None, timeout: float | None) -> "Terms":
+    def of(cls, metadata: tuple[tuple[str, str], ...] | None, timeout: float | None) -> "StartConstraints":
         """The terms of a call that begins now; `timeout` in seconds."""
         return cls(metadata or (), None if timeout is None else time.monotonic() + timeout)
 

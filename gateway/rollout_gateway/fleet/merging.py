@@ -24,7 +24,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import (
 )
 
 from rollout_gateway.fleet.errors import combined, invalid
-from rollout_gateway.fleet.members import Member, Terms
+from rollout_gateway.fleet.members import Member, StartConstraints
 
 _MAX_PAGE: Final = 1000
 _DEFAULT_PAGE: Final = 100
@@ -34,7 +34,7 @@ _LIGHT: Final = (ROLLOUT_VIEW_UNSPECIFIED, ROLLOUT_VIEW_BASIC)
 _Key = tuple[int, str]
 
 
-class _Place(msgspec.Struct, array_like=True):
+class _ServerPosition(msgspec.Struct, array_like=True):
     """How far a server was read: the token of its page, none for the first one, and the last rollout that was told of it.
 
     `used`: at the beginning of the page there may be rollouts that were told, or that are newer.
@@ -52,7 +52,7 @@ class _Token(msgspec.Struct, array_like=True):
     fits: str
     time: int
     uid: str
-    places: list[_Place]
+    places: list[_ServerPosition]
 
 
 @dataclass
@@ -60,19 +60,19 @@ class _Reader:
     """Reads one server's pages."""
 
     member: Member
-    place: _Place
+    place: _ServerPosition
     after: _Key | None
     ahead: deque[Rollout] = field(default_factory=deque)
     next_token: str = ""
 
-    async def fill(self, request: ListRolloutsRequest, terms: Terms) -> None:
+    async def fill(self, request: ListRolloutsRequest, terms: StartConstraints) -> None:
         """Reads on until there is a rollout to tell, or none is left."""
         asked = ListRolloutsRequest()
         asked.CopyFrom(request)
         while not self.ahead and not self.place.over:
             if self.next_token:
                 last_uid = self.place.last_uid if self.after is not None else ""
-                self.place = _Place(self.next_token, last_uid, used=self.after is not None)
+                self.place = _ServerPosition(self.next_token, last_uid, used=self.after is not None)
                 self.next_token = ""
             asked.page_token = self.place.token
             page = await self.member.stub.ListRollouts(asked, metadata=terms.metadata, timeout=terms.left)
@@ -88,7 +88,7 @@ class _Reader:
         taken = self.ahead.popleft()
         self.place.last_uid, self.place.used = taken.uid, True
         if not self.ahead:
-            self.place = _Place(token=self.next_token, used=False, over=not self.next_token)
+            self.place = _ServerPosition(token=self.next_token, used=False, over=not self.next_token)
             self.next_token = ""
             self.after = None
         return taken
@@ -104,7 +104,9 @@ class _Reader:
         return page[first:]
 
 
-async def merged_page(members: Sequence[Member], request: ListRolloutsRequest, terms: Terms) -> ListRolloutsResponse:
+async def merged_page(
+    members: Sequence[Member], request: ListRolloutsRequest, terms: StartConstraints
+) -> ListRolloutsResponse:
     """One page over all servers.
 
     Raises AioRpcError: INVALID_ARGUMENT for a wrong size or token, UNAVAILABLE where a server is away, for the page would not be
@@ -130,7 +132,9 @@ async def merged_page(members: Sequence[Member], request: ListRolloutsRequest, t
     return ListRolloutsResponse(rollouts=told, next_page_token=_written(fits, told[-1], readers) if more else "")
 
 
-async def _filled(readers: Sequence[_Reader], request: ListRolloutsRequest, terms: Terms, servers: int) -> None:
+async def _filled(
+    readers: Sequence[_Reader], request: ListRolloutsRequest, terms: StartConstraints, servers: int
+) -> None:
     if all(reader.ahead or reader.place.over for reader in readers):
         return
     ended = await asyncio.gather(*(reader.fill(request, terms) for reader in readers), return_exceptions=True)
@@ -144,7 +148,7 @@ async def _filled(readers: Sequence[_Reader], request: ListRolloutsRequest, term
 
 def _readers(members: Sequence[Member], page_token: str, fits: str) -> list[_Reader]:
     if not page_token:
-        return [_Reader(member, _Place(), None) for member in members]
+        return [_Reader(member, _ServerPosition(), None) for member in members]
     try:
         token = msgspec.json.decode(base64.b64decode(page_token.encode(), altchars=b"-_", validate=True), type=_Token)
     except (ValueError, msgspec.DecodeError):

@@ -6,13 +6,13 @@ from typing import Any, Generic, Protocol, TypeVar
 _Item = TypeVar("_Item")
 
 
-class _Call(Protocol):
+class _StreamCall(Protocol):
     def cancel(self) -> bool: ...
 
     def __aiter__(self) -> AsyncIterator[Any]: ...
 
 
-_SomeCall = TypeVar("_SomeCall", bound=_Call)
+_SomeCall = TypeVar("_SomeCall", bound=_StreamCall)
 
 
 class Relay(Generic[_Item]):
@@ -24,7 +24,7 @@ class Relay(Generic[_Item]):
     def __init__(self, find: Callable[["Relay[_Item]"], Awaitable[AsyncIterator[_Item]]]) -> None:
         self._find = find
         self._items: AsyncIterator[_Item] | None = None
-        self._call: _Call | None = None
+        self._call: _StreamCall | None = None
         self._cancelled = False
 
     def __aiter__(self) -> "Relay[_Item]":

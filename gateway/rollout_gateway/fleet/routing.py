@@ -30,8 +30,8 @@ from rollout_gateway.fleet.members import (
     PART_SECONDS,
     Member,
     Recent,
+    StartConstraints,
     StartKey,
-    Terms,
     ranked,
     start_key,
 )
@@ -46,14 +46,14 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Answers(Generic[_T]):
+class FleetResponses(Generic[_T]):
     """What the servers answered that could, in the fleet's order, and how the others failed."""
 
     found: Sequence[tuple[Member, _T]]
     failures: Sequence[grpc.aio.AioRpcError]
 
 
-class Whereabouts:
+class Routing:
     """Knows the servers, where the latest rollouts are, and which starts were not taken where they belong."""
 
     def __init__(self, members: Sequence[Member]) -> None:
@@ -66,7 +66,9 @@ class Whereabouts:
         """A rollout is there."""
         self._rollouts.put(uid, member)
 
-    async def offer(self, start: pb.StartRolloutRequest, terms: Terms, ask: Callable[[Member], Awaitable[_T]]) -> _T:
+    async def offer(
+        self, start: pb.StartRolloutRequest, terms: StartConstraints, ask: Callable[[Member], Awaitable[_T]]
+    ) -> _T:
         """What the first server answers that takes the start. Raises AioRpcError."""
         key = start_key(start)
         order = ranked(self.members, key)
@@ -93,7 +95,7 @@ class Whereabouts:
             raise refusal
         raise unreachable(away, len(order), "nothing was started")
 
-    async def owner(self, uid: str, terms: Terms) -> Member:
+    async def owner(self, uid: str, terms: StartConstraints) -> Member:
         """The server that has a rollout. Raises AioRpcError: NOT_FOUND if all servers say so, or what one of them says."""
         known = self._rollouts.get(uid)
         if known is None:
@@ -101,7 +103,7 @@ class Whereabouts:
             self._rollouts.put(uid, known)
         return known
 
-    async def owners(self, uids: Sequence[str], terms: Terms) -> Mapping[Member, Sequence[str]]:
+    async def owners(self, uids: Sequence[str], terms: StartConstraints) -> Mapping[Member, Sequence[str]]:
         """The servers that have rollouts. Raises AioRpcError, NOT_FOUND also if only one of the rollouts is nowhere."""
         if len(uids) == 1:
             return {await self.owner(uids[0], terms): uids}
@@ -120,7 +122,7 @@ class Whereabouts:
             raise unknown_rollout(missing[0])
         return {member: theirs for member, theirs in answers.found if theirs}
 
-    async def anybody(self, ask: Callable[[Member], Awaitable[_T]], terms: Terms) -> _T:
+    async def anybody(self, ask: Callable[[Member], Awaitable[_T]], terms: StartConstraints) -> _T:
         """What the first server answers that can be reached and knows what it is asked for. Raises AioRpcError."""
         unknown: grpc.aio.AioRpcError | None = None
         failures: list[grpc.aio.AioRpcError] = []
@@ -141,7 +143,7 @@ class Whereabouts:
             raise unknown
         raise combined(failures, len(self.members), "they may know what was asked for", over=terms.over)
 
-    async def everywhere(self, ask: Callable[[Member], Awaitable[_T]]) -> Answers[_T]:
+    async def everywhere(self, ask: Callable[[Member], Awaitable[_T]]) -> FleetResponses[_T]:
         """Asks all servers at once. Raises the AioRpcError of the first that refuses the call as such."""
 
         async def asked(member: Member) -> _T:
@@ -157,9 +159,9 @@ class Whereabouts:
                 raise each
             else:
                 found.append((member, each))
-        return Answers(found, failures)
+        return FleetResponses(found, failures)
 
-    async def _found(self, uid: str, terms: Terms) -> Member:
+    async def _found(self, uid: str, terms: StartConstraints) -> Member:
         asked = pb.GetRolloutRequest(uid=uid)
 
         async def has(member: Member) -> Member:
@@ -168,7 +170,9 @@ class Whereabouts:
 
         return await self.soonest(has, terms, _MAY_BE_THERE)
 
-    async def soonest(self, ask: Callable[[Member], Coroutine[Any, Any, _T]], terms: Terms, consequence: str) -> _T:
+    async def soonest(
+        self, ask: Callable[[Member], Coroutine[Any, Any, _T]], terms: StartConstraints, consequence: str
+    ) -> _T:
         """What the first server to answer says; all are asked at once. Raises AioRpcError.
 
         A server that cannot be reached, and one that does not know what it is asked for, leave it to the others.
@@ -201,7 +205,9 @@ class _Away(Exception):
     """The server cannot be reached."""
 
 
-async def _taken(member: Member, repeatable: bool, terms: Terms, ask: Callable[[Member], Awaitable[_T]]) -> _T:
+async def _taken(
+    member: Member, repeatable: bool, terms: StartConstraints, ask: Callable[[Member], Awaitable[_T]]
+) -> _T:
     """What a server answers to a start. Raises _Away, and AioRpcError if it refuses, or may have taken it."""
     attempt = 1
     while await member.reached(terms.at_most(CONNECT_SECONDS)):

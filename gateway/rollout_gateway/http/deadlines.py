@@ -2,7 +2,7 @@
 
 The header is gRPC's own (a number of up to eight digits and a unit), which HTTP gateways of gRPC services take over. It is
 kept in a context variable for the time of one request, so that no route needs to think of it: `honour_deadline` stands
-before every route, `Bounded` before the stub. A deadline ends a call, never a rollout: a stream that ends so is one whose
+before every route, `DeadlineMiddleware` before the stub. A deadline ends a call, never a rollout: a stream that ends so is one whose
 reader left.
 """
 
@@ -39,7 +39,7 @@ def seconds_left() -> float | None:
     return None if ends is None else ends - time.monotonic()
 
 
-class Bounded:
+class DeadlineMiddleware:
     """A stub whose calls last no longer than the given seconds, whatever their own timeouts say."""
 
     def __init__(self, stub: object, seconds: float) -> None:

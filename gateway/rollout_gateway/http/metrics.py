@@ -13,7 +13,7 @@ _NOWHERE: Final = "none"
 _NO_ANSWER: Final = 499
 
 
-class Meters:
+class HttpMetrics:
     """Counts and times requests in a registry of its own."""
 
     def __init__(self) -> None:
@@ -44,10 +44,10 @@ class Meters:
         return generate_latest(self._registry)
 
 
-class Counting:
+class MetricsMiddleware:
     """ASGI middleware that has each request counted when it is over."""
 
-    def __init__(self, app: ASGIApp, meters: Meters) -> None:
+    def __init__(self, app: ASGIApp, meters: HttpMetrics) -> None:
         self._app = app
         self._meters = meters
 

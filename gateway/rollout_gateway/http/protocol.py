@@ -44,11 +44,11 @@ class ConnectionLimits:
     idle_seconds: int = 75
 
 
-class _Refused(Exception):
+class _ConnectionRefused(Exception):
     """Stops the parser."""
 
 
-class Connection(HttpToolsProtocol):
+class HttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits; these are methods that asyncio and httptools call.
 
     A connection that comes about while the listener is `stopping` is closed: uvicorn would wait for its end.
@@ -149,7 +149,7 @@ class Connection(HttpToolsProtocol):
 
     def _stop(self, refusal: HTTPStatus, reason: str = "") -> None:
         self._refusal, self._reason = refusal, reason
-        raise _Refused
+        raise _ConnectionRefused
 
     def _wait(self, seconds: float | None) -> None:
         if self._timer is not None:

@@ -33,7 +33,7 @@ class Overloaded(Exception):
     """The bodies under way take all the memory that they may."""
 
 
-class Intake:
+class RequestBodies:
     """Reads the bodies of all requests.
 
     Bodies that are being read or parsed hold `budget` bytes together; one that would hold more is refused. Large ones are

@@ -17,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
-class Boundary:
+class RequestBoundary:
     """ASGI middleware that gives each request an id and answers what nobody handled with 500.
 
     A caller's `x-request-id` is kept if it is 1 to 128 visible ASCII characters. The id is found under

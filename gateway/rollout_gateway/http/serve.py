@@ -11,7 +11,7 @@ from typing import Final
 import uvicorn
 from starlette.types import ASGIApp
 
-from rollout_gateway.http.protocol import Connection, ConnectionLimits
+from rollout_gateway.http.protocol import ConnectionLimits, HttpProtocol
 from rollout_gateway.http.tls import Certificates, TlsFiles
 
 _BACKLOG: Final = 4096
@@ -86,7 +86,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http=HttpProtocol,
                 ws="none",
                 lifespan="off",
                 interface="asgi3",
@@ -111,7 +111,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens on the sockets."""
         make = functools.partial(
-            Connection,
+            HttpProtocol,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,

@@ -6,7 +6,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-class Stoppable:
+class ShutdownMiddleware:
     """ASGI middleware that answers 503 when the task of a request is cancelled, and ends a stream as streams end.
 
     Only whoever stops the listener cancels these tasks. Rollouts are not touched: the client comes back, here or to another

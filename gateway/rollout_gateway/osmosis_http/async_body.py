@@ -88,7 +88,7 @@ class ParsedInit:
     metadata_json: str
 
 
-class _Slices(msgspec.Struct):
+class _AsyncSlices(msgspec.Struct):
     messages: msgspec.Raw
     completion_params: dict[str, msgspec.Raw]
     metadata: msgspec.Raw = msgspec.Raw()
@@ -97,7 +97,7 @@ class _Slices(msgspec.Struct):
 def parse_init(content: bytes, max_metadata_bytes: int) -> ParsedInit:
     """Reads the body of `POST /v1/rollout/init`. Raises InvalidBody."""
     body = validated(InitBody, content)
-    slices = msgspec.json.decode(content, type=_Slices)
+    slices = msgspec.json.decode(content, type=_AsyncSlices)
     metadata = b"" if body.metadata is None else bytes(slices.metadata)
     bound_metadata(metadata, max_metadata_bytes)
     return ParsedInit(

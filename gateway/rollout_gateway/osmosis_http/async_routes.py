@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from rollout_gateway.calls import Rollouts, call_metadata
 from rollout_gateway.health import platform_health
-from rollout_gateway.http.request_body import Intake
+from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.key_check import KeyCheck
 from rollout_gateway.osmosis_http import openapi
 from rollout_gateway.osmosis_http.async_body import INIT_EXAMPLE, InitBody, parse_init
@@ -19,27 +19,27 @@ from rollout_gateway.osmosis_http.async_conversion import init_answer, init_fiel
 from rollout_gateway.status import Fields, Problem, logged_problem
 
 _INIT_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
-    202: {"description": "The rollout was accepted, now or before.", "model": openapi.InitAnswer},
+    202: {"description": "The rollout was accepted, now or before.", "model": openapi.InitResponse},
     400: openapi.error("This server cannot run such a rollout."),
     401: openapi.error("The server demands a key, and this is not one."),
     404: openapi.error("There is no such agent."),
     409: openapi.error("The idempotency key, or the rollout id, is known with another payload."),
     413: openapi.error("The body is too large."),
-    422: openapi.error("The body does not validate; nobody was called.", openapi.InvalidBodyAnswer),
+    422: openapi.error("The body does not validate; nobody was called.", openapi.InvalidBodyResponse),
     429: openapi.error("Too many rollouts wait; try again after Retry-After."),
     500: openapi.error("A fault of ours; the server's log has it under the x-request-id."),
     503: openapi.error("The rollout server is not available; try again after Retry-After."),
 }
 _HEALTH_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
-    200: {"model": openapi.HealthAnswer},
+    200: {"model": openapi.HealthResponse},
     401: openapi.error("This is not one of the server's keys."),
     404: openapi.error("The server demands no key."),
-    503: openapi.error("The rollout server is not available.", openapi.UnhealthyAnswer),
+    503: openapi.error("The rollout server is not available.", openapi.UnhealthyResponse),
 }
 _INIT_BODY: Final = openapi.raw_body(InitBody, {"example": INIT_EXAMPLE})
 
 
-def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: Intake) -> APIRouter:
+def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: RequestBodies) -> APIRouter:
     """The routes of the asynchronous dialect."""
     router = APIRouter(tags=["asynchronous dialect"])
 
@@ -66,7 +66,7 @@ def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: Intake) -> A
     return router
 
 
-async def _init(request: Request, rollouts: Rollouts, intake: Intake) -> Response:
+async def _init(request: Request, rollouts: Rollouts, intake: RequestBodies) -> Response:
     metadata = call_metadata(request)
 
     def parse(content: bytes) -> tuple[StartRolloutRequest, Fields]:

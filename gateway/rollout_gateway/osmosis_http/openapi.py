@@ -43,7 +43,7 @@ class ExtraFields(BaseModel):
     trace: list[dict[str, Any]] | None = None
 
 
-class RolloutAnswer(BaseModel):
+class RolloutResponse(BaseModel):
     """How a rollout ended. One that failed is answered like this too, with status ERROR."""
 
     rollout_id: str
@@ -71,7 +71,7 @@ class FunctionTool(BaseModel):
     function: ToolFunction
 
 
-class ToolsAnswer(BaseModel):
+class ToolsResponse(BaseModel):
     """The tools of an agent, in the order in which the model is told."""
 
     tools: list[FunctionTool]
@@ -122,7 +122,7 @@ _ADD: Final[dict[str, Any]] = {
 }
 
 
-class InitAnswer(BaseModel):
+class InitResponse(BaseModel):
     """A rollout was accepted; `rollout_id` is the first one's where the same idempotency key came before."""
 
     model_config = ConfigDict(
@@ -135,7 +135,7 @@ class InitAnswer(BaseModel):
     tools: list[InitTool]
 
 
-class HealthAnswer(BaseModel):
+class HealthResponse(BaseModel):
     """The server is up. `active_rollouts` run or wait for a place, `completed_rollouts` have ended since it started."""
 
     status: Literal["healthy"] = "healthy"
@@ -145,7 +145,7 @@ class HealthAnswer(BaseModel):
     completed_rollouts: int
 
 
-class UnhealthyAnswer(BaseModel):
+class UnhealthyResponse(BaseModel):
     """The server cannot be reached, does not answer as it should (then `detail` says more), or takes no new rollouts."""
 
     status: Literal["unhealthy", "draining"] = "unhealthy"
@@ -153,7 +153,7 @@ class UnhealthyAnswer(BaseModel):
     detail: str | None = None
 
 
-class ErrorAnswer(BaseModel):
+class ErrorResponse(BaseModel):
     """Nothing was started, or nothing can be said about it."""
 
     detail: str
@@ -167,7 +167,7 @@ class Violation(BaseModel):
     msg: str
 
 
-class InvalidBodyAnswer(BaseModel):
+class InvalidBodyResponse(BaseModel):
     """The body does not validate; nobody was called."""
 
     detail: list[Violation]
@@ -182,7 +182,7 @@ def raw_body(model: type[BaseModel], examples: dict[str, Any], *, required: bool
     return {"requestBody": {"required": required, "content": content}}
 
 
-def error(description: str, model: type[BaseModel] = ErrorAnswer) -> dict[str, Any]:
+def error(description: str, model: type[BaseModel] = ErrorResponse) -> dict[str, Any]:
     """An entry of a route's `responses`. The application describes the model, once: FastAPI would compile it for every route."""
     return {"description": description, "content": {"application/json": {"schema": _reference(model)}}}
 

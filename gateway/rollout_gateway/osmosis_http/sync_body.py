@@ -168,7 +168,7 @@ class ParsedRollout:
     template_kwargs_json: str
 
 
-class _Slices(msgspec.Struct):
+class _SyncSlices(msgspec.Struct):
     messages: msgspec.Raw
     metadata: msgspec.Raw = msgspec.Raw()
 
@@ -183,7 +183,7 @@ def parse_rollout(content: bytes, max_metadata_bytes: int) -> ParsedRollout:
     Raises InvalidBody. JSON is what RFC 8259 calls so (no NaN, no lone surrogates), in UTF-8, with integers of any size.
     """
     body = validated(RolloutBody, content)
-    slices = msgspec.json.decode(content, type=_Slices)
+    slices = msgspec.json.decode(content, type=_SyncSlices)
     metadata = bytes(slices.metadata)
     bound_metadata(metadata, max_metadata_bytes)
     kwargs = b""

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from rollout_gateway.calls import CallMetadata, Rollouts, call_metadata, unless_hung_up
 from rollout_gateway.health import health
-from rollout_gateway.http.request_body import Intake
+from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.osmosis_http import openapi
 from rollout_gateway.osmosis_http.outcome import rollout_answer
 from rollout_gateway.osmosis_http.sync_body import EXAMPLE, RolloutBody, parse_rollout
@@ -24,19 +24,19 @@ _COMMON: Final[dict[int | str, dict[str, Any]]] = {
     503: openapi.error("The rollout server is not available; try again after Retry-After."),
 }
 _ROLLOUT_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
-    200: {"description": "The rollout ended, well or not: see `status`.", "model": openapi.RolloutAnswer},
+    200: {"description": "The rollout ended, well or not: see `status`.", "model": openapi.RolloutResponse},
     **_COMMON,
     400: openapi.error("This server cannot run such a rollout."),
     409: openapi.error("A rollout with this id and another payload runs."),
     413: openapi.error("The body is too large."),
-    422: openapi.error("The body does not validate; nobody was called.", openapi.InvalidBodyAnswer),
+    422: openapi.error("The body does not validate; nobody was called.", openapi.InvalidBodyResponse),
     429: openapi.error("Too many rollouts wait; try again after Retry-After."),
     500: openapi.error("A fault of ours; the server's log has it under the x-request-id."),
 }
 _ROLLOUT_BODY: Final = openapi.raw_body(RolloutBody, {"example": EXAMPLE})
 
 
-def synchronous_router(rollouts: Rollouts, intake: Intake) -> APIRouter:
+def synchronous_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
     """The routes of the synchronous dialect."""
     router = APIRouter(tags=["synchronous dialect"])
 
@@ -49,7 +49,7 @@ def synchronous_router(rollouts: Rollouts, intake: Intake) -> APIRouter:
         """
         return await _run_rollout(request, rollouts, intake)
 
-    @router.get("/tools", response_class=JSONResponse, responses={200: {"model": openapi.ToolsAnswer}, **_COMMON})
+    @router.get("/tools", response_class=JSONResponse, responses={200: {"model": openapi.ToolsResponse}, **_COMMON})
     async def list_tools(request: Request, agent: str = "") -> Response:
         """The tools of an agent, the default one if none is named."""
         found = await rollouts.stub.ListTools(
@@ -58,8 +58,8 @@ def synchronous_router(rollouts: Rollouts, intake: Intake) -> APIRouter:
         return Response(tools_answer(found.tools), media_type="application/json")
 
     health_answers: dict[int | str, dict[str, Any]] = {
-        200: {"model": openapi.HealthAnswer},
-        503: openapi.error("The rollout server is not available.", openapi.UnhealthyAnswer),
+        200: {"model": openapi.HealthResponse},
+        503: openapi.error("The rollout server is not available.", openapi.UnhealthyResponse),
     }
 
     @router.get("/health", response_class=JSONResponse, responses=health_answers)
@@ -75,7 +75,7 @@ def _metadata(request: Request, rollouts: Rollouts) -> CallMetadata:
     return call_metadata(request, rollouts.settings.synchronous_key)
 
 
-async def _run_rollout(request: Request, rollouts: Rollouts, intake: Intake) -> Response:
+async def _run_rollout(request: Request, rollouts: Rollouts, intake: RequestBodies) -> Response:
     metadata = _metadata(request, rollouts)
 
     def parse(content: bytes) -> tuple[RunRolloutRequest, bool]:

@@ -66,7 +66,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Endpoint(_Strict):
+class EndpointBody(_Strict):
     """An endpoint that the server calls."""
 
     url: str = Field(
@@ -128,9 +128,9 @@ class StartRollout(_Strict):
     group_id: Name | None = Field(None, description="Rollouts of the same prompt, as you group them.")
     agent: Name | None = Field(None, description="The server's default agent if absent.")
     messages: RawObjects = Field(description="The conversation so far. Goes through untouched, unknown keys included.")
-    completions: Endpoint = Field(description="Who completes: the trainer.")
-    outcome: Endpoint | None = Field(None, description="Who is told the outcome; if absent it is to be fetched.")
-    tools: Endpoint | None = Field(None, description="A ToolService with further tools.")
+    completions: EndpointBody = Field(description="Who completes: the trainer.")
+    outcome: EndpointBody | None = Field(None, description="Who is told the outcome; if absent it is to be fetched.")
+    tools: EndpointBody | None = Field(None, description="A ToolService with further tools.")
     sampling: Sampling | None = None
     limits: Limits | None = None
     tokenizer: Tokenizer | None = Field(None, description="Needed for dialect http_masked and for token_mode tokens.")

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rollout_gateway.calls import Rollouts, StreamEndedEarly, call_metadata, unless_hung_up
-from rollout_gateway.follow import PAUSES, Events, Following
+from rollout_gateway.follow import PAUSES, Events, RolloutFollower
 from rollout_gateway.rest import enums
 from rollout_gateway.rest import openapi as shown
 from rollout_gateway.rest.event import frame
@@ -33,7 +33,7 @@ _MAX_SEQUENCE: Final = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class StreamLimits:
     """How long a stream is kept up in hard times, in seconds."""
 
     #: After so long without an event a comment is sent: proxies close connections on which nothing is said.
@@ -98,7 +98,7 @@ _RESUME_HEADER: Final = {
 }
 
 
-def events_router(rollouts: Rollouts, patience: Patience = Patience()) -> APIRouter:
+def events_router(rollouts: Rollouts, patience: StreamLimits = StreamLimits()) -> APIRouter:
     """The route of the stream."""
     router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"], default_response_class=Response)
     responses = {
@@ -118,7 +118,7 @@ def events_router(rollouts: Rollouts, patience: Patience = Patience()) -> APIRou
         asked = pb.WatchRolloutRequest(
             uid=uid, after_sequence=after, detail=enums.value_of(enums.DETAILS, query.detail)
         )
-        following = Following(rollouts, asked, call_metadata(request), patience.pauses)
+        following = RolloutFollower(rollouts, asked, call_metadata(request), patience.pauses)
         opened = await unless_hung_up(request, following.open())
         if opened is None:
             return Response(status_code=204)

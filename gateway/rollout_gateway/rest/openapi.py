@@ -34,7 +34,7 @@ class PlainError(BaseModel):
     error: Error
 
 
-class EndpointShown(BaseModel):
+class EndpointModel(BaseModel):
     """An endpoint that the server calls."""
 
     url: str
@@ -43,7 +43,7 @@ class EndpointShown(BaseModel):
     model: str | None = None
 
 
-class SpecShown(BaseModel):
+class SpecModel(BaseModel):
     """What was asked for, by the names of the body that asked, and what the server filled in. What is unset is absent."""
 
     model_config = ConfigDict(extra="allow")
@@ -52,9 +52,9 @@ class SpecShown(BaseModel):
     group_id: str | None = None
     agent: str | None = None
     messages: list[Object] | None = Field(None, description="From view messages on.")
-    completions: EndpointShown | None = None
-    outcome: EndpointShown | None = None
-    tools: EndpointShown | None = None
+    completions: EndpointModel | None = None
+    outcome: EndpointModel | None = None
+    tools: EndpointModel | None = None
     sampling: Object | None = None
     limits: Object | None = None
     tokenizer: Object | None = None
@@ -78,7 +78,7 @@ class RolloutMetrics(BaseModel):
     queued_ms: float
 
 
-class DeliveryShown(BaseModel):
+class DeliveryModel(BaseModel):
     """How far the delivery of the outcome is."""
 
     state: enums.DeliveryState
@@ -88,7 +88,7 @@ class DeliveryShown(BaseModel):
     end_time: Time | None
 
 
-class WarningShown(BaseModel):
+class WarningModel(BaseModel):
     """Something that did not end the rollout but that its user should know."""
 
     code: str
@@ -97,7 +97,7 @@ class WarningShown(BaseModel):
     index: int | None
 
 
-class OriginShown(BaseModel):
+class OriginModel(BaseModel):
     """Where a segment comes from."""
 
     parent_id: str = Field(description="The segment it follows; empty for the first.")
@@ -105,7 +105,7 @@ class OriginShown(BaseModel):
     kind: str = Field(description="main, drift, gap, compaction, subagent or branch.")
 
 
-class SampleSpanShown(BaseModel):
+class SampleSpanModel(BaseModel):
     """Whose tokens stand where in a sample, counted from the start of its prompt."""
 
     author: str = Field(description="model or other.")
@@ -124,12 +124,12 @@ class Sample(BaseModel):
     response_ids: list[int]
     response_mask: list[Literal[0, 1]] = Field(description="1 exactly where the model wrote a token that trains.")
     logprobs: list[float] | None = Field(description="0.0 where masked; null: at least one answer came without them.")
-    spans: list[SampleSpanShown] = Field(description="They cover prompt and response without gaps.")
-    origin: OriginShown
+    spans: list[SampleSpanModel] = Field(description="They cover prompt and response without gaps.")
+    origin: OriginModel
     verified: bool = Field(description="The trainer reported every prompt of it.")
 
 
-class OutcomeShown(BaseModel):
+class OutcomeModel(BaseModel):
     """How a rollout ended, and what there was until then. Beside `end` stand the fields of that end."""
 
     model_config = ConfigDict(extra="allow")
@@ -144,14 +144,14 @@ class OutcomeShown(BaseModel):
     reward: float | None
     scores: dict[str, float]
     extra: Object | None
-    warnings: list[WarningShown]
+    warnings: list[WarningModel]
     metrics: RolloutMetrics
     messages: list[Object] | None = Field(None, description="The whole conversation; from view messages on.")
     samples: list[Sample] | None = Field(None, description="One for each segment; from view samples on.")
     segments: list[Object] | None = Field(None, description="The ledger; in view full.")
 
 
-class RolloutShown(BaseModel):
+class RolloutModel(BaseModel):
     """A rollout as it is now."""
 
     uid: str
@@ -160,16 +160,16 @@ class RolloutShown(BaseModel):
     last_sequence: int = Field(description="Of its last event.")
     create_time: Time | None
     finish_time: Time | None
-    spec: SpecShown
+    spec: SpecModel
     metrics: RolloutMetrics
-    delivery: DeliveryShown | None
-    outcome: OutcomeShown | None = Field(description="null until it has finished.")
+    delivery: DeliveryModel | None
+    outcome: OutcomeModel | None = Field(description="null until it has finished.")
 
 
 class Started(BaseModel):
     """A rollout was accepted (201) or found (200)."""
 
-    rollout: RolloutShown
+    rollout: RolloutModel
     attached: bool = Field(description="It had been accepted before.")
     tools: list[FunctionTool] = Field(description="What its model is to be told.")
 
@@ -177,7 +177,7 @@ class Started(BaseModel):
 class Page(BaseModel):
     """Rollouts, newest first."""
 
-    rollouts: list[RolloutShown]
+    rollouts: list[RolloutModel]
     next_page_token: str = Field(description="Empty: this was the last page.")
 
 
@@ -187,7 +187,7 @@ class Cancelled(BaseModel):
     uids: list[str]
 
 
-class AgentShown(BaseModel):
+class AgentModel(BaseModel):
     """An agent of this server."""
 
     name: str
@@ -202,7 +202,7 @@ class AgentShown(BaseModel):
 class Agents(BaseModel):
     """The agents, by name."""
 
-    agents: list[AgentShown]
+    agents: list[AgentModel]
 
 
 class Alive(BaseModel):

@@ -101,11 +101,11 @@ def _spec(asked: body.StartRollout, rollout_id: str) -> spec_pb2.RolloutSpec:
     )
 
 
-def _bearer(endpoint: body.Endpoint | None) -> str:
+def _bearer(endpoint: body.EndpointBody | None) -> str:
     return "" if endpoint is None else endpoint.bearer or ""
 
 
-def _target(endpoint: body.Endpoint | None) -> spec_pb2.Target | None:
+def _target(endpoint: body.EndpointBody | None) -> spec_pb2.Target | None:
     if endpoint is None:
         return None
     return spec_pb2.Target(

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollout_gateway.calls import Rollouts, call_metadata, unless_hung_up
-from rollout_gateway.http.request_body import Intake
+from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.osmosis_http.openapi import raw_body
 from rollout_gateway.rest import body, enums
 from rollout_gateway.rest import openapi as shown
@@ -84,7 +84,7 @@ async def _no_query(request: Request) -> None:
 NO_QUERY: Final = Depends(_no_query)
 
 
-def rollouts_router(rollouts: Rollouts, intake: Intake) -> APIRouter:
+def rollouts_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
     """The routes for rollouts."""
     router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"], default_response_class=Response)
     _add_reading(router, rollouts)
@@ -93,7 +93,7 @@ def rollouts_router(rollouts: Rollouts, intake: Intake) -> APIRouter:
     return router
 
 
-def _add_starting(router: APIRouter, rollouts: Rollouts, intake: Intake) -> None:
+def _add_starting(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> None:
     responses = {
         200: {
             "model": shown.Started,
@@ -131,7 +131,7 @@ def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
         )
         return Response(page_answer(page, asked.view), media_type=_JSON)
 
-    @router.get("/{uid}", responses={200: {"model": shown.RolloutShown}, **shown.errors(404)})
+    @router.get("/{uid}", responses={200: {"model": shown.RolloutModel}, **shown.errors(404)})
     async def get_rollout(request: Request, uid: Uid, query: Annotated[GetQuery, Query()]) -> Response:
         """One rollout as it is now, or once it has finished: waiting counts as being attached, hanging up ends it."""
         view = enums.value_of(enums.VIEWS, query.view)
@@ -147,7 +147,7 @@ def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
         return Response(rollout_answer(found.rollout, view), media_type=_JSON)
 
 
-def _add_ending(router: APIRouter, rollouts: Rollouts, intake: Intake) -> None:
+def _add_ending(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> None:
     responses = {200: {"model": shown.Cancelled}, **shown.errors(404)}
 
     async def cancel(request: Request, parse: Callable[[bytes], pb.CancelRolloutsRequest]) -> Response:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from rollout_gateway.calls import Rollouts, call_metadata
-from rollout_gateway.http.metrics import Meters
+from rollout_gateway.http.metrics import HttpMetrics
 from rollout_gateway.key_check import KeyCheck
 from rollout_gateway.rest import openapi as shown
 from rollout_gateway.rest.rollout import agents_answer
@@ -35,7 +35,7 @@ _SCRIPT: Final = re.compile("<script>(.*?)</script>", re.DOTALL)
 
 
 def service_router(
-    rollouts: Rollouts, keys: KeyCheck, meters: Meters, metrics: Callable[[], bytes] | None
+    rollouts: Rollouts, keys: KeyCheck, meters: HttpMetrics, metrics: Callable[[], bytes] | None
 ) -> APIRouter:
     """The routes about the service; `metrics` gives the server's own, where it runs in this process."""
     router = APIRouter(tags=["service"], default_response_class=Response)

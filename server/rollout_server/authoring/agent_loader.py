@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from rollout_server.agent import Agent
-from rollout_server.authoring.author_traceback import Mistake, mistake_in, near
+from rollout_server.authoring.author_traceback import AuthorError, mistake_in, near
 
 _FORMS = "MODULE, MODULE:OBJECT, FILE.py or FILE.py:OBJECT"
 
@@ -32,13 +32,13 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """Raises `Mistake` for what is no reference."""
+        """Raises `AuthorError` for what is no reference."""
         place, colon, name = text, "", ""
         if not text.endswith(".py"):
             before, colon, after = text.rpartition(":")
             place, name = (before, after) if colon else (text, "")
         if not place or (colon and not name.isidentifier()):
-            raise Mistake(f"{text!r} is not {_FORMS}")
+            raise AuthorError(f"{text!r} is not {_FORMS}")
         return cls(place, name)
 
     @property
@@ -52,7 +52,7 @@ class Reference:
         return Path(self.place).resolve().parent if self.is_file else Path.cwd()
 
     def load(self) -> ModuleType:
-        """Imports the module. Raises `Mistake`."""
+        """Imports the module. Raises `AuthorError`."""
         return _load_file(Path(self.place)) if self.is_file else _load_module(self.place)
 
     def of(self, name: str) -> Reference:
@@ -64,17 +64,19 @@ class Reference:
 
 
 def find_agents(texts: Sequence[str]) -> list[Agent]:
-    """One agent for each reference. Raises `Mistake`, also for two agents of one name."""
+    """One agent for each reference. Raises `AuthorError`, also for two agents of one name."""
     agents = [_only(Reference.parse(text)) for text in texts]
     names = [agent.name for agent in agents]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        raise Mistake(f"more than one agent is called {', '.join(map(repr, doubled))}: requests choose agents by name")
+        raise AuthorError(
+            f"more than one agent is called {', '.join(map(repr, doubled))}: requests choose agents by name"
+        )
     return agents
 
 
 def all_agents(text: str) -> list[Agent]:
-    """The agent that a reference names, or all that are at its place, at least one. Raises `Mistake`."""
+    """The agent that a reference names, or all that are at its place, at least one. Raises `AuthorError`."""
     reference = Reference.parse(text)
     module = reference.load()
     if reference.name:
@@ -83,16 +85,16 @@ def all_agents(text: str) -> list[Agent]:
 
 
 def named(module: ModuleType, reference: Reference) -> object:
-    """The object of a reference. Raises `Mistake`."""
+    """The object of a reference. Raises `AuthorError`."""
     try:
         found: object = getattr(module, reference.name)
     except AttributeError:
-        raise Mistake(f"there is no {reference.name} in it", reference.place) from None
+        raise AuthorError(f"there is no {reference.name} in it", reference.place) from None
     return found
 
 
 def made(found: object, kinds: tuple[type[Any], ...] | None, reference: Reference) -> object:
-    """An object as it is; a class (of one of the kinds, where some are given) is made without arguments. Raises `Mistake`."""
+    """An object as it is; a class (of one of the kinds, where some are given) is made without arguments. Raises `AuthorError`."""
     if not isinstance(found, type) or not issubclass(found, kinds or object):
         return found
     try:
@@ -101,7 +103,7 @@ def made(found: object, kinds: tuple[type[Any], ...] | None, reference: Referenc
         mistake = mistake_in(error, str(reference))
         if mistake.file:
             raise mistake from None
-        raise Mistake(mistake.text.removeprefix(f"{reference}: "), *_source(found)) from None
+        raise AuthorError(mistake.text.removeprefix(f"{reference}: "), *_source(found)) from None
 
 
 def _only(reference: Reference) -> Agent:
@@ -111,7 +113,7 @@ def _only(reference: Reference) -> Agent:
     names = _agents_in(module, reference)
     if len(names) > 1:
         one = reference.of(names[0])
-        raise Mistake(f"holds {len(names)} agents ({', '.join(names)}); name one of them: {one}", reference.place)
+        raise AuthorError(f"holds {len(names)} agents ({', '.join(names)}); name one of them: {one}", reference.place)
     return _agent(module, reference.of(names[0]))
 
 
@@ -120,13 +122,13 @@ def _agent(module: ModuleType, reference: Reference) -> Agent:
     if isinstance(found, Agent):
         return found
     if not isinstance(found, _kinds()):
-        raise Mistake(f"{reference.name!r} in {reference.place} is not an Agent")
+        raise AuthorError(f"{reference.name!r} in {reference.place} is not an Agent")
     from rollout_server.sdk.adapter import as_agent
 
     try:
         return as_agent(found)
     except (TypeError, ValueError) as error:
-        raise Mistake(str(error), *_source(type(found))) from None
+        raise AuthorError(str(error), *_source(type(found))) from None
 
 
 def _kinds() -> tuple[type[Any], ...]:
@@ -153,7 +155,7 @@ def _agents_in(module: ModuleType, reference: Reference) -> list[str]:
     ready = {name: kind for name, kind in classes.items() if not inspect.isabstract(kind)}
     found = [*objects, *(name for name, kind in ready.items() if kind not in spoken_for)]
     if not found:
-        raise Mistake("holds no agent: write a class in it that is an Agent", reference.place)
+        raise AuthorError("holds no agent: write a class in it that is an Agent", reference.place)
     return found
 
 
@@ -167,7 +169,7 @@ def _load_module(name: str) -> ModuleType:
             if not f"{name}.".startswith(f"{error.name}."):
                 raise
         if spec is None:
-            raise Mistake(f"there is no module {name}; what is meant is {_FORMS}")
+            raise AuthorError(f"there is no module {name}; what is meant is {_FORMS}")
         if spec.origin and spec.origin.endswith(".py"):
             _check_source(Path(spec.origin))
         return importlib.import_module(name)
@@ -175,7 +177,7 @@ def _load_module(name: str) -> ModuleType:
 
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise Mistake(f"there is no file {path}")
+        raise AuthorError(f"there is no file {path}")
     parts, folder = [path.stem], path.resolve().parent
     while (folder / "__init__.py").exists():  # part of a package, whose modules import each other
         parts, folder = [folder.name, *parts], folder.parent
@@ -198,7 +200,7 @@ def _executed(path: Path) -> ModuleType:
         name = f"{path.stem}_{number}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise Mistake("cannot be read as Python", str(path))
+        raise AuthorError("cannot be read as Python", str(path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -227,7 +229,7 @@ def _check_source(path: Path) -> None:
         if isinstance(call, ast.Call) and ast.unparse(call.func) in {*names, "rollout_server.serve"}:
             called = ast.unparse(call.func).rpartition(".")[2]
             text = f'{called}() is called as the file is imported; put it under `if __name__ == "__main__":`'
-            raise Mistake(text, str(path), node.lineno)
+            raise AuthorError(text, str(path), node.lineno)
 
 
 def _look_in(folder: Path) -> None:
@@ -240,11 +242,11 @@ def _look_in(folder: Path) -> None:
 def _importing(place: str) -> Iterator[None]:
     try:
         yield
-    except Mistake:
+    except AuthorError:
         raise
     except (Exception, SystemExit) as error:
         mistake = mistake_in(error, place)
-        raise Mistake(f"{place} cannot be imported: {mistake.text}", mistake.file, mistake.line) from None
+        raise AuthorError(f"{place} cannot be imported: {mistake.text}", mistake.file, mistake.line) from None
 
 
 def _source(kind: Callable[..., object]) -> tuple[str, int]:

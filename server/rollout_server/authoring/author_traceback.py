@@ -13,7 +13,7 @@ _OURS = Path(__file__).resolve().parents[1]
 _INSTALLED = tuple(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-class Mistake(ValueError):
+class AuthorError(ValueError):
     """Something that the author of an agent or a dataset can mend. `file` and `line` say where; empty and 0: not known."""
 
     def __init__(self, text: str, file: str = "", line: int = 0) -> None:
@@ -24,17 +24,17 @@ class Mistake(ValueError):
         self.line = line
 
 
-def mistake_in(error: BaseException, place: str) -> Mistake:
+def mistake_in(error: BaseException, place: str) -> AuthorError:
     """What an author's code raised, at the author's own line. `place` is told where no such line is in the traceback."""
     if isinstance(error, SyntaxError) and error.filename:
-        return Mistake(f"{type(error).__name__}: {error.msg}", near(error.filename), error.lineno or 0)
+        return AuthorError(f"{type(error).__name__}: {error.msg}", near(error.filename), error.lineno or 0)
     file, line, is_last = _line_of(error)
     text = " ".join(str(error).split()) or "no reason was given"
     if (said := _PLACE.search(text)) is not None:
         text, file, line = text[: said.start()], near(said["file"]), int(said["line"])
     # A check of ours says what is wrong in whole sentences; what the author's code raised has a kind.
     told = text if not is_last and isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {text}"
-    return Mistake(told, file, line) if file else Mistake(f"{place}: {told}")
+    return AuthorError(told, file, line) if file else AuthorError(f"{place}: {told}")
 
 
 def is_authors(filename: str) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from rollout_server.authoring.author_traceback import Mistake
+from rollout_server.authoring.author_traceback import AuthorError
 
 COLUMNS: Final = ("system_prompt", "user_prompt", "ground_truth")
 FORMS: Final = (".jsonl", ".csv", ".parquet")
@@ -22,7 +22,7 @@ _LONGEST_FIELD: Final = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DatasetRow:
     """A row. `number` counts from 1; `metadata` has the ground truth and all other columns; `fingerprint` is of the content."""
 
     number: int
@@ -38,39 +38,39 @@ class Row:
         return [*system, {"role": "user", "content": self.user_prompt}]
 
 
-def read_rows(path: Path, names: Mapping[str, str] | None = None) -> list[Row]:
+def read_rows(path: Path, names: Mapping[str, str] | None = None) -> list[DatasetRow]:
     """The rows of a file. `names` are the file's own for our columns; an empty one says that there is no such column.
 
-    Raises `Mistake` by file and line, and OSError.
+    Raises `AuthorError` by file and line, and OSError.
     """
     form = path.suffix.lower()
     if form not in FORMS:
-        raise Mistake(f"a dataset ends in {', '.join(FORMS)}", str(path))
+        raise AuthorError(f"a dataset ends in {', '.join(FORMS)}", str(path))
     if path.stat().st_size > MOST_BYTES:
-        raise Mistake(f"has more than {MOST_BYTES} bytes; cut it in parts", str(path))
+        raise AuthorError(f"has more than {MOST_BYTES} bytes; cut it in parts", str(path))
     readers = {".jsonl": _json_lines, ".csv": _csv, ".parquet": _parquet}
-    reading = _Reading(path, {column: column for column in COLUMNS} | dict(names or {}))
+    reading = _RowReader(path, {column: column for column in COLUMNS} | dict(names or {}))
     rows = [reading.row(number, line, fields) for number, (line, fields) in enumerate(readers[form](path), start=1)]
     if not rows:
-        raise Mistake("holds no row", str(path))
+        raise AuthorError("holds no row", str(path))
     return rows
 
 
 def column_names(pairs: Iterable[str]) -> dict[str, str]:
-    """Our columns and the file's names for them, from COLUMN=NAME. Raises `Mistake`."""
+    """Our columns and the file's names for them, from COLUMN=NAME. Raises `AuthorError`."""
     split = [pair.partition("=") for pair in pairs]
     for pair, (column, sign, _) in zip(pairs, split, strict=True):
         if not sign or column not in COLUMNS:
-            raise Mistake(f"--column {pair!r} is not COLUMN=NAME with a column of {', '.join(COLUMNS)}")
+            raise AuthorError(f"--column {pair!r} is not COLUMN=NAME with a column of {', '.join(COLUMNS)}")
     return {column: name for column, _, name in split}
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _RowReader:
     path: Path
     names: Mapping[str, str]
 
-    def row(self, number: int, line: int, fields: Mapping[str, Any]) -> Row:
+    def row(self, number: int, line: int, fields: Mapping[str, Any]) -> DatasetRow:
         if number > MOST_ROWS:
             self._wrong(line, f"has more than {MOST_ROWS} rows; cut it in parts")
         missing = [name for name in self.names.values() if name and name not in fields]
@@ -95,7 +95,7 @@ class _Reading:
             content = json.dumps([system, user, metadata], sort_keys=True, allow_nan=False, ensure_ascii=False).encode()
         except (ValueError, TypeError, RecursionError) as error:
             self._wrong(line, f"a value cannot be sent as JSON: {error}")
-        return Row(number, system, user, metadata, hashlib.sha256(content).hexdigest()[:16])
+        return DatasetRow(number, system, user, metadata, hashlib.sha256(content).hexdigest()[:16])
 
     def _text(self, line: int, column: str, value: object) -> str:
         if value is None:
@@ -105,7 +105,7 @@ class _Reading:
         return value
 
     def _wrong(self, line: int, text: str) -> NoReturn:
-        raise Mistake(text, str(self.path), line)
+        raise AuthorError(text, str(self.path), line)
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -117,9 +117,9 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             try:
                 value = json.loads(content.decode(), parse_constant=_no_number)
             except (ValueError, RecursionError) as error:
-                raise Mistake(f"this line is no JSON: {error}", str(path), number) from None
+                raise AuthorError(f"this line is no JSON: {error}", str(path), number) from None
             if not isinstance(value, dict):
-                raise Mistake("this line is no JSON object", str(path), number)
+                raise AuthorError("this line is no JSON object", str(path), number)
             yield number, value
 
 
@@ -131,23 +131,23 @@ def _csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Mistake(f"is not UTF-8: {error.reason} at byte {error.start}", str(path)) from None
+        raise AuthorError(f"is not UTF-8: {error.reason} at byte {error.start}", str(path)) from None
     before = csv.field_size_limit(_LONGEST_FIELD)  # Python's own is 128 KiB, and prompts are longer
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         names = next(reader, [])
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
-            raise Mistake(f"more than one column is called {', '.join(map(repr, doubled))}", str(path), 1)
+            raise AuthorError(f"more than one column is called {', '.join(map(repr, doubled))}", str(path), 1)
         for values in reader:
             if not values:
                 continue
             if len(values) != len(names):
                 text = f"this row has {len(values)} values, the first line names {len(names)} columns"
-                raise Mistake(text, str(path), reader.line_num)
+                raise AuthorError(text, str(path), reader.line_num)
             yield reader.line_num, dict(zip(names, values, strict=True))
     except csv.Error as error:
-        raise Mistake(f"this is no CSV: {error}", str(path), reader.line_num) from None
+        raise AuthorError(f"this is no CSV: {error}", str(path), reader.line_num) from None
     finally:
         csv.field_size_limit(before)
 
@@ -156,7 +156,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
     except ModuleNotFoundError:
-        raise Mistake('Parquet needs pip install "rollout-server[parquet]"', str(path)) from None
+        raise AuthorError('Parquet needs pip install "rollout-server[parquet]"', str(path)) from None
     import pyarrow as pa
 
     try:
@@ -165,7 +165,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 for fields in batch.to_pylist():
                     yield 0, {name: _plain(value) for name, value in fields.items()}
     except (pa.ArrowException, OSError) as error:
-        raise Mistake(f"this is no Parquet file: {error}", str(path)) from None
+        raise AuthorError(f"this is no Parquet file: {error}", str(path)) from None
 
 
 def _plain(value: object) -> object:

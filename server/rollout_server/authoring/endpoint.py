@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from rollout_client import Credentials, Target, Tokenizer
 from rollout_client.spec import Dialect, Limits, Sampling, StartFields
 
-from rollout_server.authoring.author_traceback import Mistake
+from rollout_server.authoring.author_traceback import AuthorError
 
 DIALECTS: Final = ("openai", "vllm", "sglang", "grpc", "http-plain", "http-masked")
 """The words of a command line for the protocols that an endpoint may speak."""
@@ -65,23 +65,23 @@ class Endpoint:
 
 
 def checked(endpoint: Endpoint) -> Endpoint:
-    """The endpoint, its dialect taken from the URL where none is given. Raises `Mistake` for what does not fit together."""
+    """The endpoint, its dialect taken from the URL where none is given. Raises `AuthorError` for what does not fit together."""
     try:
         scheme = urlsplit(endpoint.url).scheme
     except ValueError as error:
-        raise Mistake(f"--model-url is no URL: {error}") from None
+        raise AuthorError(f"--model-url is no URL: {error}") from None
     if scheme not in ("http", "https", "grpc", "grpcs"):
-        raise Mistake("--model-url must begin with http://, https://, grpc:// or grpcs://")
+        raise AuthorError("--model-url must begin with http://, https://, grpc:// or grpcs://")
     by_grpc = scheme.startswith("grpc")
     dialect = endpoint.dialect or ("grpc" if by_grpc else "openai")
     if dialect not in DIALECTS:
-        raise Mistake(f"--dialect {dialect!r} is none of {', '.join(DIALECTS)}")
+        raise AuthorError(f"--dialect {dialect!r} is none of {', '.join(DIALECTS)}")
     if by_grpc is not (dialect == "grpc"):
-        raise Mistake(f"--dialect {dialect} is not spoken at a URL that begins with {scheme}://")
+        raise AuthorError(f"--dialect {dialect} is not spoken at a URL that begins with {scheme}://")
     if dialect in _ENGINES and not endpoint.model:
-        raise Mistake(f"--dialect {dialect} needs --model NAME: the model's name at the endpoint")
+        raise AuthorError(f"--dialect {dialect} needs --model NAME: the model's name at the endpoint")
     if dialect not in _ENGINES and endpoint.model:
-        raise Mistake(f"--model is for the dialects {', '.join(sorted(_ENGINES))}; {dialect} names no model")
+        raise AuthorError(f"--model is for the dialects {', '.join(sorted(_ENGINES))}; {dialect} names no model")
     if dialect == "http-masked" and not endpoint.tokenizer:
-        raise Mistake("--dialect http-masked needs --tokenizer NAME or NAME=DIRECTORY: its masks are counted here")
+        raise AuthorError("--dialect http-masked needs --tokenizer NAME or NAME=DIRECTORY: its masks are counted here")
     return replace(endpoint, dialect=dialect)

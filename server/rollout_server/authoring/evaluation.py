@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from rollout_client import AsyncClient
 
 from rollout_server.authoring.endpoint import Endpoint
-from rollout_server.authoring.playing import Ask, play
+from rollout_server.authoring.playing import RolloutStart, play
 from rollout_server.authoring.results_file import Job
 from rollout_server.authoring.rollout_result import Result
 
@@ -51,7 +51,7 @@ async def evaluate(client: AsyncClient, endpoint: Endpoint, plan: Plan, take: Ca
 
 async def _played(client: AsyncClient, endpoint: Endpoint, agent: str, job: Job) -> Result:
     row = job.row
-    ask = Ask(job.rollout_id, row.messages, agent, row.metadata, f"row-{row.number}")
+    ask = RolloutStart(job.rollout_id, row.messages, agent, row.metadata, f"row-{row.number}")
     try:
         result = await play(client, endpoint, ask)
     except (TypeError, ValueError) as error:  # what the client cannot send is the row's fault, and no other's

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import cast
 
 from rollout_server.authoring.agent_loader import Reference, made, named
-from rollout_server.authoring.author_traceback import Mistake
+from rollout_server.authoring.author_traceback import AuthorError
 from rollout_server.testing.model.calculator import Model, text_of
 from rollout_server.testing.model.script_json import script_from_json
-from rollout_server.testing.script import Reply, Script
+from rollout_server.testing.script import Script, ScriptedReply
 
 _LONGEST_SCRIPT = 16 * 1024 * 1024
 
@@ -20,10 +20,10 @@ _LONGEST_SCRIPT = 16 * 1024 * 1024
 class Echo:
     """Answers with what the user said last. It calls no tool."""
 
-    def reply(self, messages: Sequence[Mapping[str, object]]) -> Reply:
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
         """The model's next message."""
         said = [text_of(message) for message in messages if message.get("role") == "user"]
-        return Reply(content=said[-1] if said and said[-1] else "Nobody said anything.")
+        return ScriptedReply(content=said[-1] if said and said[-1] else "Nobody said anything.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class StandIn:
 def stand_in(text: str) -> StandIn:
     """What a reference to a script means: FILE.json in the form of `PUT /script`, or an object that has `reply(messages)`.
 
-    Empty: an echo. Raises `Mistake`, and OSError for a file that cannot be read.
+    Empty: an echo. Raises `AuthorError`, and OSError for a file that cannot be read.
     """
     if not text:
         return StandIn("echo")
@@ -56,13 +56,13 @@ def stand_in(text: str) -> StandIn:
         ]
         if len(own) != 1:
             what = f"{len(own)} classes" if own else "no class"
-            raise Mistake(
+            raise AuthorError(
                 f"holds {what} with a method reply(messages); name one: {reference.of('NAME')}", reference.place
             )
         reference = reference.of(own[0])
     model = made(named(module, reference), None, reference)
     if not callable(getattr(model, "reply", None)):
-        raise Mistake(
+        raise AuthorError(
             f"{reference.name} in {reference.place} has no method reply(messages), so it is no scripted model"
         )
     return StandIn(text, model=cast("Model", model))
@@ -70,8 +70,8 @@ def stand_in(text: str) -> StandIn:
 
 def _script(path: Path) -> Script:
     if path.stat().st_size > _LONGEST_SCRIPT:
-        raise Mistake(f"a script has at most {_LONGEST_SCRIPT} bytes", str(path))
+        raise AuthorError(f"a script has at most {_LONGEST_SCRIPT} bytes", str(path))
     try:
         return script_from_json(json.loads(path.read_bytes()))
     except (ValueError, RecursionError) as error:
-        raise Mistake(f"this is no script: {error}", str(path)) from None
+        raise AuthorError(f"this is no script: {error}", str(path)) from None

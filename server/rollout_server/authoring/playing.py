@@ -14,7 +14,7 @@ from rollout_server.authoring.rollout_result import REFUSED, Result, result_of
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RolloutStart:
     """What a rollout begins with; `agent` is a name, and `group_id` what rollouts of one prompt share."""
 
     rollout_id: str
@@ -29,7 +29,7 @@ def nothing(_event: RolloutEvent) -> None:
 
 
 async def play(
-    client: AsyncClient, endpoint: Endpoint, ask: Ask, seen: Callable[[RolloutEvent], None] = nothing
+    client: AsyncClient, endpoint: Endpoint, ask: RolloutStart, seen: Callable[[RolloutEvent], None] = nothing
 ) -> Result:
     """Plays a rollout to its end. `seen` is told of each event. A rollout that the server does not take is a result, too."""
     failed: Counter[str] = Counter()

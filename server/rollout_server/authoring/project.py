@@ -7,7 +7,7 @@ import re
 from importlib import resources
 from pathlib import Path
 
-from rollout_server.authoring.author_traceback import Mistake
+from rollout_server.authoring.author_traceback import AuthorError
 
 NEXT = ("python -m pytest", "rollout test agent.py dataset.jsonl --script scripted.py")
 """What to do in a project that was just made."""
@@ -21,13 +21,15 @@ _TEMPLATES = ".jinja"
 def make_project(name: str, inside: Path) -> list[Path]:
     """Writes a project into a folder of its name. Returns its files, relative to it.
 
-    Raises `Mistake` for a name that is none, or a folder that holds something; OSError where nothing can be written.
+    Raises `AuthorError` for a name that is none, or a folder that holds something; OSError where nothing can be written.
     """
     _check_name(name)
     folder = inside / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         what = "is not empty" if folder.is_dir() else "is a file"
-        raise Mistake(f"{folder} {what}, and nothing is overwritten; choose another name, or another place with --in")
+        raise AuthorError(
+            f"{folder} {what}, and nothing is overwritten; choose another name, or another place with --in"
+        )
     files = dict(_rendered(name))
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -44,9 +46,9 @@ def class_name(name: str) -> str:
 def _check_name(name: str) -> None:
     if len(name) > _LONGEST or not _NAME.fullmatch(name):
         text = f"a name has small letters, digits and single - or _ between them, and at most {_LONGEST} characters"
-        raise Mistake(f"{name!r} is no name for a project: {text}, such as letter-counter")
+        raise AuthorError(f"{name!r} is no name for a project: {text}, such as letter-counter")
     if keyword.iskeyword(name) or keyword.iskeyword(class_name(name)):
-        raise Mistake(f"{name!r} is a word of Python; choose another name, such as {name}-agent")
+        raise AuthorError(f"{name!r} is a word of Python; choose another name, such as {name}-agent")
 
 
 def _rendered(name: str) -> list[tuple[Path, str]]:

@@ -18,7 +18,7 @@ _LONGEST = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ReportMessage:
     """One message: who says it, and what."""
 
     role: str
@@ -26,12 +26,12 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ReportRollout:
     """A rollout with its transcript. `mark` is "passed", "not passed", "no reward" or "failed"."""
 
     result: Result
     mark: str
-    said: tuple[Said, ...]
+    said: tuple[ReportMessage, ...]
 
 
 def report(facts: Mapping[str, Any], summary: Summary, results: Sequence[Result]) -> str:
@@ -82,22 +82,22 @@ def _urgency(result: Result, threshold: float) -> tuple[int, float]:
     return order[_mark(result, threshold)], result.reward or 0.0
 
 
-def _shown(result: Result, threshold: float) -> Shown:
+def _shown(result: Result, threshold: float) -> ReportRollout:
     said = tuple(each for message in result.messages for each in _said(message))
-    return Shown(result, _mark(result, threshold), said)
+    return ReportRollout(result, _mark(result, threshold), said)
 
 
-def _said(message: Mapping[str, Any]) -> Iterator[Said]:
+def _said(message: Mapping[str, Any]) -> Iterator[ReportMessage]:
     role = str(message.get("role", ""))
     for key, who in (("reasoning_content", f"{role}, thinking"), ("content", role)):
         if message.get(key):
-            yield Said(who, _value(message[key]))
+            yield ReportMessage(who, _value(message[key]))
     calls = message.get("tool_calls")
     if not calls and not message.get("content"):
-        yield Said(role, EMPTY)
+        yield ReportMessage(role, EMPTY)
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function", {}) if isinstance(call, Mapping) else {}
-        yield Said(f"{role}, call", f"{function.get('name')} {_value(function.get('arguments'))}")
+        yield ReportMessage(f"{role}, call", f"{function.get('name')} {_value(function.get('arguments'))}")
 
 
 def _value(value: object) -> str:

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 import msgspec
 
-from rollout_server.authoring.author_traceback import Mistake
-from rollout_server.authoring.dataset import Row
+from rollout_server.authoring.author_traceback import AuthorError
+from rollout_server.authoring.dataset import DatasetRow
 from rollout_server.authoring.rollout_result import Result
 
 
@@ -24,7 +24,7 @@ from rollout_server.authoring.rollout_result import Result
 class Job:
     """One rollout that is to be played; `repeat` counts from 1."""
 
-    row: Row
+    row: DatasetRow
     repeat: int
 
     @property
@@ -33,7 +33,7 @@ class Job:
         return f"row-{self.row.number}-{self.repeat}"
 
 
-def jobs_of(rows: Sequence[Row], repeats: int) -> list[Job]:
+def jobs_of(rows: Sequence[DatasetRow], repeats: int) -> list[Job]:
     """All rollouts, each row's first ones first: what is asked for early says something about all rows."""
     return [Job(row, repeat) for repeat in range(1, repeats + 1) for row in rows]
 
@@ -48,7 +48,7 @@ class ResultsFile:
         self._file: IO[bytes] | None = None
 
     def resume(self, jobs: Sequence[Job]) -> None:
-        """Reads what is there. Raises `Mistake` where it is another evaluation's, or no file of results."""
+        """Reads what is there. Raises `AuthorError` where it is another evaluation's, or no file of results."""
         if not self.path.exists() or not self.path.stat().st_size:
             return
         wanted = {(job.row.number, job.repeat): job.row.fingerprint for job in jobs}
@@ -58,7 +58,7 @@ class ResultsFile:
             try:
                 result = msgspec.json.decode(line, type=Result)
             except msgspec.MsgspecError as error:
-                raise Mistake(f"this is no result: {error}", str(self.path), number) from None
+                raise AuthorError(f"this is no result: {error}", str(self.path), number) from None
             if wanted.get((result.row, result.repeat)) == result.fingerprint:
                 self.results[result.row, result.repeat] = result
         self.results = {key: result for key, result in self.results.items() if result.finished}
@@ -95,18 +95,18 @@ class ResultsFile:
             os.truncate(self.path, whole)
         lines = content[:whole].splitlines()
         if not lines:
-            raise Mistake("holds no results; --overwrite begins anew", str(self.path))
+            raise AuthorError("holds no results; --overwrite begins anew", str(self.path))
         return lines
 
     def _compare(self, line: bytes) -> None:
         try:
             before = json.loads(line)["evaluation"]
         except (ValueError, KeyError, TypeError):
-            raise Mistake("is no file of results; choose another one with --results", str(self.path), 1) from None
+            raise AuthorError("is no file of results; choose another one with --results", str(self.path), 1) from None
         now = json.loads(json.dumps(self._evaluation))
         different = [key for key in now if now[key] != before.get(key)]
         if different:
             key = different[0]
             was = f"{key} was {json.dumps(before.get(key))}, and is {json.dumps(now[key])}"
             text = f"these results are of another evaluation: {was}"
-            raise Mistake(f"{text}; --overwrite begins anew, --results FILE elsewhere", str(self.path))
+            raise AuthorError(f"{text}; --overwrite begins anew, --results FILE elsewhere", str(self.path))

@@ -12,9 +12,9 @@ from rollout_client.samples import samples
 
 from rollout_server.agent import Agent
 from rollout_server.authoring.endpoint import Endpoint
-from rollout_server.authoring.playing import Ask, play
+from rollout_server.authoring.playing import RolloutStart, play
 from rollout_server.authoring.schema import advice, example, faults
-from rollout_server.testing.script import Reply, tool_call
+from rollout_server.testing.script import ScriptedReply, tool_call
 
 _PROMPT = "This is a dry run. There is nothing to do."
 
@@ -54,13 +54,13 @@ class DryModel:
     def __init__(self, calls: Sequence[tuple[str, Mapping[str, Any]]] = ()) -> None:
         self._calls = tuple(calls)
 
-    def reply(self, messages: Sequence[Mapping[str, object]]) -> Reply:
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
         """The next message: the conversation says how many calls there were."""
         done = sum(len(_calls(message)) for message in messages if message.get("role") == "assistant")
         if done >= len(self._calls):
-            return Reply(content="There is nothing to do.")
+            return ScriptedReply(content="There is nothing to do.")
         name, arguments = self._calls[done]
-        return Reply(tool_calls=(tool_call(f"call_{done + 1}", name, arguments),))
+        return ScriptedReply(tool_calls=(tool_call(f"call_{done + 1}", name, arguments),))
 
 
 def _calls(message: Mapping[str, object]) -> Sequence[object]:
@@ -80,7 +80,7 @@ async def validate(
 ) -> AgentReport:
     """Looks at an agent as clients see it, and plays one rollout. `calls` are those that the model at `endpoint` makes."""
     tools = await client.tools(agent.name)
-    ask = Ask(f"dry-run-{agent.name}"[:256], [{"role": "user", "content": _PROMPT}], agent.name)
+    ask = RolloutStart(f"dry-run-{agent.name}"[:256], [{"role": "user", "content": _PROMPT}], agent.name)
     result = await play(client, endpoint, ask)
     errors = [f"the dry run ended with {result.end} ({result.reason}): {result.message}"] if not result.finished else []
     answered = _answers(result.messages)

@@ -17,7 +17,7 @@ _DIALECTS = "openai, vllm, sglang, grpc, http-plain or http-masked"
 
 
 @dataclass(frozen=True, slots=True)
-class AskFlags:
+class CompletionFlags:
     """How a rollout's completions are asked for."""
 
     model_url: Annotated[
@@ -52,21 +52,21 @@ class AskFlags:
     seconds: Annotated[float | None, typer.Option(min=0.001, help="Longest time of a rollout.")] = None
 
     def stand_in(self) -> StandIn | None:
-        """What stands in for a model; None where there is one. Raises `Mistake`."""
-        from rollout_server.authoring.author_traceback import Mistake
+        """What stands in for a model; None where there is one. Raises `AuthorError`."""
+        from rollout_server.authoring.author_traceback import AuthorError
         from rollout_server.authoring.model_stubs import stand_in
 
         if self.model_url and (self.script or self.scripted):
-            raise Mistake("--model-url and --script exclude each other: either a model completes, or a script does")
+            raise AuthorError("--model-url and --script exclude each other: either a model completes, or a script does")
         if self.script and self.scripted:
-            raise Mistake("--scripted is a stand-in without a script; leave it out beside --script")
+            raise AuthorError("--scripted is a stand-in without a script; leave it out beside --script")
         alone = {"--dialect": self.dialect, "--model": self.model, "--api-key-env": self.api_key_env}
         if not self.model_url and (given := [flag for flag, value in alone.items() if value]):
-            raise Mistake(f"{given[0]} needs --model-url URL")
+            raise AuthorError(f"{given[0]} needs --model-url URL")
         return None if self.model_url else stand_in(self.script)
 
     def endpoint(self) -> Endpoint:
-        """The endpoint of --model-url. Raises `Mistake`."""
+        """The endpoint of --model-url. Raises `AuthorError`."""
         from rollout_server.authoring.endpoint import Endpoint, checked
 
         return checked(
@@ -100,11 +100,11 @@ class AskFlags:
         return {name: Path(directory)} if directory else {}
 
     def _bearer(self) -> str:
-        from rollout_server.authoring.author_traceback import Mistake
+        from rollout_server.authoring.author_traceback import AuthorError
 
         if not self.api_key_env:
             return ""
         key = os.environ.get(self.api_key_env, "")
         if not key:
-            raise Mistake(f"--api-key-env: the environment variable {self.api_key_env} is not set")
+            raise AuthorError(f"--api-key-env: the environment variable {self.api_key_env} is not set")
         return key

@@ -22,14 +22,14 @@ class Interrupted(RuntimeError):
 @contextmanager
 def complaining(command: str, code: int = 1) -> Iterator[None]:
     """Turns what a user can mend (settings, ports, files, agents, tokenizers) into a line, or JSON, and an exit code."""
-    from rollout_server.runtime.ports import Failed
+    from rollout_server.runtime.ports import RolloutFailed
 
     try:
         yield
     except KeyboardInterrupt:
         _complain(command, Interrupted("interrupted"))
         raise typer.Exit(Interrupted.exit_code) from None
-    except (Failed, OSError, RuntimeError, ValueError) as error:
+    except (RolloutFailed, OSError, RuntimeError, ValueError) as error:
         _complain(command, error)
         raise typer.Exit(error.exit_code if isinstance(error, Interrupted) else code) from None
 

@@ -37,7 +37,7 @@ def in_json(arguments: Sequence[str]) -> Iterator[bool]:
         _JSON.reset(token)
 
 
-class Answers:
+class JsonOutput:
     """Where a command's documents go."""
 
     def __init__(self, out: TextIO, *, as_json: bool) -> None:
@@ -67,7 +67,7 @@ def _text(document: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 @contextlib.contextmanager
-def answering(*, as_json: bool) -> Iterator[Answers]:
+def answering(*, as_json: bool) -> Iterator[JsonOutput]:
     """With JSON, whatever is written meanwhile goes to standard error, also by an author's code and by programs that it starts: the
     document stays whole.
     """
@@ -75,10 +75,10 @@ def answering(*, as_json: bool) -> Iterator[Answers]:
         if isinstance(stream, io.TextIOWrapper):  # a terminal that knows few characters is told of the others
             stream.reconfigure(errors="backslashreplace")
     if not as_json:
-        yield Answers(sys.stdout, as_json=False)
+        yield JsonOutput(sys.stdout, as_json=False)
         return
     with _apart(sys.stdout) as out, contextlib.redirect_stdout(sys.stderr):
-        yield Answers(out, as_json=True)
+        yield JsonOutput(out, as_json=True)
 
 
 @contextlib.contextmanager

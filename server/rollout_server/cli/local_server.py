@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollout_server.agent import Agent
-from rollout_server.cli.completion_flags import AskFlags
+from rollout_server.cli.completion_flags import CompletionFlags
 
 if TYPE_CHECKING:
     from rollout_client import AsyncClient
@@ -22,7 +22,7 @@ _RECORDS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class LocalServer:
     """A server that serves, its client, and who completes."""
 
     client: AsyncClient
@@ -31,13 +31,13 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(agents: Sequence[Agent], asked: AskFlags, places: int = 1) -> AsyncIterator[Stage]:
+async def stage(agents: Sequence[Agent], asked: CompletionFlags, places: int = 1) -> AsyncIterator[LocalServer]:
     """Serves agents for so many rollouts at a time. Raises `Mistake`, and RuntimeError or OSError where it cannot be."""
     chosen = asked.stand_in()
     if chosen is None:
         endpoint = asked.endpoint()
         async with _served(agents, asked, places) as client:
-            yield Stage(client, endpoint, None)
+            yield LocalServer(client, endpoint, None)
         return
 
     async def prepare(_client: AsyncClient) -> StandIn:
@@ -51,9 +51,9 @@ async def stage(agents: Sequence[Agent], asked: AskFlags, places: int = 1) -> As
 async def stage_with(
     agents: Sequence[Agent],
     prepare: Callable[[AsyncClient], Awaitable[StandIn]],
-    asked: AskFlags | None = None,
+    asked: CompletionFlags | None = None,
     places: int = 1,
-) -> AsyncIterator[Stage]:
+) -> AsyncIterator[LocalServer]:
     """The same with a stand-in, which may be made of what the server says.
 
     The strict trainer speaks for it, over gRPC: it checks every token, and samples are complete.
@@ -61,17 +61,17 @@ async def stage_with(
     from rollout_server.authoring.endpoint import Endpoint
     from rollout_server.testing.trainer import StrictTrainer
 
-    asked = asked or AskFlags()
+    asked = asked or CompletionFlags()
     async with _served(agents, asked, places) as client:
         chosen = await prepare(client)
         async with StrictTrainer(model=chosen.model, script=chosen.script, requests_kept=_RECORDS) as trainer:
             url, shown = f"grpc://{trainer.grpc_target}", f"a stand-in ({chosen.name})"
             endpoint = Endpoint(url, "grpc", tokenizer=_TOY, sampling=asked.sampling, limits=asked.limits, shown=shown)
-            yield Stage(client, endpoint, chosen)
+            yield LocalServer(client, endpoint, chosen)
 
 
 @asynccontextmanager
-async def _served(agents: Sequence[Agent], asked: AskFlags, places: int) -> AsyncIterator[AsyncClient]:
+async def _served(agents: Sequence[Agent], asked: CompletionFlags, places: int) -> AsyncIterator[AsyncClient]:
     from rollout_client import AsyncClient
 
     from rollout_server.app import Server
@@ -83,7 +83,7 @@ async def _served(agents: Sequence[Agent], asked: AskFlags, places: int) -> Asyn
         yield client
 
 
-def _settings(asked: AskFlags, places: int) -> Settings:
+def _settings(asked: CompletionFlags, places: int) -> Settings:
     """The user's own settings of tokenizers, times and retries; but nobody else is served, and every endpoint is the user's."""
     from rollout_server.settings import load
 

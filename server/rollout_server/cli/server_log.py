@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _MOST = 50
 
 
-class _Remarks(logging.Handler):
+class _ServerLogHandler(logging.Handler):
     """Tells each remark once: a thousand rollouts fail for the same reason."""
 
     def __init__(self, console: Console) -> None:
@@ -37,7 +37,7 @@ class _Remarks(logging.Handler):
 @contextmanager
 def remarking(console: Console) -> Iterator[None]:
     """Until the end of the block, warnings and errors go to the console."""
-    root, remarks = logging.getLogger(), _Remarks(console)
+    root, remarks = logging.getLogger(), _ServerLogHandler(console)
     before, level = root.handlers[:], root.level
     root.handlers[:] = [remarks]
     root.setLevel(logging.WARNING)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from rollout_server.core.ledger import Line
+from rollout_server.core.ledger import ConversationLedger
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered, Note, ToolReturned, ToolStarted
 
@@ -36,7 +36,7 @@ class Conversation:
         calls: how many tool calls ran of its last turn.
     """
 
-    def __init__(self, line: Line, messages: Sequence[Message]) -> None:
+    def __init__(self, line: ConversationLedger, messages: Sequence[Message]) -> None:
         self.line = line
         self.messages = list(messages)
         self.state = State.OPEN

@@ -52,10 +52,10 @@ from rollout_server.core.segment import (
 __all__ = [
     "MAX_TOKEN_ID",
     "Author",
+    "ConversationLedger",
     "Drift",
     "DriftKind",
     "Ledger",
-    "Line",
     "Logprobs",
     "MaskReason",
     "Origin",
@@ -103,7 +103,7 @@ class Turn:
     shared: int = 0
 
 
-class Line:
+class ConversationLedger:
     """The ledger of one conversation. `id` names the segment that its next turn continues, also before that is opened.
 
     Args:
@@ -139,10 +139,12 @@ class Line:
         holder = self.segment or self._stem
         return Origin(SegmentKind.BRANCH, self.id if holder is None else holder.id, self.tokens)
 
-    def branch(self) -> Line:
+    def branch(self) -> ConversationLedger:
         """A line that goes on from what this one holds."""
         origin = self.branch_origin()
-        return Line(self._ledger, self._ledger.reserve(), origin, self.segment or self._stem, gap=self.gap)
+        return ConversationLedger(
+            self._ledger, self._ledger.reserve(), origin, self.segment or self._stem, gap=self.gap
+        )
 
     def commit(self, turn: Turn) -> Drift | None:
         """Adds one turn: what stood before the answer, then the answer. Returns the drift that was found.
@@ -230,9 +232,9 @@ class Ledger:
         """In the order in which they were opened."""
         return tuple(self._segments)
 
-    def open(self, origin: Origin) -> Line:
+    def open(self, origin: Origin) -> ConversationLedger:
         """A line that begins with nothing."""
-        return Line(self, self.reserve(), origin)
+        return ConversationLedger(self, self.reserve(), origin)
 
     @property
     def next_id(self) -> str:

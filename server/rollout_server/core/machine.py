@@ -56,7 +56,7 @@ class IllegalRecord(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class LimitReached:
     """The machine's answer to a wish that a limit forbids."""
 
     stop: Stop
@@ -113,23 +113,23 @@ class Machine:
         """The conversation that asked for a turn; the main one where none did."""
         return self._turns.get(turn, self.main)
 
-    def ask(self, conversation: Conversation | None = None, sampling: Sampling | None = None) -> Asked | Over:
+    def ask(self, conversation: Conversation | None = None, sampling: Sampling | None = None) -> Asked | LimitReached:
         """What a completion at this point would be, or why there is none to be. `sampling` as in `Asked`."""
         met = self._used.met(self.turn)
         if met is not None:
-            return Over(self._stop(met))
+            return LimitReached(self._stop(met))
         asking = conversation or self.main
         turn = self.turn + 1
         return Asked(turn, asking.id, f"{self.uid}/{asking.id}/{turn}", len(asking.messages), sampling)
 
     def start_calls(
         self, calls: Iterable[ToolCall], conversation: Conversation | None = None
-    ) -> tuple[ToolStarted, ...] | Over:
+    ) -> tuple[ToolStarted, ...] | LimitReached:
         """What running these calls would be, or why they do not run."""
         caller = conversation or self.main
         met = self._used.met_by_calls(caller.calls)
         if met is not None:
-            return Over(self._stop(met))
+            return LimitReached(self._stop(met))
         first = caller.calls
         return tuple(ToolStarted(caller.turn, index, call, caller.id) for index, call in enumerate(calls, start=first))
 

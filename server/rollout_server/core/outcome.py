@@ -86,7 +86,7 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RewardResult:
     """What the agent says of a rollout that came to its end."""
 
     reward: float | None = None
@@ -102,5 +102,5 @@ class Outcome:
     messages: tuple[Message, ...]
     segments: tuple[Segment, ...]
     metrics: Metrics
-    verdict: Verdict
+    verdict: RewardResult
     warnings: tuple[Warned, ...]

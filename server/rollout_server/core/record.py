@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 from rollout_server.core.ledger import Drift, Logprobs, Origin, Prediction, Tokens
 from rollout_server.core.message import Message, ToolCall
-from rollout_server.core.outcome import End, Verdict
+from rollout_server.core.outcome import End, RewardResult
 from rollout_server.core.segment import Plane
 from rollout_server.core.spec import Sampling
 
@@ -215,7 +215,7 @@ class Ended:
     """The rollout ends. Always the last record. Times in milliseconds."""
 
     end: End
-    verdict: Verdict = Verdict()
+    verdict: RewardResult = RewardResult()
     total_ms: float = 0.0
     queued_ms: float = 0.0
 

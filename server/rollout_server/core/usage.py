@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from rollout_server.core.ledger import Line
+from rollout_server.core.ledger import ConversationLedger
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message, utf8_length
 from rollout_server.core.outcome import Metrics
@@ -42,7 +42,7 @@ class Used:
         """Messages were added to a conversation."""
         self.bytes += sum(utf8_length(message.text) for message in messages)
 
-    def add_answer(self, record: Answered, line: Line) -> None:
+    def add_answer(self, record: Answered, line: ConversationLedger) -> None:
         """A turn was answered, and is in its line already."""
         generated, prompt = lengths(record, line)
         m = self.metrics
@@ -70,7 +70,7 @@ class Used:
         )
 
 
-def lengths(record: Answered, line: Line) -> tuple[int, int]:
+def lengths(record: Answered, line: ConversationLedger) -> tuple[int, int]:
     """How many tokens were generated, and of the prompt."""
     usage = record.usage or (0, 0)
     generated = len(record.token_ids) if record.token_ids is not None else usage[1]

@@ -24,7 +24,7 @@ _ENTRY = re.compile(r"(?P<name>[A-Za-z0-9_.@-]{1,64})[ \t]+sha256:(?P<digest>[0-
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     """A key as it is kept: the caller it stands for, and the SHA-256 of its text."""
 
     caller: Caller
@@ -44,14 +44,14 @@ def entry_of(name: str, key: str, *, admin: bool = False) -> str:
     return line
 
 
-def key_of(name: str, text: str, *, admin: bool = False) -> Key:
+def key_of(name: str, text: str, *, admin: bool = False) -> ApiKey:
     """A key whose text is known. Raises ValueError for one that no header can carry."""
     if not text or not text.isascii() or not text.isprintable() or text != text.strip():
         raise ValueError("a key is printable ASCII without spaces around it: it travels in a header")
-    return Key(Caller(name, admin), _digest(text))
+    return ApiKey(Caller(name, admin), _digest(text))
 
 
-def read_entries(lines: Iterable[str], where: str) -> Sequence[Key]:
+def read_entries(lines: Iterable[str], where: str) -> Sequence[ApiKey]:
     """Keys, one an entry: `NAME sha256:HEX`, with ` admin` behind it for an admin's. Raises ValueError naming the place."""
     keys = []
     for number, line in enumerate(lines, start=1):
@@ -65,21 +65,21 @@ def read_entries(lines: Iterable[str], where: str) -> Sequence[Key]:
             )
         if bytes.fromhex(found["digest"]) == _digest(""):  # whoever sends no key would be this caller
             raise ValueError(f"{where}, entry {number}: is the hash of an empty key")
-        keys.append(Key(Caller(found["name"], found["admin"] is not None), bytes.fromhex(found["digest"])))
+        keys.append(ApiKey(Caller(found["name"], found["admin"] is not None), bytes.fromhex(found["digest"])))
     return keys
 
 
 class Keyring:
     """The keys in force: those given once, and those of a file that may change while the server runs."""
 
-    def __init__(self, keys: Sequence[Key], file: Path | None = None) -> None:
+    def __init__(self, keys: Sequence[ApiKey], file: Path | None = None) -> None:
         """Raises OSError or ValueError where the file cannot be read."""
         self._given = tuple(keys)
         self._file = file
         self._stamp: tuple[int, ...] | None = None
         self._complaint = ""
-        self._internal: tuple[Key, ...] = ()
-        self._filed: Sequence[Key] = ()
+        self._internal: tuple[ApiKey, ...] = ()
+        self._filed: Sequence[ApiKey] = ()
         if file is not None:
             self._stamp = _stamp(file)
             self._filed = _read(file)
@@ -92,7 +92,7 @@ class Keyring:
     def anonymous_key(self) -> str:
         """A key, made anew, for those who are let in without one."""
         text = new_key()
-        self._internal = (*self._internal, Key(Caller(ANONYMOUS), _digest(text)))
+        self._internal = (*self._internal, ApiKey(Caller(ANONYMOUS), _digest(text)))
         return text
 
     def caller(self, authorization: str | None) -> Caller:
@@ -151,7 +151,7 @@ def _stamp(file: Path) -> tuple[int, ...]:
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
 
-def _read(file: Path) -> Sequence[Key]:
+def _read(file: Path) -> Sequence[ApiKey]:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:

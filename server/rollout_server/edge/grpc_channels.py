@@ -30,7 +30,7 @@ _OPTIONS = (
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _CachedChannel:
     channel: grpc.aio.Channel
     users: int = 0
 
@@ -41,7 +41,7 @@ class Channels:
     def __init__(self, lookup: CheckedLookup, tls: ClientTls) -> None:
         self._lookup = lookup
         self._tls = tls
-        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._held: OrderedDict[str, _CachedChannel] = OrderedDict()
 
     @asynccontextmanager
     async def use(self, url: str) -> AsyncIterator[grpc.aio.Channel]:
@@ -82,10 +82,10 @@ class Channels:
         except TimeoutError:
             raise ConnectionError(f"no connection came about within {seconds:g} s") from None
 
-    async def _take(self, url: str) -> _Held:
+    async def _take(self, url: str) -> _CachedChannel:
         held = self._held.get(url)
         if held is None:  # others may be as far; a channel that is never used has no connection
-            made = _Held(await self._make(url))
+            made = _CachedChannel(await self._make(url))
             held = self._held.setdefault(url, made)
         held.users += 1
         self._held.move_to_end(url)

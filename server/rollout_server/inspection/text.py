@@ -7,11 +7,11 @@ from typing import Any
 from osmosis.rollout.v1 import outcome_pb2, rollout_service_pb2
 from rollout_client.samples import category_of
 
-from rollout_server.inspection.token_text import Decode, Piece, pieces, text_of
-from rollout_server.inspection.transcript import Drift, Run, Stretch, Transcript
+from rollout_server.inspection.token_text import Decode, TokenText, pieces, text_of
+from rollout_server.inspection.transcript import Stretch, TokenRun, Transcript, TranscriptDrift
 
 
-def pieces_of(stretch: Stretch, decode: Decode | None) -> list[Piece]:
+def pieces_of(stretch: Stretch, decode: Decode | None) -> list[TokenText]:
     """The pieces of a segment; none reaches over the end of a run or a drift."""
     cuts = [run.start for run in stretch.runs] + [run.stop for run in stretch.runs]
     return pieces(stretch.ids, decode, [*cuts, *(drift.index for drift in stretch.drifts)])
@@ -68,7 +68,7 @@ def _segment(stretch: Stretch, decode: Decode | None) -> dict[str, Any]:
     }
 
 
-def _run(run: Run, made: list[Piece]) -> dict[str, Any]:
+def _run(run: TokenRun, made: list[TokenText]) -> dict[str, Any]:
     texts = [piece.text for piece in made if run.start <= piece.start < run.stop]
     return {
         "letter": run.letter,
@@ -85,7 +85,7 @@ def _run(run: Run, made: list[Piece]) -> dict[str, Any]:
     }
 
 
-def _drift(drift: Drift, decode: Decode | None) -> dict[str, Any]:
+def _drift(drift: TranscriptDrift, decode: Decode | None) -> dict[str, Any]:
     return {
         "index": drift.index,
         "turn": drift.turn,

@@ -19,7 +19,7 @@ _LONGEST = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenText:
     """Tokens from `start` to before `stop`, and their text; None: it cannot be told."""
 
     start: int
@@ -27,19 +27,19 @@ class Piece:
     text: str | None
 
 
-def pieces(ids: Sequence[int], decode: Decode | None, cuts: Iterable[int] = ()) -> list[Piece]:
+def pieces(ids: Sequence[int], decode: Decode | None, cuts: Iterable[int] = ()) -> list[TokenText]:
     """The tokens in order, each in exactly one piece; none reaches over one of the `cuts`. Without `decode` no text is known."""
     if decode is None:
-        return [Piece(index, index + 1, None) for index in range(len(ids))]
+        return [TokenText(index, index + 1, None) for index in range(len(ids))]
     ends = {*cuts, len(ids)}
-    found: list[Piece] = []
+    found: list[TokenText] = []
     context = start = 0  # the text before `start` decides how the next token is written
     for stop in range(1, len(ids) + 1):
         text = _grown(decode, ids[context:stop], start - context)
         whole = bool(text) and not text.endswith(_INCOMPLETE)
         if not whole and stop not in ends and stop - start < _LONGEST:
             continue
-        found.append(Piece(start, stop, text or None))
+        found.append(TokenText(start, stop, text or None))
         context, start = (start if whole else stop), stop
     return found
 

@@ -15,7 +15,7 @@ _WINDOW = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TokenRun:
     """Tokens of one author and one turn.
 
     Args:
@@ -48,7 +48,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Drift:
+class TranscriptDrift:
     """At token `index` the prompt of `turn` is not what was expected. `was` and `here`: the tokens from there on, where known."""
 
     index: int
@@ -70,8 +70,8 @@ class Stretch:
     ids: tuple[int, ...]
     trained: int
     masked: int
-    runs: tuple[Run, ...]
-    drifts: tuple[Drift, ...] = ()
+    runs: tuple[TokenRun, ...]
+    drifts: tuple[TranscriptDrift, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +126,13 @@ def _stretch(segment: token_pb2.Segment) -> Stretch:
     )
 
 
-def _run(span: token_pb2.Span, start: int, segment_id: str) -> Run:
+def _run(span: token_pb2.Span, start: int, segment_id: str) -> TokenRun:
     author = AUTHORS.get(span.author, _UNKNOWN)
     reason = MASK_REASONS.get(span.mask_reason, _UNKNOWN) if span.mask_reason else None
     logprobs = tuple(span.logprobs.values) if span.HasField("logprobs") else None
     if logprobs is not None and len(logprobs) != len(span.token_ids):
         raise ValueError(f"segment {segment_id!r}, token {start}: there are not as many logprobs as tokens")
-    return Run(
+    return TokenRun(
         _letter(author, reason),
         author,
         reason,
@@ -167,11 +167,11 @@ def _with_drifts(stretch: Stretch, others: Sequence[Stretch], warnings: Sequence
     return replace(stretch, drifts=tuple(sorted(found, key=lambda drift: drift.index)))
 
 
-def _drift(stretch: Stretch, warning: outcome_pb2.Warning, parent: Sequence[int] | None) -> Drift:
+def _drift(stretch: Stretch, warning: outcome_pb2.Warning, parent: Sequence[int] | None) -> TranscriptDrift:
     index = min(warning.index, len(stretch.ids))
     window = slice(index, index + _WINDOW)
     was = None if parent is None else tuple(parent[window])
-    return Drift(index, warning.turn, warning.message, was, stretch.ids[window])
+    return TranscriptDrift(index, warning.turn, warning.message, was, stretch.ids[window])
 
 
 def _of_turn(stretch: Stretch, turn: int) -> Stretch:

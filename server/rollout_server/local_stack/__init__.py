@@ -6,8 +6,8 @@ The pytest plugin `pytest_rollout` offers it as fixtures; without pytest, `with 
 from __future__ import annotations
 
 from rollout_server.local_stack.loop_thread import LoopThread
-from rollout_server.local_stack.result import Played
+from rollout_server.local_stack.result import FinishedRollout
 from rollout_server.local_stack.scripted_model import ScriptedModel
-from rollout_server.local_stack.stack import Stage
+from rollout_server.local_stack.stack import LocalStack
 
-__all__ = ["LoopThread", "Played", "ScriptedModel", "Stage"]
+__all__ = ["FinishedRollout", "LocalStack", "LoopThread", "ScriptedModel"]

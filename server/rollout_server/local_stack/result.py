@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class FinishedRollout:
     """One finished rollout.
 
     Args:
@@ -54,13 +54,13 @@ class Played:
         return [message["content"] for message in self.messages if message["role"] == "tool"]
 
 
-def played(rollout: Rollout, events: Sequence[RolloutEvent]) -> Played:
+def played(rollout: Rollout, events: Sequence[RolloutEvent]) -> FinishedRollout:
     """What a finished rollout with its samples came to."""
     outcome = rollout.outcome
     failure = outcome.failure.message if outcome.HasField("failure") else None
     if outcome.HasField("cancellation"):
         failure = f"cancelled: {outcome.cancellation.reason}"
-    return Played(
+    return FinishedRollout(
         rollout.uid,
         messages(outcome),
         outcome.reward if outcome.HasField("reward") else None,
@@ -73,7 +73,7 @@ def played(rollout: Rollout, events: Sequence[RolloutEvent]) -> Played:
     )
 
 
-def objections(finished: Played, verdict: Verdict | None) -> str:
+def objections(finished: FinishedRollout, verdict: Verdict | None) -> str:
     """Where the strict trainer's record parts from the server's, for a person; empty: nowhere."""
     if verdict is None:  # the agent sampled nothing
         return ""

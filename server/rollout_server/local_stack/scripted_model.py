@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
-from rollout_server.testing.script import Line, Reply, Script, tool_call
+from rollout_server.testing.script import Line, Script, ScriptedReply, tool_call
 
 
 class ScriptedModel:
@@ -26,7 +26,7 @@ class ScriptedModel:
 
     def says(self, content: str, *, reasoning: str | None = None) -> Self:
         """Answers with a text, which ends the default loop."""
-        return self.answers(Reply(content=content, reasoning=reasoning))
+        return self.answers(ScriptedReply(content=content, reasoning=reasoning))
 
     def calls(self, tool: str, /, **arguments: object) -> Self:
         """Answers with one call."""
@@ -34,7 +34,9 @@ class ScriptedModel:
 
     def calls_together(self, *calls: tuple[str, Mapping[str, object] | str]) -> Self:
         """Answers with several calls at once, each a tool's name and its arguments; a text is sent as it is, broken or not."""
-        return self.answers(Reply(tool_calls=tuple(tool_call(self._id(), name, given) for name, given in calls)))
+        return self.answers(
+            ScriptedReply(tool_calls=tuple(tool_call(self._id(), name, given) for name, given in calls))
+        )
 
     def answers(self, line: Line) -> Self:
         """Answers with anything that `rollout_server.testing.script` knows: an answer that is cut, a fault, a lie."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 from rollout_client import Client, Target
 
 from rollout_server.local_stack.loop_thread import LoopThread
-from rollout_server.local_stack.result import Played, objections, played
+from rollout_server.local_stack.result import FinishedRollout, objections, played
 from rollout_server.local_stack.scripted_model import ScriptedModel
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
@@ -26,7 +26,7 @@ Form: TypeAlias = Literal["tokens", "messages"]
 """What the trainer is sent: token ids that this server rendered, or messages that it renders itself."""
 
 
-class Stage:
+class LocalStack:
     """Serves agents on free ports, from `with` to its end. One server plays many rollouts.
 
     `settings` are those of `rollout serve` by their field names; nothing is read from the environment's `.env`. Without a
@@ -84,7 +84,7 @@ class Stage:
         *,
         form: Form = "tokens",
         **fields: Any,
-    ) -> Played:
+    ) -> FinishedRollout:
         """Plays one rollout to its end. `prompt` is the user's message, or a whole conversation.
 
         `fields` are those of RolloutSpec: agent, limits, metadata ... Raises AssertionError where the strict trainer objects to a

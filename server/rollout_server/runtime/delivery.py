@@ -28,19 +28,19 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True)
-class Acknowledged:
+class DeliveryAcknowledged:
     """The receiver has the outcome."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class DeliveryRefused:
     """The receiver refuses the outcome for good. `text` is for a person."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Unsettled:
+class DeliveryUnsettled:
     """Nobody knows whether the outcome arrived, or it did not: it is to be sent again.
 
     `retry_after` is in seconds, where the receiver says when to try again.
@@ -50,4 +50,4 @@ class Unsettled:
     retry_after: float | None = None
 
 
-Receipt: TypeAlias = "Acknowledged | Refused | Unsettled"
+Receipt: TypeAlias = "DeliveryAcknowledged | DeliveryRefused | DeliveryUnsettled"

@@ -28,7 +28,7 @@ class Observer(Protocol):
         """One attempt to deliver the rollout's outcome is over."""
 
 
-class Nobody:
+class NoObserver:
     """Observes nothing."""
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from rollout_server.core.ledger import Origin
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import JSON, Message
-from rollout_server.core.outcome import Failure, Verdict
+from rollout_server.core.outcome import Failure, RewardResult
 from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Sampling, Spec, Target
 from rollout_server.runtime.delivery import Receipt
@@ -24,7 +24,7 @@ Content: TypeAlias = "str | Sequence[Mapping[str, JSON]]"
 """The content of a tool message: a text, or content parts as OpenAI writes them."""
 
 
-class Failed(Exception):
+class RolloutFailed(Exception):
     """What was asked of the world failed, and with it the rollout. Classified once, where the failure crossed into our code."""
 
     def __init__(self, failure: Failure) -> None:
@@ -77,7 +77,7 @@ class Credentials:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionRequest:
     """One completion that is wanted.
 
     Args:
@@ -118,11 +118,11 @@ class Fork:
 class Sampler(Protocol):
     """Asks the trainer of one conversation for completions. Keeps what it learns about that trainer between turns."""
 
-    async def sample(self, ask: Ask) -> Answered:
-        """The answer. Raises `Failed`."""
+    async def sample(self, ask: CompletionRequest) -> Answered:
+        """The answer. Raises `RolloutFailed`."""
 
     def fork(self, fork: Fork) -> Sampler:
-        """The sampler of another conversation of the rollout, beside this one. Raises `Failed` where the trainer knows only one.
+        """The sampler of another conversation of the rollout, beside this one. Raises `RolloutFailed` where the trainer knows only one.
 
         Never called for a branch or a compaction while `sample` is under way.
         """
@@ -133,7 +133,7 @@ OpenSampler: TypeAlias = Callable[[str, Spec, Sequence[Tool]], Sampler]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class PackedOutcome:
     """An outcome on its way: the same `body` under the same `key` on each attempt. `credential` is a bearer token, or empty."""
 
     target: Target
@@ -148,11 +148,11 @@ class Reporter(Protocol):
     def pack(self, rollout: Rollout, target: Target, key: str) -> bytes:
         """The outcome of a finished rollout as the receiver takes it."""
 
-    async def deliver(self, parcel: Parcel) -> Receipt:
+    async def deliver(self, parcel: PackedOutcome) -> Receipt:
         """Sends it once. Whatever goes wrong on the way is a receipt."""
 
 
-class PlaysRuns(Protocol):
+class AgentProtocol(Protocol):
     """An agent, as the runtime sees it. `play` and `reward` get a `Run`."""
 
     @property
@@ -191,7 +191,7 @@ class PlaysRuns(Protocol):
     async def perform(self, run: object) -> None:
         """Plays the rollout to its end."""
 
-    async def judge(self, run: object) -> Verdict:
+    async def judge(self, run: object) -> RewardResult:
         """Judges a rollout that came to its end."""
 
 

@@ -12,7 +12,7 @@ from rollout_server.core.limits import Limits
 from rollout_server.core.message import parse_object
 from rollout_server.core.spec import Dialect, Sampling, Spec
 from rollout_server.runtime.aio.source_location import raised_at
-from rollout_server.runtime.ports import PlaysRuns, Tool
+from rollout_server.runtime.ports import AgentProtocol, Tool
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Request:
         return self.spec.limits
 
 
-def chosen_tools(agent: PlaysRuns, spec: Spec) -> Sequence[Tool]:
+def chosen_tools(agent: AgentProtocol, spec: Spec) -> Sequence[Tool]:
     """The tools of a rollout. Raises `RolloutError` where choosing fails, `NotPossible` where the trainer cannot hear of them."""
     try:
         tools = agent.tools_for(Request(spec))

@@ -14,10 +14,10 @@ from rollout_server.core.record import Accepted, Ended, Input, Record
 from rollout_server.runtime.delivery import Delivery, DeliveryState
 from rollout_server.runtime.log import Entry, Log
 from rollout_server.runtime.ports import Clock, Tool
-from rollout_server.runtime.registry.admitted import Admitted
+from rollout_server.runtime.registry.admitted import AdmittedStart
 
 
-class Keeper(Protocol):
+class RolloutOwner(Protocol):
     """Who keeps rollouts."""
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
@@ -38,7 +38,9 @@ class RolloutState(Enum):
 class Rollout:
     """Lives on one event loop. Everything that happens to it goes through `record`, and then to the observer."""
 
-    def __init__(self, uid: str, admitted: Admitted, tools: Sequence[Tool], clock: Clock, keeper: Keeper) -> None:
+    def __init__(
+        self, uid: str, admitted: AdmittedStart, tools: Sequence[Tool], clock: Clock, keeper: RolloutOwner
+    ) -> None:
         wish, agent = admitted.wish, admitted.agent
         self.uid = uid
         self.spec = wish.spec

@@ -80,7 +80,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class StartRequest:
     """A request for a rollout.
 
     Args:

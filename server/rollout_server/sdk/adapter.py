@@ -14,7 +14,7 @@ from typing import Any
 
 from rollout_server.agent import Agent
 from rollout_server.core.message import JSON
-from rollout_server.core.outcome import Category, End, Failure, Verdict
+from rollout_server.core.outcome import Category, End, Failure, RewardResult
 from rollout_server.core.spec import Dialect
 from rollout_server.runtime.ports import Tool, ToolError
 from rollout_server.runtime.request import Request
@@ -89,7 +89,7 @@ class LoopAgent(Agent):
         self._loop = agent_loop
         self._debug_dir = debug_dir
         # By the rollout's end, which all its conversations share and which is forgotten with it.
-        self._verdicts: weakref.WeakKeyDictionary[asyncio.Future[End], Verdict] = weakref.WeakKeyDictionary()
+        self._verdicts: weakref.WeakKeyDictionary[asyncio.Future[End], RewardResult] = weakref.WeakKeyDictionary()
         self.tools = self._tools_without_request()
 
     def choose_tools(self, request: Request) -> Sequence[Tool]:
@@ -119,9 +119,9 @@ class LoopAgent(Agent):
         except OsmosisRolloutError as error:
             run.close(_failure(error, run.turn))
 
-    async def reward(self, run: Run) -> Verdict:
+    async def reward(self, run: Run) -> RewardResult:
         """What the loop's result says."""
-        return self._verdicts.get(run.over, Verdict())
+        return self._verdicts.get(run.over, RewardResult())
 
     def _tools_without_request(self) -> list[Tool]:
         """What `GET /tools` tells: the loop's default tools, none where `get_tools` needs more to choose."""
@@ -145,13 +145,13 @@ class LoopAgent(Agent):
             text = result.error_message or "the agent loop ended with an error and said nothing about it"
             # A receiver is sent no messages of a failed rollout, unless its loop names them.
             extra = _kept(run, messages) if messages else ""
-            run.close(Failure(Category.INTERNAL, text, run.turn), Verdict(reward, extra_json=extra))
+            run.close(Failure(Category.INTERNAL, text, run.turn), RewardResult(reward, extra_json=extra))
             return
         if not known:
             run.note(
                 "final_messages", "final_messages goes on from no conversation that there was; the outcome holds both"
             )
-        self._verdicts[run.over] = Verdict(reward, extra_json="" if known else _kept(run, messages))
+        self._verdicts[run.over] = RewardResult(reward, extra_json="" if known else _kept(run, messages))
         await client.finish(result.finish_reason)
 
     def _checked(self, result: object) -> RolloutResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from rollout_server.core.machine import Over
+from rollout_server.core.machine import LimitReached
 from rollout_server.core.message import JSON, Message, ToolCall
 from rollout_server.core.record import ToolReturned
 from rollout_server.core.usage import lengths
@@ -23,7 +23,7 @@ async def append_results(
         return messages
     await run.append()  # raises where nothing can be appended
     started = run._machine.start_calls(answering, run._conversation)
-    if isinstance(started, Over):
+    if isinstance(started, LimitReached):
         return messages
     for intent in started:
         run._course.record(intent)

@@ -9,7 +9,7 @@ from typing import Any
 from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.spec import Dialect
 from rollout_server.runtime.run.arguments import SamplingOptions
-from rollout_server.runtime.run.run import Reply, RolloutOver, Run
+from rollout_server.runtime.run.run import Reply, RolloutEnded, Run
 from rollout_server.sdk.client import CompletionsResult
 from rollout_server.sdk.conversations import Conversation, Conversations
 from rollout_server.sdk.core.exceptions import (
@@ -56,7 +56,7 @@ class RunClient:
                 # The outcome needs its main conversation, so a chat in it goes on though the loop stops waiting.
                 return await asyncio.shield(answering)
             return await answering
-        except RolloutOver as over:
+        except RolloutEnded as over:
             # Once: a loop that swallows it and asks again has to end.
             if not isinstance(over.end, Failure) or self._has_failed:
                 raise

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from fastapi.testclient import TestClient
 
-    from rollout_server.edge.trainer.http_client import HttpAnswer, HttpClient, HttpRequest
+    from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpResponse
 
 __all__ = [
     "RolloutCompletionTracker",
@@ -122,16 +122,16 @@ def patch_httpx_for_mock_trainer(client: TestClient, monkeypatch: pytest.MonkeyP
     """
     import httpx
 
-    from rollout_server.edge.trainer.http_client import HttpAnswer, HttpClient
+    from rollout_server.edge.trainer.http_client import HttpClient, HttpResponse
 
     post, httpx_post = HttpClient.post, httpx.AsyncClient.post
 
-    async def to_mock(own: HttpClient, request: HttpRequest) -> HttpAnswer:
+    async def to_mock(own: HttpClient, request: HttpRequest) -> HttpResponse:
         path = urlsplit(request.url).path
         if not _is_trainers(path):
             return await post(own, request)
         answer = await asyncio.to_thread(client.post, _mocked(path), content=request.body, headers=request.headers)
-        return HttpAnswer(answer.status_code, answer.content)
+        return HttpResponse(answer.status_code, answer.content)
 
     async def httpx_to_mock(own: httpx.AsyncClient, url: Any, **options: Any) -> httpx.Response:
         path = urlsplit(str(url)).path

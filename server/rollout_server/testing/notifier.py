@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Bell:
+class Notifier:
     """Rings when something may have changed; whoever waits then looks again."""
 
     def __init__(self) -> None:

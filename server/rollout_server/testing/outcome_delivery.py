@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rollout_server.testing.checks.verdict import Outcome
+from rollout_server.testing.checks.verdict import DeliveredOutcome
 
 ASKED_AGAIN: Final = frozenset({408, 425, 429})
 """The statuses 4xx after which the same outcome comes again; after any other it does not (http-wire.md, B)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class OutcomeNotice:
     """The delivery of an outcome: the bytes of its body, the body parsed, its ``Idempotency-Key``; empty without one."""
 
     rollout_id: str
@@ -20,10 +20,10 @@ class Notice:
     key: str
 
 
-class Conclusion:
+class OutcomeDelivery:
     """What was delivered first, how often it came, and what settled it."""
 
-    def __init__(self, first: Notice) -> None:
+    def __init__(self, first: OutcomeNotice) -> None:
         self._first = first
         self._deliveries = 0
         self._answered: int | None = None
@@ -33,7 +33,7 @@ class Conclusion:
         """Whether it was acknowledged or refused for good."""
         return self._answered is not None
 
-    def come(self, notice: Notice) -> str | None:
+    def come(self, notice: OutcomeNotice) -> str | None:
         """Counts a delivery. What is wrong with it in the light of the first one; None if nothing is."""
         self._deliveries += 1
         if self._answered is not None:
@@ -50,6 +50,6 @@ class Conclusion:
         if final and self._answered is None:
             self._answered = status
 
-    def value(self) -> Outcome:
+    def value(self) -> DeliveredOutcome:
         """All of it as a value."""
-        return Outcome(self._first.body, self._first.key, self._deliveries, self._answered)
+        return DeliveredOutcome(self._first.body, self._first.key, self._deliveries, self._answered)

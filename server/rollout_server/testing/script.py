@@ -1,6 +1,6 @@
 """What a scripted model says, and how a scripted trainer fails: frozen values.
 
-A `Script` is how a trainer treats one rollout, first of all its list of lines. A line is a `Reply`, which the trainer
+A `Script` is how a trainer treats one rollout, first of all its list of lines. A line is a `ScriptedReply`, which the trainer
 renders, counts and sends, or a `Fault`, which it commits instead of answering. A call that the judge refuses uses up no line.
 """
 
@@ -15,7 +15,7 @@ Json: TypeAlias = Mapping[str, object]
 """A JSON object, kept verbatim: key order, and whatever keys there are."""
 
 OMITTABLE: Final = frozenset({"token_ids", "logprobs", "prompt_token_ids"})
-"""The extensions of a completion that `Reply.omit` can leave out."""
+"""The extensions of a completion that `ScriptedReply.omit` can leave out."""
 
 
 def tool_call(call_id: str, name: str, arguments: str | Json) -> Json:
@@ -66,7 +66,7 @@ class Lie(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class ScriptedReply:
     """One answer of the model.
 
     `tool_calls` and `extra` go into the message verbatim. A reply that was `cut` has no end token, and `surplus` (ids, or
@@ -176,14 +176,14 @@ class Fault:
         return cls(kind=FaultKind.TRUNCATED, body=body, headers={"content-type": "application/json"})
 
 
-Line: TypeAlias = Reply | Fault
+Line: TypeAlias = ScriptedReply | Fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extensions:
     """What becomes of the extensions of a rollout's answers, in the given `turns` (from 1) or, with None, in all of them.
 
-    `omit` and `usage` are those of `Reply`, and add to what a reply says itself. ValueError for an unknown name in `omit`.
+    `omit` and `usage` are those of `ScriptedReply`, and add to what a reply says itself. ValueError for an unknown name in `omit`.
     """
 
     omit: frozenset[str] = frozenset()
@@ -193,7 +193,7 @@ class Extensions:
     def __post_init__(self) -> None:
         _check_omitted(self.omit)
 
-    def applied(self, reply: Reply, turn: int) -> Reply:
+    def applied(self, reply: ScriptedReply, turn: int) -> ScriptedReply:
         """The reply as it goes out in this turn."""
         if self.turns is not None and turn not in self.turns:
             return reply

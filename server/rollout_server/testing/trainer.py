@@ -12,21 +12,21 @@ from typing import Any, Self
 
 from starlette.types import ASGIApp
 
-from rollout_server.testing.checks.dialect import Dialect
+from rollout_server.testing.checks.dialect import TrainerDialect
 from rollout_server.testing.checks.judge import Judge
 from rollout_server.testing.checks.renderer import PlainRenderer, Tools
-from rollout_server.testing.checks.verdict import Outcome, Verdict
+from rollout_server.testing.checks.verdict import DeliveredOutcome, Verdict
 from rollout_server.testing.grpc.completions import Completions, SeenCompletion
 from rollout_server.testing.grpc.server import CompletionServer, target
 from rollout_server.testing.grpc.service import CompletionService
 from rollout_server.testing.grpc.train_stream import TrainStream
 from rollout_server.testing.http.app import SeenRequest, Speech, TrainerApp
 from rollout_server.testing.http.bearer import Bearer
-from rollout_server.testing.http.outcome_receiver import Delivery, Receiver
-from rollout_server.testing.http.server import Listener
+from rollout_server.testing.http.outcome_receiver import OutcomeReceiver, ReceivedOutcome
+from rollout_server.testing.http.server import HttpServer
 from rollout_server.testing.model.calculator import CalculatorModel, Model
 from rollout_server.testing.model.engine import Engine, Scripts
-from rollout_server.testing.model.engine_thread import Desk, ToolsTold
+from rollout_server.testing.model.engine_thread import EngineThread, ToolList
 from rollout_server.testing.script import Script
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
@@ -52,7 +52,7 @@ class StrictTrainer:
     * `tokenizer_dir`: a local directory with a tokenizer and its chat template.
     * `scripts`, by rollout id; `script` is for all other ids, and by default leaves everything to `model`, which speaks in
       a thread of the trainer's.
-    * `dialect`: see `Dialect`.
+    * `dialect`: see `TrainerDialect`.
     * `replays_keys`: a turn that is asked for again under its ``Idempotency-Key`` gets the answer that it had, and the key
       is repeated in the answer's header; else the turn is generated anew. By default keys are replayed over gRPC, and not in
       the asynchronous dialect.
@@ -75,7 +75,7 @@ class StrictTrainer:
     _: KW_ONLY
     scripts: Mapping[str, Script] = field(default_factory=dict)
     script: Script = field(default_factory=lambda: Script(then_model=True))
-    dialect: Dialect = Dialect.MASKED
+    dialect: TrainerDialect = TrainerDialect.MASKED
     replays_keys: bool | None = None
     reuses_ids: bool = False
     settled: Callable[[Verdict], None] = lambda _verdict: None
@@ -93,11 +93,11 @@ class StrictTrainer:
     requests_kept: int = 4096
     _requests: "deque[SeenRequest]" = field(init=False, repr=False)
     _completions: "deque[SeenCompletion]" = field(init=False, repr=False)
-    _desk: Desk = field(init=False, repr=False)
+    _desk: EngineThread = field(init=False, repr=False)
     _answers: Completions = field(init=False, repr=False)
-    _receiver: Receiver = field(init=False, repr=False)
+    _receiver: OutcomeReceiver = field(init=False, repr=False)
     _app: ASGIApp = field(init=False, repr=False)
-    _listener: Listener = field(init=False, repr=False)
+    _listener: HttpServer = field(init=False, repr=False)
     _open: AsyncExitStack = field(init=False, repr=False)
 
     async def __aenter__(self) -> Self:
@@ -108,10 +108,10 @@ class StrictTrainer:
             stack.callback(thread.shutdown, wait=False)
             self._desk = await self._make_desk(thread)
             bearer = Bearer(self.api_key)
-            self._receiver = Receiver(self._desk, bearer, self.settled)
-            speech = Speech(Dialect(self.dialect), bool(self.replays_keys))
+            self._receiver = OutcomeReceiver(self._desk, bearer, self.settled)
+            speech = Speech(TrainerDialect(self.dialect), bool(self.replays_keys))
             self._app = TrainerApp(self._desk, speech, bearer, self._receiver, self._requests).asgi()
-            self._listener = await Listener.open(self._app, self.host, self.port)
+            self._listener = await HttpServer.open(self._app, self.host, self.port)
             stack.push_async_callback(self._stop_listening)
             self.port = self._listener.port
             replays = self.replays_keys is None or self.replays_keys
@@ -159,15 +159,15 @@ class StrictTrainer:
         """The verdicts of all rollouts that are kept, the one called least recently first."""
         return self._desk.judge.verdicts()
 
-    def deliveries(self, rollout_id: str) -> tuple[Delivery, ...]:
+    def deliveries(self, rollout_id: str) -> tuple[ReceivedOutcome, ...]:
         """The deliveries of a rollout's outcome, oldest first, refused ones too."""
         return self._receiver.deliveries(rollout_id)
 
-    def outcome(self, rollout_id: str) -> Outcome | None:
+    def outcome(self, rollout_id: str) -> DeliveredOutcome | None:
         """What a rollout came to, as it was delivered first; None where nothing was delivered."""
         return self._desk.judge.outcome(rollout_id)
 
-    async def delivered(self, rollout_id: str, times: int = 1) -> tuple[Delivery, ...]:
+    async def delivered(self, rollout_id: str, times: int = 1) -> tuple[ReceivedOutcome, ...]:
         """Waits until a rollout's outcome was delivered so many times."""
         await self._receiver.changed.until(lambda: len(self.deliveries(rollout_id)) >= times)
         return self.deliveries(rollout_id)
@@ -193,7 +193,7 @@ class StrictTrainer:
         try:
             yield
         finally:
-            self._listener = await Listener.open(self._app, self.host, self.port)
+            self._listener = await HttpServer.open(self._app, self.host, self.port)
 
     def start_anew(self, rollout_id: str) -> None:
         """Ends a rollout on the trainer's side: the next call under this id is a first one."""
@@ -208,11 +208,11 @@ class StrictTrainer:
     async def _stop_listening(self) -> None:
         await self._listener.close()
 
-    def _settled(self, rollout_id: str) -> Outcome | None:
+    def _settled(self, rollout_id: str) -> DeliveredOutcome | None:
         outcome = self.outcome(rollout_id)
         return outcome if outcome and outcome.answered is not None else None
 
-    async def _make_desk(self, thread: ThreadPoolExecutor) -> Desk:
+    async def _make_desk(self, thread: ThreadPoolExecutor) -> EngineThread:
         load = asyncio.get_running_loop().run_in_executor(
             thread,
             lambda: PlainRenderer.load(
@@ -222,10 +222,10 @@ class StrictTrainer:
         judge = Judge(await load, reuses_ids=self.reuses_ids)
         scripts = Scripts(self.scripts, self.script)
         engine = Engine(judge, self.model, scripts, replays_keys=bool(self.replays_keys))
-        return Desk(
+        return EngineThread(
             judge,
             engine,
             scripts,
-            ToolsTold(self.tools, self.tools_from, self.tools_key, rendered=self.render_tools),
+            ToolList(self.tools, self.tools_from, self.tools_key, rendered=self.render_tools),
             thread,
         )

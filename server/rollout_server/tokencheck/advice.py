@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from rollout_server.edge.tokens.rendering_form import Arguments
 from rollout_server.tokencheck.boundary import Cause, Mask
 from rollout_server.tokencheck.model_output import Writing
-from rollout_server.tokencheck.template_traits import Shown, Traits
-from rollout_server.tokencheck.verdict import Fault, Finding, Tally
+from rollout_server.tokencheck.template_traits import ArgumentsTrait, Traits
+from rollout_server.tokencheck.verdict import Finding, FormCounts, TemplateFault
 
 _TEMPLATE = (
     "use a template that only ever appends, and the same file on both sides: ROLLOUT_TEMPLATES=NAME=FILE here, the trainer's "
     "own setting there; try it first with --template FILE"
 )
-_UNREADABLE = (Shown.TWICE, Shown.REFUSED, Shown.LEFT_OUT)
+_UNREADABLE = (ArgumentsTrait.TWICE, ArgumentsTrait.REFUSED, ArgumentsTrait.LEFT_OUT)
 _WRITTEN = {
     Writing.TEMPLATE: "as the template writes them",
     Writing.SPELLING: "with arguments in a spelling of the model's own",
@@ -23,7 +23,11 @@ _WRITTEN = {
 
 
 def advice(
-    faults: Sequence[Finding], form: Arguments, traits: Traits, tallies: Sequence[Tally], switches: Mapping[str, int]
+    faults: Sequence[Finding],
+    form: Arguments,
+    traits: Traits,
+    tallies: Sequence[FormCounts],
+    switches: Mapping[str, int],
 ) -> Iterator[str]:
     """One sentence for each thing to do, in the order in which it helps most.
 
@@ -38,9 +42,9 @@ def advice(
     stable = [name for name, parted in switches.items() if parted == 0]
     if stable:
         yield f"give the template one of these arguments, with which nothing parted: {', '.join(stable)}"
-    if kinds - {Fault.TIME}:
+    if kinds - {TemplateFault.TIME}:
         yield _TEMPLATE
-    if Fault.TIME in kinds:
+    if TemplateFault.TIME in kinds:
         yield "take the time of day out of the template, or give it as a template argument"
     if kinds & set(Cause):
         yield (

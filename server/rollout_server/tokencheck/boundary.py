@@ -33,7 +33,7 @@ class Mask(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class Divergence:
     """Where truth and rendering part: the first token and character that differ, and the text around that token on both sides."""
 
     cause: Cause
@@ -43,7 +43,7 @@ class Parting:
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
+class TurnBoundary:
     """One boundary.
 
     Args:
@@ -59,7 +59,7 @@ class Boundary:
     answer: int
     added: int
     counted: int
-    parting: Parting | None
+    parting: Divergence | None
     short_form: bool | None = None
 
     @property
@@ -73,7 +73,7 @@ class Boundary:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class SimulatedConversation:
     """A conversation that was played.
 
     Args:
@@ -90,7 +90,7 @@ class Played:
     kind: str
     form: Arguments
     writing: Writing
-    boundaries: tuple[Boundary, ...] = ()
+    boundaries: tuple[TurnBoundary, ...] = ()
     refused: str = ""
     uncut: tuple[int, ...] = ()
     left_out: frozenset[str] = field(default_factory=frozenset)

@@ -10,19 +10,19 @@ from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.message import JSON
 from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.rendering_form import Arguments
-from rollout_server.edge.tokens.template_probe import Stop
+from rollout_server.edge.tokens.template_probe import StopToken
 from rollout_server.edge.tokens.tokenizer import ChatTokenizer, Frame, LoadedTokenizer
 from rollout_server.tokencheck.advice import advice
-from rollout_server.tokencheck.boundary import Played
-from rollout_server.tokencheck.conversation import Conversation
+from rollout_server.tokencheck.boundary import SimulatedConversation
+from rollout_server.tokencheck.conversation import CheckConversation
 from rollout_server.tokencheck.counts import among, partings, rows, short_form, tallies
 from rollout_server.tokencheck.findings import cautions, conditions, faults
 from rollout_server.tokencheck.hard_conversations import hard
 from rollout_server.tokencheck.model_output import Writing
-from rollout_server.tokencheck.simulate import Player
+from rollout_server.tokencheck.simulate import Simulator
 from rollout_server.tokencheck.template import Template
-from rollout_server.tokencheck.template_traits import Shown, Traits, traits
-from rollout_server.tokencheck.verdict import Example, Stops, Verdict
+from rollout_server.tokencheck.template_traits import ArgumentsTrait, Traits, traits
+from rollout_server.tokencheck.verdict import Example, Stops, TemplateReport
 
 _SWITCHES = 6
 """How many variables of a template are tried: each plays everything twice."""
@@ -49,7 +49,7 @@ class Subject:
     ends: Sequence[int] = ()
 
 
-def check(subject: Subject, more: Sequence[Conversation] = ()) -> Verdict:
+def check(subject: Subject, more: Sequence[CheckConversation] = ()) -> TemplateReport:
     """Plays the hard conversations and then `more`, and judges what came of it. Takes seconds.
 
     Raises `Failed` (VALIDATION) for template arguments that are not the template's.
@@ -68,7 +68,7 @@ def _controls(template: Template) -> list[str]:
     return list(dict.fromkeys((*texts, *sorted(template.special)[:_CONTROLS], *texts)))
 
 
-def _verdict(subject: Subject, template: Template, conversations: Sequence[Conversation]) -> Verdict:
+def _verdict(subject: Subject, template: Template, conversations: Sequence[CheckConversation]) -> TemplateReport:
     probed, found = template.loaded.probed, traits(template, subject.tokenizer)
     played = list(_play(template, found, conversations, Writing))
     forms = sorted(_forms(found), key=lambda form: form is not found.natural)
@@ -80,7 +80,7 @@ def _verdict(subject: Subject, template: Template, conversations: Sequence[Conve
     usable = not probed.refusal and any(each.boundaries for each in best)
     short = short_form(best)
     unprompted = (Example(each.kind, *each.unprompted) for each in best if each.unprompted is not None)
-    return Verdict(
+    return TemplateReport(
         tokenizer=subject.name,
         template=subject.template,
         refusal=probed.refusal,
@@ -103,14 +103,16 @@ def _verdict(subject: Subject, template: Template, conversations: Sequence[Conve
 
 def _forms(found: Traits) -> list[Arguments]:
     """The forms of arguments that the template takes; that of the wire comes first."""
-    taken = [form for form in (Arguments.RECEIVED, Arguments.PARSED) if found.arguments[form] is not Shown.REFUSED]
+    taken = [
+        form for form in (Arguments.RECEIVED, Arguments.PARSED) if found.arguments[form] is not ArgumentsTrait.REFUSED
+    ]
     return taken or [Arguments.RECEIVED]
 
 
 def _play(
-    template: Template, found: Traits, conversations: Iterable[Conversation], writings: Iterable[Writing]
-) -> Iterator[Played]:
-    player, forms, writings = Player(template, found.natural), _forms(found), list(writings)
+    template: Template, found: Traits, conversations: Iterable[CheckConversation], writings: Iterable[Writing]
+) -> Iterator[SimulatedConversation]:
+    player, forms, writings = Simulator(template, found.natural), _forms(found), list(writings)
     for conversation in conversations:
         if conversation.has_calls:
             yield from player.play(conversation, forms, writings)
@@ -120,7 +122,7 @@ def _play(
 
 
 def _tried(
-    template: Template, found: Traits, conversations: Sequence[Conversation], best: Sequence[Played]
+    template: Template, found: Traits, conversations: Sequence[CheckConversation], best: Sequence[SimulatedConversation]
 ) -> dict[str, int]:
     """How many boundaries part when a variable that the template reads is set to true or false.
 
@@ -137,6 +139,6 @@ def _tried(
     return parted
 
 
-def _eos(tokenizer: ChatTokenizer) -> Stop | None:
+def _eos(tokenizer: ChatTokenizer) -> StopToken | None:
     index = tokenizer.eos_token_id
-    return None if index is None else Stop(tokenizer.decode(list(pack_tokens([index]))), index)
+    return None if index is None else StopToken(tokenizer.decode(list(pack_tokens([index]))), index)

@@ -25,7 +25,7 @@ TOOLS: tuple[Fields, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class CheckConversation:
     """Messages, and what is known of how they came about.
 
     Args:
@@ -50,7 +50,7 @@ class Conversation:
         """Whether the model calls a tool anywhere in it."""
         return any(map(has_calls, self.messages))
 
-    def normal(self) -> Conversation | None:
+    def normal(self) -> CheckConversation | None:
         """The same with arguments spelled as most templates spell an object. None where one cannot be spelled so."""
         try:
             return replace(self, messages=tuple(map(_normal, self.messages)))

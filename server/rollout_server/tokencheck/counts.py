@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rollout_server.edge.tokens.rendering_form import Arguments
-from rollout_server.tokencheck.boundary import Boundary, Cause, Mask, Played
+from rollout_server.tokencheck.boundary import Cause, Mask, SimulatedConversation, TurnBoundary
 from rollout_server.tokencheck.model_output import Writing
-from rollout_server.tokencheck.verdict import Row, ShortForm, Tally, Worst
+from rollout_server.tokencheck.verdict import FormCounts, ReportRow, ShortForm, Worst
 
 
-def partings(played: Iterable[Played]) -> int:
+def partings(played: Iterable[SimulatedConversation]) -> int:
     """At how many boundaries the template is at fault. What the tokenizer alone does is not its doing."""
     return sum(
         boundary.parting is not None and boundary.parting.cause is not Cause.RETOKENISED
@@ -20,40 +20,40 @@ def partings(played: Iterable[Played]) -> int:
     )
 
 
-def among(played: Iterable[Played], form: Arguments, *writings: Writing) -> list[Played]:
+def among(played: Iterable[SimulatedConversation], form: Arguments, *writings: Writing) -> list[SimulatedConversation]:
     """Those in a form and some way of writing."""
     return [each for each in played if each.form is form and each.writing in writings]
 
 
-def short_form(played: Iterable[Played]) -> ShortForm:
+def short_form(played: Iterable[SimulatedConversation]) -> ShortForm:
     """How often the short form was compared with the full rendering, and how often it was the same."""
     seen = [b.short_form for each in played for b in each.boundaries if b.short_form is not None]
     return ShortForm(len(seen), sum(seen))
 
 
-def tallies(played: Sequence[Played]) -> tuple[Tally, ...]:
+def tallies(played: Sequence[SimulatedConversation]) -> tuple[FormCounts, ...]:
     """By form and writing, where anything was compared."""
     found = []
     for form in Arguments:
         for writing in Writing:
             boundaries = [boundary for each in among(played, form, writing) for boundary in each.boundaries]
             if boundaries:
-                found.append(Tally(form, writing, _masks(boundaries), _worst(boundaries)))
+                found.append(FormCounts(form, writing, _masks(boundaries), _worst(boundaries)))
     return tuple(found)
 
 
-def rows(played: Sequence[Played], form: Arguments) -> tuple[Row, ...]:
+def rows(played: Sequence[SimulatedConversation], form: Arguments) -> tuple[ReportRow, ...]:
     """By kind, in the order in which they were played."""
     kinds = dict.fromkeys(each.kind for each in played)
     return tuple(_row(kind, [each for each in played if each.kind == kind], form) for kind in kinds)
 
 
-def _row(kind: str, played: Sequence[Played], form: Arguments) -> Row:
+def _row(kind: str, played: Sequence[SimulatedConversation], form: Arguments) -> ReportRow:
     plain = among(played, form, Writing.TEMPLATE) or among(played, form, Writing.SPELLING)
     boundaries = [boundary for each in plain for boundary in each.boundaries]
     causes = Counter(boundary.parting.cause for boundary in boundaries if boundary.parting is not None)
     others = [b for each in played if each.form is form and each not in plain for b in each.boundaries]
-    return Row(
+    return ReportRow(
         kind=kind,
         boundaries=len(boundaries),
         kept=sum(boundary.parting is None for boundary in boundaries),
@@ -66,12 +66,12 @@ def _row(kind: str, played: Sequence[Played], form: Arguments) -> Row:
     )
 
 
-def _masks(boundaries: Iterable[Boundary]) -> dict[Mask, int]:
+def _masks(boundaries: Iterable[TurnBoundary]) -> dict[Mask, int]:
     counted = Counter(boundary.mask for boundary in boundaries)
     return {mask: counted[mask] for mask in Mask}
 
 
-def _worst(boundaries: Iterable[Boundary]) -> Worst | None:
+def _worst(boundaries: Iterable[TurnBoundary]) -> Worst | None:
     wrong = [boundary for boundary in boundaries if boundary.mask is not Mask.RIGHT]
     if not wrong:
         return None

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rollout_server.core.message import JSON, MalformedMessage, Message, parse_json
-from rollout_server.tokencheck.conversation import TOOLS, Conversation
+from rollout_server.tokencheck.conversation import TOOLS, CheckConversation
 
 KIND = "yours"
 
 
-def read(path: Path) -> list[Conversation]:
+def read(path: Path) -> list[CheckConversation]:
     """Each line is an object with `messages` and perhaps `tools`, or a list of messages, which are given the built-in tools.
 
     Raises ValueError that names the line, and what cannot be read of it; OSError where there is no such file.
@@ -22,7 +22,7 @@ def read(path: Path) -> list[Conversation]:
     return found
 
 
-def _lines(path: Path) -> Iterator[Conversation]:
+def _lines(path: Path) -> Iterator[CheckConversation]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -36,7 +36,7 @@ def _lines(path: Path) -> Iterator[Conversation]:
                 raise ValueError(f"{path}, line {number}: {error}") from None
 
 
-def _conversation(value: JSON, kind: str) -> Conversation:
+def _conversation(value: JSON, kind: str) -> CheckConversation:
     given = value if isinstance(value, dict) else {"messages": value, "tools": list(TOOLS)}
     messages, tools = given.get("messages"), given.get("tools")
     if not isinstance(messages, list) or not messages:
@@ -52,7 +52,7 @@ def _conversation(value: JSON, kind: str) -> Conversation:
         except MalformedMessage as error:
             raise MalformedMessage(f"messages[{index}]: {error}") from None
         fields.append(message)
-    conversation = Conversation(
+    conversation = CheckConversation(
         kind, tuple(fields), tools if tools is None else tuple(t for t in tools if isinstance(t, dict))
     )
     if not any(index + 1 < len(fields) for index in conversation.answers):

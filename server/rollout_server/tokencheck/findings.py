@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rollout_server.edge.tokens.rendering_form import Arguments
-from rollout_server.edge.tokens.template_probe import Probed
-from rollout_server.tokencheck.boundary import Boundary, Cause, Played
-from rollout_server.tokencheck.template_traits import Dated, Shown, Traits
-from rollout_server.tokencheck.verdict import Example, Fault, Finding, ShortForm, Stops
+from rollout_server.edge.tokens.template_probe import TemplateTraits
+from rollout_server.tokencheck.boundary import Cause, SimulatedConversation, TurnBoundary
+from rollout_server.tokencheck.template_traits import ArgumentsTrait, Dated, Traits
+from rollout_server.tokencheck.verdict import Example, Finding, ShortForm, Stops, TemplateFault
 
 _CAUSES = {
     Cause.THINKING: "the template drops the thinking of earlier answers",
@@ -25,7 +25,7 @@ _CAUSES = {
 _NEEDED = ("answers", "content beside tool calls", "tool calls", "tool results", "user messages")
 
 
-def faults(played: Sequence[Played], probed: Probed, traits: Traits) -> Iterator[Finding]:
+def faults(played: Sequence[SimulatedConversation], probed: TemplateTraits, traits: Traits) -> Iterator[Finding]:
     """What is wrong with the template itself, the most frequent first. `played` are those written as the template writes."""
     parted = [boundary for each in played for boundary in each.boundaries if boundary.parting is not None]
     counted = Counter(boundary.parting.cause for boundary in parted if boundary.parting is not None)
@@ -40,24 +40,24 @@ def faults(played: Sequence[Played], probed: Probed, traits: Traits) -> Iterator
             else f"; the first that follows is {probed.final.text}, which begins all messages"
         )
         text = f"the template closes answers with no special token, so that a model cannot learn to end one{borrowed}"
-        yield Finding(Fault.NO_STOP, text, 0)
+        yield Finding(TemplateFault.NO_STOP, text, 0)
     uncut = [each for each in played if each.uncut]
     if uncut:
         text = f"no place shows where the environment begins behind an answer, so the server guesses and warns ({_kinds(uncut)})"
-        yield Finding(Fault.NO_PLACE, text, len(uncut))
+        yield Finding(TemplateFault.NO_PLACE, text, len(uncut))
     for word in _NEEDED:
         without = [each for each in played if word in each.left_out]
         if without:
-            yield Finding(Fault.LEFT_OUT, f"the template leaves out {word} ({_kinds(without)})", len(without))
+            yield Finding(TemplateFault.LEFT_OUT, f"the template leaves out {word} ({_kinds(without)})", len(without))
     if traits.dated is Dated.TIME:
-        yield Finding(Fault.TIME, "the template prints the time of day, which is another in every turn", 0)
+        yield Finding(TemplateFault.TIME, "the template prints the time of day, which is another in every turn", 0)
 
 
 def conditions(traits: Traits, form: Arguments) -> Iterator[str]:
     """What has to be so for the template to be stable."""
     other = next(each for each in Arguments if each is not form)
     if (
-        traits.arguments[form] not in (Shown.REFUSED, Shown.LEFT_OUT)
+        traits.arguments[form] not in (ArgumentsTrait.REFUSED, ArgumentsTrait.LEFT_OUT)
         and traits.arguments[other] is not traits.arguments[form]
     ):
         given = (
@@ -68,18 +68,20 @@ def conditions(traits: Traits, form: Arguments) -> Iterator[str]:
         yield "a rollout keeps one date: the template prints it, and its tokens change at midnight"
     if traits.empty_tools_differ:
         yield "no tools is said in one way on both sides: an empty list is not rendered as none is"
-    if all(shown is Shown.REFUSED for shown in traits.arguments.values()):
+    if all(shown is ArgumentsTrait.REFUSED for shown in traits.arguments.values()):
         yield "no tools are called: the template refuses conversations with calls"
 
 
-def cautions(played: Sequence[Played], stops: Stops, traits: Traits, short_form: ShortForm) -> Iterator[str]:
+def cautions(
+    played: Sequence[SimulatedConversation], stops: Stops, traits: Traits, short_form: ShortForm
+) -> Iterator[str]:
     """What is no fault, but good to know."""
     thoughtless = [each for each in played if "reasoning_content" in each.left_out]
     if thoughtless:
         yield "reasoning_content is not rendered: thinking that a parser takes out of an answer is lost to later turns"
     if any("system messages" in each.left_out for each in played):
         yield "system messages are not rendered"
-    if not traits.tools_shown and any(shown is not Shown.REFUSED for shown in traits.arguments.values()):
+    if not traits.tools_shown and any(shown is not ArgumentsTrait.REFUSED for shown in traits.arguments.values()):
         yield "the template does not show the tools it is given: describe them in a message"
     again = [each for each in played for b in each.boundaries if b.parting and b.parting.cause is Cause.RETOKENISED]
     if again:
@@ -98,7 +100,7 @@ def cautions(played: Sequence[Played], stops: Stops, traits: Traits, short_form:
         yield "what follows an answer depends on more of the history than is cheap to render: turns cost more as a rollout grows"
 
 
-def _example(parted: Sequence[Boundary], cause: Cause) -> Example | None:
+def _example(parted: Sequence[TurnBoundary], cause: Cause) -> Example | None:
     """The first of those where lengths differ most."""
     found = [(boundary, each) for boundary in parted if (each := boundary.parting) is not None and each.cause is cause]
     worst = max(found, key=lambda pair: abs(pair[0].counted - pair[0].added), default=None)
@@ -108,6 +110,6 @@ def _example(parted: Sequence[Boundary], cause: Cause) -> Example | None:
     return Example(boundary.kind, parting.truth, parting.rendered, parting.index)
 
 
-def _kinds(played: Sequence[Played]) -> str:
+def _kinds(played: Sequence[SimulatedConversation]) -> str:
     kinds = list(dict.fromkeys(each.kind for each in played))
     return ", ".join(kinds[:4]) + (f" and {len(kinds) - 4} more" if len(kinds) > 4 else "")

@@ -14,10 +14,10 @@ from enum import Enum
 
 from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.rendering_form import Fields, has_calls
-from rollout_server.edge.tokens.template_probe import Stop
-from rollout_server.runtime.ports import Failed
-from rollout_server.tokencheck.conversation import Conversation, arguments_of
-from rollout_server.tokencheck.template import Page, Template
+from rollout_server.edge.tokens.template_probe import StopToken
+from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.tokencheck.conversation import CheckConversation, arguments_of
+from rollout_server.tokencheck.template import RenderedConversation, Template
 
 _OTHER: Fields = {"role": "assistant", "content": "Zq0AnotherAnswer"}
 
@@ -31,7 +31,7 @@ class Writing(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ModelOutput:
     """An answer.
 
     Args:
@@ -47,7 +47,9 @@ class Written:
     found: bool = True
 
 
-def written(template: Template, page: Page, conversation: Conversation, answered: int, writing: Writing) -> Written:
+def written(
+    template: Template, page: RenderedConversation, conversation: CheckConversation, answered: int, writing: Writing
+) -> ModelOutput:
     """The answer at `answered`. `page` renders the conversation in the form in which arguments come out as models write them."""
     answer, end = page.messages[answered], conversation.end(answered)
     stop = template.loaded.probed.stop(calls=has_calls(answer))
@@ -56,10 +58,10 @@ def written(template: Template, page: Page, conversation: Conversation, answered
     body = _whole(body, answer.get("content"))
     arguments = arguments_of(conversation.messages[answered])
     body, places, found = _spelled(body, arguments, respell=writing is Writing.SPELLING)
-    return Written(body + closing, closing, places, found)
+    return ModelOutput(body + closing, closing, places, found)
 
 
-def _ended(page: Page, answered: int, stop: Stop | None) -> str:
+def _ended(page: RenderedConversation, answered: int, stop: StopToken | None) -> str:
     """The conversation up to and with the answer, without a generation prompt, also where the template always writes one."""
     said = page.ended(answered + 1)
     if stop is None or said != page.asked(answered + 1):
@@ -68,7 +70,7 @@ def _ended(page: Page, answered: int, stop: Stop | None) -> str:
     return body + stands or said
 
 
-def _start(template: Template, page: Page, answered: int) -> int:
+def _start(template: Template, page: RenderedConversation, answered: int) -> int:
     """Where the answer begins in its rendering: behind its generation prompt, or what is left of that."""
     prompt, said = page.asked(answered), page.ended(answered + 1)
     shared = template.joint(prompt, said)
@@ -78,7 +80,7 @@ def _start(template: Template, page: Page, answered: int) -> int:
     # What came before was rewritten too. It is, behind another answer, in the same way.
     try:
         other = page.render([*page.messages[:answered], _OTHER], False)
-    except Failed:
+    except RolloutFailed:
         return shared
     same = template.joint(said, other)
     if not opening:
@@ -87,7 +89,7 @@ def _start(template: Template, page: Page, answered: int) -> int:
     return shared if at < 0 else at + len(opening)
 
 
-def _cut(template: Template, full: str, said: str, start: int, stop: Stop | None) -> tuple[str, str]:
+def _cut(template: Template, full: str, said: str, start: int, stop: StopToken | None) -> tuple[str, str]:
     """The answer's body and its stop."""
     if found := _closing(template, said, start, stop):
         return said[start : found[0]], said[found[0] : found[1]]
@@ -100,7 +102,7 @@ def _cut(template: Template, full: str, said: str, start: int, stop: Stop | None
     return said[start:].rstrip(), stop.text
 
 
-def _closing(template: Template, said: str, start: int, stop: Stop | None) -> tuple[int, int] | None:
+def _closing(template: Template, said: str, start: int, stop: StopToken | None) -> tuple[int, int] | None:
     """Where the stop stands among the special tokens at the end. Some templates put another behind the whole text."""
     any_special = "|".join(re.escape(text) for text in sorted(template.special, key=len, reverse=True))
     if not any_special:

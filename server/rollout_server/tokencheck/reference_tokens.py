@@ -10,10 +10,10 @@ from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.rendering_form import has_calls
 from rollout_server.edge.tokens.short_form import shortened
 from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, new_mark, text_after_answer
-from rollout_server.runtime.ports import Failed
-from rollout_server.tokencheck.conversation import Conversation
-from rollout_server.tokencheck.model_output import Writing, Written, written
-from rollout_server.tokencheck.template import Page, Template, in_other_tokens
+from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.tokencheck.conversation import CheckConversation
+from rollout_server.tokencheck.model_output import ModelOutput, Writing, written
+from rollout_server.tokencheck.template import RenderedConversation, Template, in_other_tokens
 
 
 class Region(Enum):
@@ -27,7 +27,7 @@ class Region(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ReferencePiece:
     """A piece of the text. `answer` is the index of the answer that it is or that comes next; it ends after `count` messages."""
 
     region: Region
@@ -38,27 +38,27 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Truth:
+class ReferenceTokens:
     """The text so far, its ids and its pieces, and from where to where in it arguments of calls stand."""
 
     text: str = ""
     ids: Tokens = field(default_factory=pack_tokens)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ReferencePiece] = field(default_factory=list)
     arguments: list[tuple[int, int]] = field(default_factory=list)
 
     def append(self, region: Region, text: str, answer: int, count: int) -> None:
         """Adds a piece of text; its ids are added by themselves."""
         if text:
-            self.pieces.append(Piece(region, len(self.text), len(self.text) + len(text), answer, count))
+            self.pieces.append(ReferencePiece(region, len(self.text), len(self.text) + len(text), answer, count))
             self.text += text
 
-    def at(self, place: int) -> Piece:
+    def at(self, place: int) -> ReferencePiece:
         """The piece that a character stands in; the last one for places behind all."""
         return next((piece for piece in self.pieces if place < piece.end), self.pieces[-1])
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
+class ReferenceEnvironment:
     """What came after an answer.
 
     Args:
@@ -70,20 +70,22 @@ class Environment:
     short_form: bool | None
 
 
-class Teller:
+class ReferenceReader:
     """Tells the truth about a conversation, turn by turn."""
 
-    def __init__(self, template: Template, conversation: Conversation, page: Page, writing: Writing) -> None:
-        """`page` renders in the form in which arguments come out as models write them. Raises `Failed` as it does."""
+    def __init__(
+        self, template: Template, conversation: CheckConversation, page: RenderedConversation, writing: Writing
+    ) -> None:
+        """`page` renders in the form in which arguments come out as models write them. Raises `RolloutFailed` as it does."""
         self._template, self._conversation, self._page, self._writing = template, conversation, page, writing
-        self.truth = Truth()
+        self.truth = ReferenceTokens()
         first = conversation.answers[0]
         text = page.asked(first)
         self._last = page.encoded(first)
         self.truth.ids = self._last.ids
         self._prompted(Region.PROMPT, text, first, first)
 
-    def answer(self, answered: int) -> tuple[Written, Tokens]:
+    def answer(self, answered: int) -> tuple[ModelOutput, Tokens]:
         """Appends the answer; what was written, and its ids."""
         truth = self.truth
         said = written(self._template, self._page, self._conversation, answered, self._writing)
@@ -97,7 +99,7 @@ class Teller:
         truth.ids = truth.ids + ids
         return said, ids
 
-    def environment(self, answered: int, ids: Tokens) -> Environment | None:
+    def environment(self, answered: int, ids: Tokens) -> ReferenceEnvironment | None:
         """Appends what comes after an answer of these ids. None where its place cannot be told."""
         end = self._conversation.end(answered)
         page, probed, loaded = self._page, self._template.loaded.probed, self._template.loaded
@@ -123,7 +125,7 @@ class Teller:
             short = None if short_text is None else short_text == text
         self.truth.ids = self.truth.ids + closing + added
         self._prompted(Region.ENVIRONMENT, text, end, end)
-        return Environment(len(closing) + len(added), short)
+        return ReferenceEnvironment(len(closing) + len(added), short)
 
     def _generated(self, body: str, stop: str) -> Tokens:
         """What a model generates for that text. Its tokens do not reach back into the prompt."""
@@ -150,6 +152,6 @@ def _short_text(turn: RenderedTurn, stop: str) -> str | None:
     messages, answered = shortened(turn.messages, turn.answered, new_mark())
     try:
         full, prompt = turn.render(messages, True), turn.render(messages[:answered], True)
-    except Failed:
+    except RolloutFailed:
         return None
     return environment_text(RenderedTurn(turn.render, messages, answered, full, prompt), stop)

@@ -7,33 +7,36 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rollout_server.core.message import MalformedMessage
 from rollout_server.edge.tokens.rendering_form import Arguments, Fields, has_calls
-from rollout_server.runtime.ports import Failed
-from rollout_server.tokencheck.boundary import Boundary, Played
-from rollout_server.tokencheck.conversation import Conversation, names_of, thought_of
+from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.tokencheck.boundary import SimulatedConversation, TurnBoundary
+from rollout_server.tokencheck.conversation import CheckConversation, names_of, thought_of
 from rollout_server.tokencheck.divergence import parting
 from rollout_server.tokencheck.model_output import Writing
-from rollout_server.tokencheck.reference_tokens import Teller
-from rollout_server.tokencheck.template import Page, Template
+from rollout_server.tokencheck.reference_tokens import ReferenceReader
+from rollout_server.tokencheck.template import RenderedConversation, Template
 
 _SHOWN = 60
 _NAMES = {"tool": "tool results", "system": "system messages", "user": "user messages"}
 
 
-class Player:
+class Simulator:
     """Plays conversations with one template. `natural` is the form in which arguments come out as models write them."""
 
     def __init__(self, template: Template, natural: Arguments) -> None:
         self._template, self._natural = template, natural
 
     def play(
-        self, conversation: Conversation, forms: Sequence[Arguments], writings: Iterable[Writing]
-    ) -> Iterator[Played]:
+        self, conversation: CheckConversation, forms: Sequence[Arguments], writings: Iterable[Writing]
+    ) -> Iterator[SimulatedConversation]:
         """The conversation as trainers see it that render arguments in each of the forms.
 
         A way of writing is left out where answers cannot be written so, or would not be written differently.
         """
         normal = conversation.normal()
-        own, usual = _Pages(self._template, conversation), _Pages(self._template, normal or conversation)
+        own, usual = (
+            _RenderedForms(self._template, conversation),
+            _RenderedForms(self._template, normal or conversation),
+        )
         for writing in writings:
             if (normal == conversation) if writing is Writing.SPELLING else (normal is None):
                 continue
@@ -43,18 +46,18 @@ class Player:
                 if played is not None:
                     yield played
 
-    def _played(self, pages: _Pages, form: Arguments, writing: Writing) -> Played | None:
-        game = _Game(self._template, pages, (self._natural, form), writing)
+    def _played(self, pages: _RenderedForms, form: Arguments, writing: Writing) -> SimulatedConversation | None:
+        game = _Simulation(self._template, pages, (self._natural, form), writing)
         refused = ""
         try:
             game.play()
-        except Failed as failed:
+        except RolloutFailed as failed:
             refused = failed.failure.message.partition("refuses the conversation: ")[2] or failed.failure.message
         except MalformedMessage as error:
             refused = str(error)
         if not game.told:
             return None
-        return Played(
+        return SimulatedConversation(
             kind=pages.conversation.kind,
             form=form,
             writing=writing,
@@ -66,39 +69,41 @@ class Player:
         )
 
 
-class _Pages:
+class _RenderedForms:
     """A conversation in each form, made when it is first looked at."""
 
-    def __init__(self, template: Template, conversation: Conversation) -> None:
+    def __init__(self, template: Template, conversation: CheckConversation) -> None:
         self.conversation = conversation
         self._template = template
-        self._made: dict[Arguments, Page] = {}
+        self._made: dict[Arguments, RenderedConversation] = {}
 
-    def of(self, form: Arguments) -> Page:
-        """Raises as `Page` does."""
+    def of(self, form: Arguments) -> RenderedConversation:
+        """Raises as `RenderedConversation` does."""
         if form not in self._made:
-            self._made[form] = Page(self._template, self.conversation, form)
+            self._made[form] = RenderedConversation(self._template, self.conversation, form)
         return self._made[form]
 
 
-class _Game:
+class _Simulation:
     """One conversation in one writing; `forms` are the natural one, which tells the truth, and the one that is compared with it."""
 
-    def __init__(self, template: Template, pages: _Pages, forms: tuple[Arguments, Arguments], writing: Writing) -> None:
+    def __init__(
+        self, template: Template, pages: _RenderedForms, forms: tuple[Arguments, Arguments], writing: Writing
+    ) -> None:
         self._template, self._pages, self._forms, self._writing = template, pages, forms, writing
         self._conversation = pages.conversation
-        self.boundaries: list[Boundary] = []
+        self.boundaries: list[TurnBoundary] = []
         self.uncut: list[int] = []
         self.left_out: set[str] = set()
         self.unprompted: tuple[str, str] | None = None
         self.told = True
 
     def play(self) -> None:
-        """Raises `Failed` where the template refuses; what was found before stands."""
+        """Raises `RolloutFailed` where the template refuses; what was found before stands."""
         conversation = self._conversation
         natural, form = self._forms
         page, truthful = self._pages.of(form), self._pages.of(natural)
-        teller = Teller(self._template, conversation, truthful, self._writing)
+        teller = ReferenceReader(self._template, conversation, truthful, self._writing)
         for answered in conversation.answers:
             end = conversation.end(answered)
             if answered + 1 == len(conversation.messages):
@@ -115,10 +120,10 @@ class _Game:
             counted = len(page.encoded(end).ids) - len(page.encoded(answered).ids) - len(ids)
             found = parting(self._template, conversation, page, teller.truth, end)
             self.boundaries.append(
-                Boundary(conversation.kind, answered, added.tokens, counted, found, added.short_form)
+                TurnBoundary(conversation.kind, answered, added.tokens, counted, found, added.short_form)
             )
 
-    def _uncut(self, page: Page, answered: int, end: int) -> None:
+    def _uncut(self, page: RenderedConversation, answered: int, end: int) -> None:
         """No place was found, perhaps because what would stand there is not rendered at all."""
         following = page.messages[answered + 1 : end]
         without = [*page.messages[: answered + 1], *following[1:]]
@@ -127,7 +132,7 @@ class _Game:
         else:
             self.uncut.append(answered)
 
-    def _look(self, page: Page, answered: int, end: int) -> None:
+    def _look(self, page: RenderedConversation, answered: int, end: int) -> None:
         prompt, said, full = page.asked(answered), page.ended(answered + 1), page.asked(end)
         self.left_out.update(_left_out(page, said, full, answered, end))
         if self.unprompted is None and not said.startswith(prompt):
@@ -135,7 +140,7 @@ class _Game:
             self.unprompted = prompt[shared:][:_SHOWN], said[shared:][:_SHOWN]
 
 
-def _left_out(page: Page, said: str, full: str, answered: int, end: int) -> Iterator[str]:
+def _left_out(page: RenderedConversation, said: str, full: str, answered: int, end: int) -> Iterator[str]:
     """What of an answer and of the messages around it is nowhere in the rendering, by a word of each."""
     answer = page.messages[answered]
     if not all(name in said for name in names_of(answer)):

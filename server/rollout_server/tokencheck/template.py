@@ -11,7 +11,7 @@ from rollout_server.core.message import JSON, Message
 from rollout_server.edge.tokens.encoding import AddedToken, Encoded, common_prefix
 from rollout_server.edge.tokens.rendering_form import Arguments, Fields, parsed
 from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
-from rollout_server.tokencheck.conversation import Conversation
+from rollout_server.tokencheck.conversation import CheckConversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class Template:
         return min((start for start in across if start >= 0), default=shared)
 
 
-class Page:
+class RenderedConversation:
     """A conversation as it is rendered in one form; each rendering is made once."""
 
-    def __init__(self, template: Template, conversation: Conversation, form: Arguments) -> None:
+    def __init__(self, template: Template, conversation: CheckConversation, form: Arguments) -> None:
         """Raises `Failed` (VALIDATION) for content that is not text, `MalformedMessage` for numbers that JSON does not have."""
         wire = (Message.parsed(json.dumps(fields, ensure_ascii=False), fields) for fields in conversation.messages)
         self.messages = tuple(parsed(message, index, form) for index, message in enumerate(wire))

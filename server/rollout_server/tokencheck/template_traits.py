@@ -12,7 +12,7 @@ from rollout_server.core.message import JSON
 from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.rendering_form import Arguments, Fields
 from rollout_server.edge.tokens.tokenizer import ChatTokenizer
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 from rollout_server.tokencheck.conversation import TOOLS
 from rollout_server.tokencheck.template import Template
 
@@ -37,7 +37,7 @@ _GIVEN = frozenset(
 _TOKEN = re.compile(r"_tokens?\Z")
 
 
-class Shown(Enum):
+class ArgumentsTrait(Enum):
     """What becomes of arguments in a form."""
 
     VERBATIM = "as they are"
@@ -69,7 +69,7 @@ class Traits:
         switches: variables of its own that the template reads; they are set as template arguments.
     """
 
-    arguments: Mapping[Arguments, Shown]
+    arguments: Mapping[Arguments, ArgumentsTrait]
     tools_shown: bool
     empty_tools_differ: bool
     dated: Dated
@@ -80,7 +80,13 @@ class Traits:
     @property
     def natural(self) -> Arguments:
         """The form in which arguments come out as models write them."""
-        order = (Shown.VERBATIM, Shown.OWN, Shown.TWICE, Shown.LEFT_OUT, Shown.REFUSED)
+        order = (
+            ArgumentsTrait.VERBATIM,
+            ArgumentsTrait.OWN,
+            ArgumentsTrait.TWICE,
+            ArgumentsTrait.LEFT_OUT,
+            ArgumentsTrait.REFUSED,
+        )
         return min((Arguments.RECEIVED, Arguments.PARSED), key=lambda form: order.index(self.arguments[form]))
 
 
@@ -109,18 +115,18 @@ def _try(
     frame = replace(template.frame, tools=tools)
     try:
         return template.loaded.text(messages, frame, generation_prompt=generation_prompt)
-    except Failed:
+    except RolloutFailed:
         return None
 
 
-def _shown(template: Template, form: Arguments) -> Shown:
+def _shown(template: Template, form: Arguments) -> ArgumentsTrait:
     arguments: JSON = _ARGUMENTS if form is Arguments.RECEIVED else {"query": _MARK}
     call: JSON = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": arguments}}
     text = _try(template, [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}, _RESULT], TOOLS)
     if text is None:
-        return Shown.REFUSED
-    found = ((Shown.TWICE, _TWICE), (Shown.VERBATIM, _ARGUMENTS), (Shown.OWN, _MARK))
-    return next((shown for shown, sought in found if sought in text), Shown.LEFT_OUT)
+        return ArgumentsTrait.REFUSED
+    found = ((ArgumentsTrait.TWICE, _TWICE), (ArgumentsTrait.VERBATIM, _ARGUMENTS), (ArgumentsTrait.OWN, _MARK))
+    return next((shown for shown, sought in found if sought in text), ArgumentsTrait.LEFT_OUT)
 
 
 def _dated(template: Template) -> Dated:

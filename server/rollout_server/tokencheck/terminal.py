@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rollout_server.edge.tokens.rendering_form import Arguments
 from rollout_server.inspection.escape import visible
 from rollout_server.tokencheck.boundary import Mask
-from rollout_server.tokencheck.verdict import Example, Finding, Row, ShortForm, Tally, Verdict
+from rollout_server.tokencheck.verdict import Example, Finding, FormCounts, ReportRow, ShortForm, TemplateReport
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +20,7 @@ _FORMS = {Arguments.RECEIVED: "text", Arguments.PARSED: "objects"}
 _MASKS = {Mask.RIGHT: "right", Mask.TOKENS: "only length right", Mask.LENGTH: "wrong", Mask.NEGATIVE: "negative"}
 
 
-def show(console: Console, verdict: Verdict) -> None:
+def show(console: Console, verdict: TemplateReport) -> None:
     """Prints all of it, what matters most first and last."""
     _say(console, f"{verdict.tokenizer}, template: {verdict.template}", "bold")
     _judge(console, verdict)
@@ -40,7 +40,7 @@ def show(console: Console, verdict: Verdict) -> None:
     _listed(console, "What to do", verdict.advice)
 
 
-def _judge(console: Console, verdict: Verdict) -> None:
+def _judge(console: Console, verdict: TemplateReport) -> None:
     if verdict.refusal:
         _say(console, "Cannot be used: " + _one_line(verdict.refusal, 600), "bold red")
     elif not verdict.usable:
@@ -76,7 +76,7 @@ def _times(number: int) -> str:
     return "once" if number == 1 else f"{number} times"
 
 
-def _facts(verdict: Verdict) -> Table:
+def _facts(verdict: TemplateReport) -> Table:
     stops, traits = verdict.stops, verdict.traits
     texts = [f"{stop.text} ({stop.id})" if stop else "none" for stop in (stops.final, stops.calls, stops.eos)]
     kept = "each stays in front of its answer"
@@ -110,7 +110,7 @@ def _short_form(short: ShortForm) -> str:
     return f"different at {different} of {short.compared} boundaries: such rollouts render the whole conversation in every turn"
 
 
-def _trainers(tallies: Iterable[Tally]) -> Table:
+def _trainers(tallies: Iterable[FormCounts]) -> Table:
     table = _table("arguments", "answers written", *_MASKS.values())
     for tally in tallies:
         counts = [_text(str(number), _colour(mask, number)) for mask, number in tally.masks.items()]
@@ -118,7 +118,7 @@ def _trainers(tallies: Iterable[Tally]) -> Table:
     return table
 
 
-def _worst(console: Console, verdict: Verdict) -> None:
+def _worst(console: Console, verdict: TemplateReport) -> None:
     worst = [tally for tally in verdict.tallies if tally.worst is not None and tally.form is verdict.form]
     for tally in worst:
         if (each := tally.worst) is not None:
@@ -129,7 +129,7 @@ def _worst(console: Console, verdict: Verdict) -> None:
             )
 
 
-def _kinds(rows: Iterable[Row]) -> Table:
+def _kinds(rows: Iterable[ReportRow]) -> Table:
     table = _table("conversation", "turns", "kept", "wrong", "otherwise", "what happens")
     for row in rows:
         wrong = row.boundaries - row.masks[Mask.RIGHT]
@@ -145,7 +145,7 @@ def _kinds(rows: Iterable[Row]) -> Table:
     return table
 
 
-def _refusals(console: Console, rows: Iterable[Row]) -> None:
+def _refusals(console: Console, rows: Iterable[ReportRow]) -> None:
     by_words: dict[str, list[str]] = {}
     for row in rows:
         for words in row.refused:

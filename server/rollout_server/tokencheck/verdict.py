@@ -8,13 +8,13 @@ from enum import Enum
 
 from rollout_server.core.message import JSON
 from rollout_server.edge.tokens.rendering_form import Arguments
-from rollout_server.edge.tokens.template_probe import Stop
+from rollout_server.edge.tokens.template_probe import StopToken
 from rollout_server.tokencheck.boundary import Cause, Mask
 from rollout_server.tokencheck.model_output import Writing
 from rollout_server.tokencheck.template_traits import Traits
 
 
-class Fault(Enum):
+class TemplateFault(Enum):
     """What makes a template unsafe, besides the causes for which a rendering parts from the truth."""
 
     NO_STOP = "no stop"
@@ -37,7 +37,7 @@ class Example:
 class Finding:
     """A fault, in words, at how many boundaries of how many, with an example of it."""
 
-    fault: Cause | Fault
+    fault: Cause | TemplateFault
     text: str
     boundaries: int
     example: Example | None = None
@@ -55,7 +55,7 @@ class Worst:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class FormCounts:
     """How a trainer counts that renders everything anew, with arguments in this form, when answers are written so."""
 
     form: Arguments
@@ -70,7 +70,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """A kind of conversation, in the form that suits the template best.
 
     Args:
@@ -99,9 +99,9 @@ class Row:
 class Stops:
     """What closes answers, without calls and with calls, and the tokenizer's own end token."""
 
-    final: Stop | None
-    calls: Stop | None
-    eos: Stop | None
+    final: StopToken | None
+    calls: StopToken | None
+    eos: StopToken | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class ShortForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TemplateReport:
     """Whether a tokenizer and its template are safe for training on token masks.
 
     Args:
@@ -145,8 +145,8 @@ class Verdict:
     conditions: tuple[str, ...]
     cautions: tuple[str, ...]
     advice: tuple[str, ...]
-    tallies: tuple[Tally, ...]
-    rows: tuple[Row, ...]
+    tallies: tuple[FormCounts, ...]
+    rows: tuple[ReportRow, ...]
     switches_tried: Mapping[str, int]
 
 

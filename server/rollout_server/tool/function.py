@@ -15,8 +15,8 @@ from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from rollout_server.core.message import JSON
 from rollout_server.runtime.ports import Content
 from rollout_server.runtime.tools.policy import ToolPolicy
-from rollout_server.runtime.tools.protocols import Definition, Hands, Unwritable
-from rollout_server.runtime.tools.task import Work
+from rollout_server.runtime.tools.protocols import ToolDefinition, ToolRunner, Unwritable
+from rollout_server.runtime.tools.task import ToolTask
 from rollout_server.tool.argument_errors import one_line
 from rollout_server.tool.docstring import described
 from rollout_server.tool.parameters import Parameters
@@ -64,7 +64,7 @@ class FunctionTool(Generic[P, R]):
     parameters_json_schema: str
     function: Callable[P, R] = field(repr=False)
     policy: ToolPolicy = field(repr=False)
-    definition: Definition = field(repr=False)
+    definition: ToolDefinition = field(repr=False)
     _parameters: Parameters = field(repr=False)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -81,9 +81,9 @@ class FunctionTool(Generic[P, R]):
 
         Raises `ArgumentError` for wrong arguments, `ToolError` for a result that cannot be written.
         """
-        return await self.run_by(Work(f"tool {self.name}"), arguments)
+        return await self.run_by(ToolTask(f"tool {self.name}"), arguments)
 
-    async def run_by(self, hands: Hands, arguments: Mapping[str, JSON]) -> Content:
+    async def run_by(self, hands: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
         """Runs one call as `run` does, where the hands are."""
         bound = self._parameters.bind(arguments)
         if self.policy.process:
@@ -175,8 +175,8 @@ def _made_of(function: Callable[P, R], policy: ToolPolicy) -> FunctionTool[P, R]
     return FunctionTool(name, words.text, parameters.json_schema, function, policy, definition, parameters)
 
 
-def _definition(function: Callable[..., object]) -> Definition:
+def _definition(function: Callable[..., object]) -> ToolDefinition:
     """Of the function that the author wrote, behind decorators that say what they wrap."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("an unknown place", 0)
-    return Definition(function.__module__, function.__qualname__, file, line)
+    return ToolDefinition(function.__module__, function.__qualname__, file, line)

@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from rollout_client.trainer import Answer, Parse, ToolCall
+from rollout_client.trainer import Parse, ParsedCompletion, ToolCall
 from rollout_client.trainer.completion import message_of
 from rollout_client.trainer.parsers import hermes, llama, mistral, plain, thinking
 
@@ -15,9 +15,9 @@ ADD = ToolCall("add", '{"a": 1}')
 SUB = ToolCall("sub", "{}")
 
 
-def said(content: str, *calls: ToolCall, reasoning: str | None = None) -> Answer:
+def said(content: str, *calls: ToolCall, reasoning: str | None = None) -> ParsedCompletion:
     """An answer."""
-    return Answer(content, calls, reasoning)
+    return ParsedCompletion(content, calls, reasoning)
 
 
 HERMES = {
@@ -127,7 +127,7 @@ EVERY = (hermes, llama, mistral, thinking(hermes), thinking(llama), thinking(mis
         for text, answer in cases.items()
     ],
 )
-def test_calls_are_read(parse: Parse, text: str, answer: Answer) -> None:
+def test_calls_are_read(parse: Parse, text: str, answer: ParsedCompletion) -> None:
     assert parse(text) == answer
 
 
@@ -140,7 +140,7 @@ def test_calls_are_read(parse: Parse, text: str, answer: Answer) -> None:
     ],
 )
 def test_what_is_no_call_stays_content_to_the_letter(parse: Parse, text: str) -> None:
-    assert parse(text) == Answer(text)
+    assert parse(text) == ParsedCompletion(text)
 
 
 def test_a_call_that_is_only_thought_of_is_none() -> None:
@@ -213,7 +213,9 @@ def test_ids_are_kept_where_they_can_be_and_made_up_otherwise() -> None:
         ToolCall("f", "{}", "mine"),
         ToolCall("f", "{}", "t00002001"),
     ]
-    ids = [call["id"] for call in json.loads(message_of(Answer("", calls), 2, typed=False).json)["tool_calls"]]
+    ids = [
+        call["id"] for call in json.loads(message_of(ParsedCompletion("", calls), 2, typed=False).json)["tool_calls"]
+    ]
     assert ids[0] == "mine"
     assert len(set(ids)) == 4
     assert all(each.isalnum() and len(each) == 9 for each in ids[1:])

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import trustme
 from rollout_client import AsyncClient, RolloutError
-from rollout_client.trainer import Generated, Prompt, Sampling, Serving, Trainer, parsers
+from rollout_client.trainer import Generated, Prompt, SamplingParams, Serving, Trainer, parsers
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 
@@ -112,7 +112,7 @@ async def test_an_outcome_that_comes_while_it_is_looked_for_is_not_missed() -> N
 async def test_a_failing_model_fails_its_rollout_alone(address: str) -> None:
     good = ToyModel()
 
-    async def generate(prompt_ids: Sequence[int], sampling: Sampling) -> Generated:
+    async def generate(prompt_ids: Sequence[int], sampling: SamplingParams) -> Generated:
         if "7" in decode(prompt_ids) and len(good.prompts) > 0:
             raise ValueError("secret")
         return await good(prompt_ids, sampling)
@@ -149,7 +149,7 @@ async def test_a_port_that_is_taken_is_told(address: str) -> None:
 async def test_logprobs_may_be_unknown(address: str) -> None:
     model = ToyModel()
 
-    async def generate(prompt_ids: Sequence[int], sampling: Sampling) -> Generated:
+    async def generate(prompt_ids: Sequence[int], sampling: SamplingParams) -> Generated:
         return Generated((await model(prompt_ids, sampling)).ids)
 
     async with Trainer(address, generate=generate, decode=decode, parse=parsers.hermes, end_ids={END}) as trainer:
@@ -176,7 +176,7 @@ async def test_a_connection_that_breaks_harms_nothing(address: str) -> None:
         model = ToyModel()
         begun = 0
 
-        async def generate(prompt_ids: Sequence[int], sampling: Sampling) -> Generated:
+        async def generate(prompt_ids: Sequence[int], sampling: SamplingParams) -> Generated:
             nonlocal begun
             begun += 1
             if begun in (1, 2, 4):

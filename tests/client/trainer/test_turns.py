@@ -10,7 +10,7 @@ import grpc
 import pytest
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import message_pb2, spec_pb2, token_pb2
-from rollout_client.trainer import Answer, Generated, ToolCall, TryAgainLater
+from rollout_client.trainer import Generated, ParsedCompletion, ToolCall, TryAgainLater
 
 from tests.client.trainer.asker import MODEL, OTHER, Limits, held_after, refusal, retry_info, standing
 from tests.client.trainer.toy import CALL, END, ToyModel, by_turns, encode, until
@@ -321,9 +321,9 @@ def wrong(*_: Any) -> Any:
     [
         (wrong, "hunter2"),
         (lambda text: text, "parse must return an Answer, not str"),
-        (lambda text: Answer(None), "Answer.content must be a str"),  # type: ignore[arg-type]
-        (lambda text: Answer("", [("add", "{}")]), "Answer.tool_calls must hold ToolCalls, not tuple"),  # type: ignore[list-item]
-        (lambda text: Answer("", [ToolCall("add", {})]), "ToolCall.arguments must be a str, not dict"),  # type: ignore[arg-type]
+        (lambda text: ParsedCompletion(None), "Answer.content must be a str"),  # type: ignore[arg-type]
+        (lambda text: ParsedCompletion("", [("add", "{}")]), "Answer.tool_calls must hold ToolCalls, not tuple"),  # type: ignore[list-item]
+        (lambda text: ParsedCompletion("", [ToolCall("add", {})]), "ToolCall.arguments must be a str, not dict"),  # type: ignore[arg-type]
     ],
 )
 async def test_a_fault_of_the_other_parts_stays_inside(

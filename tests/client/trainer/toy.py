@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rollout_client.trainer import Generated, Sampling
+from rollout_client.trainer import Generated, SamplingParams
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from tokenizers import Tokenizer
 
@@ -53,13 +53,13 @@ class ToyModel:
     version: str = "policy-1"
     cut: bool = False
     prompts: list[list[int]] = field(default_factory=list)
-    samplings: list[Sampling] = field(default_factory=list)
+    samplings: list[SamplingParams] = field(default_factory=list)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: int = 0
     at_once: int = 0
     most_at_once: int = 0
 
-    async def __call__(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generated:
+    async def __call__(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generated:
         """One answer, with a logprob for each token that follows from its place."""
         self.prompts.append(list(prompt_ids))
         self.samplings.append(sampling)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from rollout_client.trainer.completion import Answer, ToolCall
+from rollout_client.trainer.completion import ParsedCompletion, ToolCall
 from rollout_client.trainer.parsers.reading import MOST_FAILURES, answer_of, call_of, members, space
 
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
 
 
-def hermes(text: str) -> Answer:
+def hermes(text: str) -> ParsedCompletion:
     """Reads tagged calls. The last closing tag may be missing, as it is where a stop text cut it off.
 
     Arguments may also go by "parameters", the word that a tool's definition has for them.

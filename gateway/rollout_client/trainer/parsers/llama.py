@@ -9,7 +9,7 @@ import json
 import re
 from typing import Final
 
-from rollout_client.trainer.completion import Answer, ToolCall
+from rollout_client.trainer.completion import ParsedCompletion, ToolCall
 from rollout_client.trainer.parsers.reading import answer_of, call_of, members, space, value
 
 _TAG: Final = "<|python_tag|>"
@@ -17,7 +17,7 @@ _BUILT_IN: Final = re.compile(r"([A-Za-z_]\w*)\.call\(")
 _KEYWORD: Final = re.compile(r"([A-Za-z_]\w*)[ \t]*=[ \t]*")
 
 
-def llama(text: str) -> Answer:
+def llama(text: str) -> ParsedCompletion:
     """Reads calls. Without the tag a text is either calls from end to end or content: JSON within prose is none."""
     before, tag, after = text.partition(_TAG)
     calls = _calls(after if tag else text)

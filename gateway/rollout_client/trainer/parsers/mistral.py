@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from rollout_client.trainer.completion import Answer, ToolCall
+from rollout_client.trainer.completion import ParsedCompletion, ToolCall
 from rollout_client.trainer.parsers.reading import MOST_FAILURES, answer_of, call_of, members, space, value
 
 _MARK: Final = "[TOOL_CALLS]"
 _HEAD: Final = re.compile(r"([\w.\-]+)[ \t]*(?:\[CALL_ID\]([\w\-]+))?[ \t]*(?:\[ARGS\])?")
 
 
-def mistral(text: str) -> Answer:
+def mistral(text: str) -> ParsedCompletion:
     """Reads marked calls. What stands before the first mark is content."""
     calls: list[ToolCall] = []
     content: list[str] = []

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rollout_client.trainer.completion import Answer, ToolCall
+from rollout_client.trainer.completion import ParsedCompletion, ToolCall
 
 # What a number is does not matter here, and some have too many digits to be read. Line breaks within strings are no JSON, but
 # where the string ends is clear.
@@ -95,6 +95,6 @@ def name_of(found: Value | None) -> str | None:
     return found.value
 
 
-def answer_of(text: str, calls: Sequence[ToolCall], content: Sequence[str]) -> Answer:
+def answer_of(text: str, calls: Sequence[ToolCall], content: Sequence[str]) -> ParsedCompletion:
     """The answer of a text: without calls all of it is content; with some, what is around them is."""
-    return Answer("".join(content).strip(), tuple(calls)) if calls else Answer(text)
+    return ParsedCompletion("".join(content).strip(), tuple(calls)) if calls else ParsedCompletion(text)

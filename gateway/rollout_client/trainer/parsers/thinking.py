@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_client.trainer.completion import Answer, Parse
+from rollout_client.trainer.completion import Parse, ParsedCompletion
 
 
 def thinking(parse: Parse, begin: str = "<think>", end: str = "</think>") -> Parse:
@@ -11,13 +11,13 @@ def thinking(parse: Parse, begin: str = "<think>", end: str = "</think>") -> Par
     The opening mark may stand in the prompt, as some templates have it. Thinking that has no end is all there is.
     """
 
-    def parse_behind(text: str) -> Answer:
+    def parse_behind(text: str) -> ParsedCompletion:
         thought, ended, rest = text.partition(end)
         opened = thought.lstrip().startswith(begin)
         if not ended and not opened:
             return parse(text)
         reasoning = thought.lstrip().removeprefix(begin).strip()
-        answer = parse(rest.lstrip("\r\n")) if ended else Answer("")
-        return Answer(answer.content, answer.tool_calls, reasoning)
+        answer = parse(rest.lstrip("\r\n")) if ended else ParsedCompletion("")
+        return ParsedCompletion(answer.content, answer.tool_calls, reasoning)
 
     return parse_behind

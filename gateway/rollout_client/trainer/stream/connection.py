@@ -26,7 +26,7 @@ from rollout_client.async_calls import AsyncCalls
 from rollout_client.errors import NotPossible, RolloutError, ServerFault, Unavailable, failure_of
 from rollout_client.retry import Attempts, Retry
 from rollout_client.trainer.stream.inbox import Inbox
-from rollout_client.trainer.stream.outbox import Outbox
+from rollout_client.trainer.stream.outbox import StreamOutbox
 
 EXPIRED: Final = "STREAM_EXPIRED"
 _RESUMABLE: Final = frozenset({"STREAM_TAKEN", "TOO_MANY_REFUSALS"})
@@ -49,7 +49,7 @@ class Connection:
     """
 
     def __init__(
-        self, calls: AsyncCalls, credit: int, outbox: Outbox, receive: Callable[[TrainResponse], None]
+        self, calls: AsyncCalls, credit: int, outbox: StreamOutbox, receive: Callable[[TrainResponse], None]
     ) -> None:
         self._calls = calls
         self._credit = min(credit, _MOST_CREDIT)

@@ -11,7 +11,7 @@ from osmosis.rollout.v1.trainer_service_pb2 import TrainRequest
 from rollout_client.errors import TooLarge
 
 
-class Outbox:
+class StreamOutbox:
     """Items that must not be lost, in order.
 
     Args:

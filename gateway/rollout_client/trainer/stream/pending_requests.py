@@ -12,14 +12,14 @@ from osmosis.rollout.v1.completion_service_pb2 import CompleteRequest, LedgerMis
 from osmosis.rollout.v1.trainer_service_pb2 import TrainAnswer, TrainReject, TrainRequest
 
 from rollout_client.errors import TooLarge
-from rollout_client.trainer.refusal import Refused
-from rollout_client.trainer.stream.outbox import Outbox
+from rollout_client.trainer.refusal import RefusedCall
+from rollout_client.trainer.stream.outbox import StreamOutbox
 from rollout_client.trainer.turns import Turns
 
 _LOG: Final = logging.getLogger("rollout_client")
 
 
-class Asks:
+class PendingRequests:
     """Asks that are under way, by rollout. They outlive a cut of the stream, as their generations do.
 
     Args:
@@ -27,7 +27,7 @@ class Asks:
         outbox: where answers go.
     """
 
-    def __init__(self, turns: Turns, outbox: Outbox) -> None:
+    def __init__(self, turns: Turns, outbox: StreamOutbox) -> None:
         self._turns = turns
         self._outbox = outbox
         self._going: dict[str, set[asyncio.Task[None]]] = {}
@@ -63,17 +63,17 @@ class Asks:
             answer = TrainAnswer(turn_key=key, response=await self._turns.answer(request))
             self._outbox.put(TrainRequest(answer=answer))
             return
-        except Refused as error:
+        except RefusedCall as error:
             refused = error
         except TooLarge as error:
-            refused = Refused(grpc.StatusCode.INTERNAL, "ANSWER_TOO_LARGE", error.message)
+            refused = RefusedCall(grpc.StatusCode.INTERNAL, "ANSWER_TOO_LARGE", error.message)
         except Exception:
             _LOG.exception("turn %s could not be answered", key)
-            refused = Refused(grpc.StatusCode.INTERNAL, "INTERNAL", "a fault of the trainer's, whose log has it")
+            refused = RefusedCall(grpc.StatusCode.INTERNAL, "INTERNAL", "a fault of the trainer's, whose log has it")
         self._outbox.put(TrainRequest(reject=_reject(key, refused)))
 
 
-def _reject(turn_key: str, refused: Refused) -> TrainReject:
+def _reject(turn_key: str, refused: RefusedCall) -> TrainReject:
     code, _ = refused.code.value
     reject = TrainReject(turn_key=turn_key, code=code, message=refused.text, reason=refused.reason)
     for detail in refused.details:

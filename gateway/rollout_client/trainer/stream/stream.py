@@ -20,8 +20,8 @@ from rollout_client.errors import RolloutError
 from rollout_client.trainer.outcomes import Outcomes
 from rollout_client.trainer.rollout_records import Records
 from rollout_client.trainer.stream.connection import Connection
-from rollout_client.trainer.stream.outbox import Outbox
-from rollout_client.trainer.stream.pending_requests import Asks
+from rollout_client.trainer.stream.outbox import StreamOutbox
+from rollout_client.trainer.stream.pending_requests import PendingRequests
 from rollout_client.trainer.stream.starts import Starts
 from rollout_client.trainer.transport import LEFT
 from rollout_client.trainer.turns import Turns
@@ -48,9 +48,9 @@ class Stream:
 
     def __init__(self, calls: AsyncCalls, side: Side, largest: int) -> None:
         self._side = side
-        self._outbox = Outbox(largest)
+        self._outbox = StreamOutbox(largest)
         self._starts = Starts()
-        self._asks = Asks(side.turns, self._outbox)
+        self._asks = PendingRequests(side.turns, self._outbox)
         self._running: dict[str, str] = {}
         self.connection = Connection(calls, side.credit, self._outbox, self._receive)
 

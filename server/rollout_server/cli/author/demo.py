@@ -55,7 +55,7 @@ async def _demo() -> dict[str, bool]:
     import httpx
     from rich.console import Console
 
-    from rollout_server.testing.checks.dialect import Dialect
+    from rollout_server.testing.checks.dialect import TrainerDialect
     from rollout_server.testing.trainer import StrictTrainer
 
     console = Console(highlight=False)
@@ -64,7 +64,7 @@ async def _demo() -> dict[str, bool]:
     async with (
         httpx.AsyncClient(base_url=gateway, timeout=WAIT_SECONDS, trust_env=False) as http,
         _server(console, grpc_port, http),
-        StrictTrainer(tools_from=gateway, dialect=Dialect.EITHER) as trainer,
+        StrictTrainer(tools_from=gateway, dialect=TrainerDialect.EITHER) as trainer,
         _stub(grpc_port) as stub,
     ):
         console.print(f"strict trainer on {trainer.url}: it counts every token itself and refuses a wrong mask\n")

@@ -115,7 +115,7 @@ def _tls(options: Options) -> Tls | None:
 def _decode(rollout: Rollout, pairs: Sequence[str]) -> Decode | None:
     """The rollout's tokenizer, if it is on this machine. Says on standard error why not."""
     from rollout_server.inspection.escape import visible
-    from rollout_server.runtime.ports import Failed
+    from rollout_server.runtime.ports import RolloutFailed
 
     directories = _directories(pairs)
     name = rollout.spec.tokenizer.name
@@ -126,7 +126,7 @@ def _decode(rollout: Rollout, pairs: Sequence[str]) -> Decode | None:
         return None
     try:
         return _loaded(name, rollout.spec.tokenizer.revision, directories)
-    except Failed as error:
+    except RolloutFailed as error:
         typer.echo(
             visible(f"token ids are shown, --tokenizer NAME=DIRECTORY would help: {error.failure.message}"), err=True
         )
@@ -141,7 +141,7 @@ def _directories(pairs: Sequence[str]) -> dict[str, Path]:
 
 
 def _loaded(name: str, revision: str, directories: Mapping[str, Path]) -> Decode:
-    """Raises `Failed`. Nothing is fetched; the built-in tokenizer goes by its own name, too, as in `rollout run`."""
+    """Raises `RolloutFailed`. Nothing is fetched; the built-in tokenizer goes by its own name, too, as in `rollout run`."""
     from rollout_server.assembly import tokenizer_settings
     from rollout_server.core.spec import TokenizerName
     from rollout_server.edge.tokens.loader import read_tokenizer

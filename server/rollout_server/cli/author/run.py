@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout_server.cli.completion_flags import AskFlags
+from rollout_server.cli.completion_flags import CompletionFlags
 from rollout_server.cli.errors import Interrupted, complaining, hush_transformers
 from rollout_server.cli.flags import taken, takes
-from rollout_server.cli.json_output import Answers, answering
+from rollout_server.cli.json_output import JsonOutput, answering
 from rollout_server.edge.grpc_loop import run_loop
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class RunFlags:
     ] = False
 
 
-@takes(RunFlags, AskFlags)
+@takes(RunFlags, CompletionFlags)
 def run(**given: Any) -> None:
     """Run one rollout of an agent, and show each turn, call and result as it happens.
 
@@ -64,7 +64,7 @@ def run(**given: Any) -> None:
     last line is {"rollout": {"end", "reason", "reward", "tokens", "authors", "messages", ...}}.
     """
     hush_transformers()
-    flags, asked = taken(RunFlags, given), taken(AskFlags, given)
+    flags, asked = taken(RunFlags, given), taken(CompletionFlags, given)
     with complaining("run"), answering(as_json=flags.as_json) as answers:
         from rollout_server.authoring.agent_loader import find_agents
 
@@ -81,13 +81,13 @@ def run(**given: Any) -> None:
 
 async def _run(
     agent: Agent,
-    flags: tuple[RunFlags, AskFlags],
+    flags: tuple[RunFlags, CompletionFlags],
     conversation: tuple[list[dict[str, Any]], dict[str, Any]],
-    answers: Answers,
+    answers: JsonOutput,
 ) -> bool:
     from rich.console import Console
 
-    from rollout_server.authoring.playing import Ask, play
+    from rollout_server.authoring.playing import RolloutStart, play
     from rollout_server.cli.local_server import stage
     from rollout_server.cli.progress import Progress, show_result
     from rollout_server.cli.server_log import remarking
@@ -107,7 +107,9 @@ async def _run(
             console.print(f"agent {agent.name}, {here.endpoint.title}", markup=False, soft_wrap=True)
             progress.messages(messages)
             with progress.shown():
-                result = await play(here.client, here.endpoint, Ask("run", messages, agent.name, metadata), seen)
+                result = await play(
+                    here.client, here.endpoint, RolloutStart("run", messages, agent.name, metadata), seen
+                )
             rollout = await here.client.get(result.uid, view="full") if result.uid else None
     authors = _authors(rollout) if rollout is not None else None
     show_result(console, result, authors)
@@ -121,7 +123,7 @@ async def _run(
     return result.finished
 
 
-def _show_next(console: Console, told: RunFlags, asked: AskFlags) -> None:
+def _show_next(console: Console, told: RunFlags, asked: CompletionFlags) -> None:
     steps = []
     if told.out is not None:
         steps.append(f"rollout inspect {told.out} shows every token of it")
@@ -160,23 +162,23 @@ def _authors(rollout: Rollout) -> Mapping[str, int] | None:
     return authors_of(letters) if letters else None
 
 
-def _limits(agent: Agent, asked: AskFlags) -> Limits:
+def _limits(agent: Agent, asked: CompletionFlags) -> Limits:
     from rollout_server.core.limits import Limits
 
     return agent.limits.lower(Limits(turns=asked.turns, generated_tokens=asked.generated_tokens, seconds=asked.seconds))
 
 
 def _messages(flags: RunFlags) -> list[dict[str, Any]]:
-    from rollout_server.authoring.author_traceback import Mistake
+    from rollout_server.authoring.author_traceback import AuthorError
 
     if bool(flags.prompt) is bool(flags.message):
-        raise Mistake("give --prompt TEXT or --message FILE, one of them")
+        raise AuthorError("give --prompt TEXT or --message FILE, one of them")
     given = _read(flags.message) if flags.message else [{"role": "user", "content": flags.prompt}]
     return [{"role": "system", "content": flags.system}, *given] if flags.system else given
 
 
 def _read(name: str) -> list[dict[str, Any]]:
-    from rollout_server.authoring.author_traceback import Mistake
+    from rollout_server.authoring.author_traceback import AuthorError
 
     if name == "-":
         content = sys.stdin.buffer.read(_LONGEST_FILE + 1)
@@ -184,24 +186,24 @@ def _read(name: str) -> list[dict[str, Any]]:
         with Path(name).open("rb") as file:
             content = file.read(_LONGEST_FILE + 1)
     if len(content) > _LONGEST_FILE:
-        raise Mistake(f"a file of messages has at most {_LONGEST_FILE} bytes", name)
+        raise AuthorError(f"a file of messages has at most {_LONGEST_FILE} bytes", name)
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise Mistake(f"this is no JSON: {error}", name) from None
+        raise AuthorError(f"this is no JSON: {error}", name) from None
     listed = value if isinstance(value, list) else [value]
     if not listed or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in listed):
-        raise Mistake('messages are objects with a "role" and a "content", in a list', name)
+        raise AuthorError('messages are objects with a "role" and a "content", in a list', name)
     return listed
 
 
 def _metadata(flags: RunFlags) -> dict[str, Any]:
-    from rollout_server.authoring.author_traceback import Mistake
+    from rollout_server.authoring.author_traceback import AuthorError
 
     try:
         value = json.loads(flags.metadata) if flags.metadata else {}
     except (ValueError, RecursionError) as error:
-        raise Mistake(f"--metadata is no JSON: {error}") from None
+        raise AuthorError(f"--metadata is no JSON: {error}") from None
     if not isinstance(value, dict):
-        raise Mistake("--metadata must be a JSON object")
+        raise AuthorError("--metadata must be a JSON object")
     return {**value, "ground_truth": flags.ground_truth} if flags.ground_truth else value

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout_server.cli.completion_flags import AskFlags
+from rollout_server.cli.completion_flags import CompletionFlags
 from rollout_server.cli.demo_output import counted
 from rollout_server.cli.errors import Interrupted, complaining, hush_transformers
 from rollout_server.cli.flags import taken, takes
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rollout_server.authoring.results_file import Job, ResultsFile
     from rollout_server.authoring.rollout_result import Result
     from rollout_server.authoring.summary import Summary
-    from rollout_server.cli.local_server import Stage
+    from rollout_server.cli.local_server import LocalServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class TestFlags:
         return self.report or Path(f"{self.dataset.stem}.report.html")
 
 
-@takes(TestFlags, AskFlags)
+@takes(TestFlags, CompletionFlags)
 def test(**given: Any) -> None:
     """Run an agent on each row of a dataset, and sum up: pass rate, rewards, tokens, times, tool errors, and an HTML report.
 
@@ -90,7 +90,7 @@ def test(**given: Any) -> None:
     "passed": bool, "files": {"results", "report"}}; each result is in the file.
     """
     hush_transformers()
-    flags, asked = taken(TestFlags, given), taken(AskFlags, given)
+    flags, asked = taken(TestFlags, given), taken(CompletionFlags, given)
     with complaining("test"), answering(as_json=flags.as_json) as answers:
         from rich.console import Console
 
@@ -99,7 +99,7 @@ def test(**given: Any) -> None:
         console = Console(highlight=False)
         jobs = _jobs(flags)
         [agent] = find_agents([flags.target])
-        played = _Played(agent, flags, asked, console)
+        played = _Evaluation(agent, flags, asked, console)
         try:
             run_loop(played.play(jobs))
         except KeyboardInterrupt:
@@ -112,10 +112,10 @@ def test(**given: Any) -> None:
     raise typer.Exit(1 if unmet else 0)
 
 
-class _Played:
+class _Evaluation:
     """An evaluation under way."""
 
-    def __init__(self, agent: Agent, flags: TestFlags, asked: AskFlags, console: Console) -> None:
+    def __init__(self, agent: Agent, flags: TestFlags, asked: CompletionFlags, console: Console) -> None:
         self._agent = agent
         self._flags = flags
         self._asked = asked
@@ -153,7 +153,7 @@ class _Played:
         self._flags.report_file.write_text(report(facts, summary, self._results), encoding="utf-8")
         return summary
 
-    async def _evaluate(self, here: Stage, left: Sequence[Job], file: ResultsFile) -> None:
+    async def _evaluate(self, here: LocalServer, left: Sequence[Job], file: ResultsFile) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         from rollout_server.authoring.evaluation import Plan, evaluate
@@ -170,23 +170,23 @@ class _Played:
             self.complete = await evaluate(here.client, here.endpoint, plan, take)
 
     def _open(self, jobs: Sequence[Job]) -> ResultsFile:
-        from rollout_server.authoring.author_traceback import Mistake
+        from rollout_server.authoring.author_traceback import AuthorError
         from rollout_server.authoring.results_file import ResultsFile
 
         path = self._flags.results_file
         if self._flags.resume and self._flags.overwrite:
-            raise Mistake("--resume and --overwrite exclude each other")
+            raise AuthorError("--resume and --overwrite exclude each other")
         file = ResultsFile(path, self._facts)
         if self._flags.resume:
             file.resume(jobs)
         elif path.exists() and not self._flags.overwrite:
-            raise Mistake(f"{path} is there already; --resume goes on with it, --overwrite begins anew")
+            raise AuthorError(f"{path} is there already; --resume goes on with it, --overwrite begins anew")
         return file
 
-    def _told(self, here: Stage) -> Mapping[str, Any]:
+    def _told(self, here: LocalServer) -> Mapping[str, Any]:
         return {"agent": self._agent.name, "version": self._agent.version, "endpoint": here.endpoint.told()}
 
-    def _say(self, here: Stage, jobs: Sequence[Job], left: Sequence[Job]) -> None:
+    def _say(self, here: LocalServer, jobs: Sequence[Job], left: Sequence[Job]) -> None:
         again = f", {len(jobs) - len(left)} of them are there already" if len(left) < len(jobs) else ""
         text = f"agent {self._agent.name}, {here.endpoint.title}: {counted(len(jobs), 'rollout')}{again}"
         self._console.print(text, markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from rollout_server.cli.errors import complaining, hush_transformers
 if TYPE_CHECKING:
     from rollout_server.core.message import JSON
     from rollout_server.edge.tokens.loader import TokenizerFiles
-    from rollout_server.tokencheck.verdict import Verdict
+    from rollout_server.tokencheck.verdict import TemplateReport
 
 tokens = typer.Typer(no_args_is_help=True, help="What a tokenizer and its chat template do to token masks.")
 
@@ -63,7 +63,7 @@ def check(
     raise typer.Exit(_OF_NO_USE if not verdict.usable else _STABLE if verdict.stable else _UNSTABLE)
 
 
-def _show(verdict: Verdict, *, as_json: bool) -> None:
+def _show(verdict: TemplateReport, *, as_json: bool) -> None:
     if as_json:
         from rollout_server.tokencheck.verdict import plain
 

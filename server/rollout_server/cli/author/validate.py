@@ -62,12 +62,12 @@ def validate(
 
 
 async def _validate(agents: Sequence[Agent], console: Console, *, call_tools: bool) -> list[AgentReport]:
-    from rollout_server.authoring.author_traceback import Mistake
+    from rollout_server.authoring.author_traceback import AuthorError
     from rollout_server.cli.server_log import remarking
 
     names = [agent.name for agent in agents]
     if doubled := {name for name in names if names.count(name) > 1}:
-        raise Mistake(
+        raise AuthorError(
             f"more than one agent is called {', '.join(map(repr, sorted(doubled)))}: requests choose agents by name"
         )
     with remarking(console):

@@ -11,7 +11,7 @@ import typer
 
 from rollout_server.cli.errors import complaining
 from rollout_server.cli.flags import taken, takes
-from rollout_server.cli.json_output import Answers, answering
+from rollout_server.cli.json_output import JsonOutput, answering
 
 if TYPE_CHECKING:
     from rollout_server.agent import Agent
@@ -68,7 +68,7 @@ def serve(**given: Any) -> None:
             _serve(find_agents(flags.agents or []), settings, answers)
 
 
-def _serve(found: Sequence[Agent], settings: dict[str, object], answers: Answers) -> None:
+def _serve(found: Sequence[Agent], settings: dict[str, object], answers: JsonOutput) -> None:
     from rollout_server import app  # gRPC takes its time
     from rollout_server.calculator import Calculator
     from rollout_server.settings import load

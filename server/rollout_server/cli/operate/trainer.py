@@ -13,10 +13,10 @@ import typer
 from rollout_server.cli.demo_output import counted
 from rollout_server.cli.errors import complaining, hush_transformers
 from rollout_server.cli.flags import taken, takes
-from rollout_server.cli.json_output import Answers, answering
+from rollout_server.cli.json_output import JsonOutput, answering
 from rollout_server.edge.grpc_loop import run_loop
 from rollout_server.inspection.escape import visible
-from rollout_server.testing.checks.dialect import Dialect
+from rollout_server.testing.checks.dialect import TrainerDialect
 
 if TYPE_CHECKING:
     from rollout_server.testing.checks.verdict import Verdict
@@ -38,8 +38,8 @@ class TrainerFlags:
     ] = None
     api_key: Annotated[str | None, typer.Option(envvar="MOCK_TRAINER_API_KEY", help="Demand this bearer token.")] = None
     dialect: Annotated[
-        Dialect, typer.Option(help="Expect response masks, never, or as each rollout's first call says.")
-    ] = Dialect.EITHER
+        TrainerDialect, typer.Option(help="Expect response masks, never, or as each rollout's first call says.")
+    ] = TrainerDialect.EITHER
     script: Annotated[
         str,
         typer.Option(
@@ -73,7 +73,7 @@ def trainer(**given: Any) -> None:
         run_loop(_serve(_trainer(flags, answers), answers))
 
 
-def _trainer(flags: TrainerFlags, answers: Answers) -> StrictTrainer:
+def _trainer(flags: TrainerFlags, answers: JsonOutput) -> StrictTrainer:
     from rollout_server.authoring.model_stubs import StandIn, stand_in
     from rollout_server.testing.model.calculator import CalculatorModel
     from rollout_server.testing.trainer import StrictTrainer
@@ -94,7 +94,7 @@ def _trainer(flags: TrainerFlags, answers: Answers) -> StrictTrainer:
     )
 
 
-def _tell(verdict: Verdict, answers: Answers) -> None:
+def _tell(verdict: Verdict, answers: JsonOutput) -> None:
     import msgspec
 
     from rollout_server.testing.http.wire import summary_body
@@ -127,7 +127,7 @@ def told(verdict: Verdict) -> str:
     return visible(f"{verdict.rollout_id}: {ended}; {', '.join(parts)}")
 
 
-async def _serve(strict: StrictTrainer, answers: Answers) -> None:
+async def _serve(strict: StrictTrainer, answers: JsonOutput) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)

@@ -11,12 +11,12 @@ from rollout_server.core.message import Message
 from rollout_server.core.spec import Spec
 from rollout_server.edge.engine.errors import wants_other_limit
 from rollout_server.edge.engine.request import OTHER_LIMIT, ChatWriter, TokenWriter
-from rollout_server.edge.engine.response import EngineAnswer, Sampled, read_completion, read_sampled
+from rollout_server.edge.engine.response import EngineResponse, Sampled, read_completion, read_sampled
 from rollout_server.edge.engine.routes import Routes
 from rollout_server.edge.engine.transport import Access, post, usable, whole, wrote
 from rollout_server.edge.trainer.response_limits import aside
 from rollout_server.edge.trainer.retry import Fetched
-from rollout_server.runtime.ports import Ask, Tool
+from rollout_server.runtime.ports import CompletionRequest, Tool
 
 _SCALE_OUT: Final = (
     "token mode needs the routes that vLLM serves with --enable-scale-out, and `completions.model` to be a name it serves; message "
@@ -25,7 +25,7 @@ _SCALE_OUT: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Completed:
+class EngineCompletion:
     """An answer: its message, what was sampled, and the requests that were sent for it."""
 
     message: Message
@@ -35,10 +35,12 @@ class Completed:
     attempts: int
 
 
-class Completes(Protocol):
+class CompletionClient(Protocol):
     """Completes the conversation of one rollout, which only grows."""
 
-    async def complete(self, messages: Sequence[Message], ask: Ask, prompt: Tokens | None = None) -> Completed:
+    async def complete(
+        self, messages: Sequence[Message], ask: CompletionRequest, prompt: Tokens | None = None
+    ) -> EngineCompletion:
         """The answer to the conversation; `prompt` is how it was rendered here, in token mode. Raises `Failed`."""
 
 
@@ -52,8 +54,10 @@ class Chat:
         self._writer = ChatWriter(spec, tools)
         self._most_calls = spec.limits.calls_read
 
-    async def complete(self, messages: Sequence[Message], ask: Ask, prompt: Tokens | None = None) -> Completed:
-        """As `Completes` says."""
+    async def complete(
+        self, messages: Sequence[Message], ask: CompletionRequest, prompt: Tokens | None = None
+    ) -> EngineCompletion:
+        """As `CompletionClient` says."""
 
         async def fetch() -> Fetched:
             return await self._fetch(messages, ask, prompt)
@@ -61,15 +65,15 @@ class Chat:
         answer, _, attempts = await whole(self._access, ask, fetch, self.read)
         return _completed(answer, answer.sampled, attempts)
 
-    def read(self, body: bytes, turn: int) -> EngineAnswer:
+    def read(self, body: bytes, turn: int) -> EngineResponse:
         """An answer. Raises `Failed`."""
         return read_completion(body, turn, self._most_calls)
 
-    def body(self, messages: Sequence[Message], ask: Ask) -> bytes:
+    def body(self, messages: Sequence[Message], ask: CompletionRequest) -> bytes:
         """The request, for whoever has to read the answer to another one."""
         return self._written(messages, ask, self._access.limits.of(self._target))
 
-    async def _fetch(self, messages: Sequence[Message], ask: Ask, prompt: Tokens | None) -> Fetched:
+    async def _fetch(self, messages: Sequence[Message], ask: CompletionRequest, prompt: Tokens | None) -> Fetched:
         """Asks; where the engine speaks of the other name for `max_tokens`, once more with that one."""
         limit = self._access.limits.of(self._target)
         first = await post(self._access, self._url, self._written(messages, ask, limit, prompt), ask)
@@ -82,7 +86,9 @@ class Chat:
             self._access.limits.remember_other(self._target)
         return Fetched(again.answer, first.attempts + again.attempts)
 
-    def _written(self, messages: Sequence[Message], ask: Ask, limit: str, prompt: Tokens | None = None) -> bytes:
+    def _written(
+        self, messages: Sequence[Message], ask: CompletionRequest, limit: str, prompt: Tokens | None = None
+    ) -> bytes:
         return wrote(ask.asked.turn, lambda: self._writer.written(messages, ask.sampling, limit, prompt))
 
 
@@ -95,8 +101,10 @@ class Generation:
         self._routes = Routes.of(spec.completions.url)
         self._writer = TokenWriter(spec.completions.model)
 
-    async def complete(self, messages: Sequence[Message], ask: Ask, prompt: Tokens | None = None) -> Completed:
-        """As `Completes` says; a prompt is needed. Raises ValueError without one."""
+    async def complete(
+        self, messages: Sequence[Message], ask: CompletionRequest, prompt: Tokens | None = None
+    ) -> EngineCompletion:
+        """As `CompletionClient` says; a prompt is needed. Raises ValueError without one."""
         if prompt is None:
             raise ValueError("ids are needed to generate from")
         writer = self._writer
@@ -112,12 +120,12 @@ class Generation:
         answer = await aside(lambda: self._chat.read(message, ask.asked.turn), len(message))
         return _completed(answer, sampled, attempts + fetched.attempts)
 
-    async def _post(self, url: str, body: bytes, ask: Ask) -> Fetched:
+    async def _post(self, url: str, body: bytes, ask: CompletionRequest) -> Fetched:
         fetched = await post(self._access, url, body, ask)
         if fetched.answer.status in (404, 405):
             usable(fetched, ask, _SCALE_OUT)
         return fetched
 
 
-def _completed(answer: EngineAnswer, sampled: Sampled, attempts: int) -> Completed:
-    return Completed(answer.message, answer.tool_calls, answer.finish_reason, sampled, attempts)
+def _completed(answer: EngineResponse, sampled: Sampled, attempts: int) -> EngineCompletion:
+    return EngineCompletion(answer.message, answer.tool_calls, answer.finish_reason, sampled, attempts)

@@ -8,7 +8,7 @@ from typing import Final
 
 from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.trainer.http_client import HttpAnswer
+from rollout_server.edge.trainer.http_client import HttpResponse
 from rollout_server.edge.trainer.http_errors import error_text
 
 _LOOKED_AT: Final = 64 * 1024
@@ -27,7 +27,7 @@ _TOO_LONG: Final = (
 )
 
 
-def refused_by_engine(answer: HttpAnswer, turn: int, secrets: Sequence[str], hint: str = "") -> Failure:
+def refused_by_engine(answer: HttpResponse, turn: int, secrets: Sequence[str], hint: str = "") -> Failure:
     """The failure of a turn that was answered with another status than 200, or an error. `hint` goes before that of the status."""
     said = error_text(answer, secrets)
     hint = hint or _HINTS.get(answer.status, "")
@@ -47,7 +47,7 @@ def refused_by_engine(answer: HttpAnswer, turn: int, secrets: Sequence[str], hin
     return Failure(category, f"{text}: {said}" if said else text, turn, answer.status)
 
 
-def is_error(answer: HttpAnswer) -> bool:
+def is_error(answer: HttpResponse) -> bool:
     """Whether an answer is an error, whatever its status says: gateways in front of engines do that."""
     if b'"choices"' in answer.body or len(answer.body) > _LOOKED_AT:
         return False
@@ -57,12 +57,12 @@ def is_error(answer: HttpAnswer) -> bool:
         return False
 
 
-def exceeds_context(answer: HttpAnswer) -> bool:
+def exceeds_context(answer: HttpResponse) -> bool:
     """The engine refuses because prompt and answer together are longer than what its model takes."""
     return answer.status in (400, 413, 422) and _CONTEXT.search(answer.body[:_LOOKED_AT]) is not None
 
 
-def wants_other_limit(answer: HttpAnswer, other: str) -> bool:
+def wants_other_limit(answer: HttpResponse, other: str) -> bool:
     """The engine refuses the request and speaks of the other name for the most tokens of an answer."""
     return answer.status in (400, 422) and other.encode() in answer.body[:_LOOKED_AT]
 

@@ -18,7 +18,7 @@ from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.trainer.chat_completion import read_message
 from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, check_values
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
@@ -34,7 +34,7 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[_Sampled] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _EngineChoice(msgspec.Struct):
     message: msgspec.Raw = _NULL
     finish_reason: str | None = None
     token_ids: list[_TokenId] | None = None
@@ -43,14 +43,14 @@ class _Choice(msgspec.Struct):
     meta_info: _Meta | None = None
 
 
-class _Body(msgspec.Struct):
-    choices: list[_Choice]
+class _EngineBody(msgspec.Struct):
+    choices: list[_EngineChoice]
     prompt_token_ids: list[_TokenId] | None = None
     usage: msgspec.Raw = _NULL
     metadata: msgspec.Raw = _NULL
 
 
-class _Usage(msgspec.Struct):
+class _EngineUsage(msgspec.Struct):
     prompt_tokens: _Count = 0
     completion_tokens: _Count = 0
 
@@ -59,7 +59,7 @@ class _Token(msgspec.Struct):
     logprob: float
 
 
-class _Content(msgspec.Struct):
+class _LogprobContent(msgspec.Struct):
     content: list[_Token] | None = None
 
 
@@ -82,7 +82,7 @@ class Sampled(msgspec.Struct, frozen=True):
     policy_version: str
 
 
-class EngineAnswer(msgspec.Struct, frozen=True):
+class EngineResponse(msgspec.Struct, frozen=True):
     """A chat completion, checked: the message verbatim, how many calls it holds, and what was sampled."""
 
     message: Message
@@ -95,19 +95,19 @@ class EngineAnswer(msgspec.Struct, frozen=True):
         return self.sampled.finish_reason
 
 
-_decoder = msgspec.json.Decoder(_Body)
-_usage_decoder = msgspec.json.Decoder(_Usage | None)
-_content_decoder = msgspec.json.Decoder(_Content | None)
+_decoder = msgspec.json.Decoder(_EngineBody)
+_usage_decoder = msgspec.json.Decoder(_EngineUsage | None)
+_content_decoder = msgspec.json.Decoder(_LogprobContent | None)
 _metadata_decoder = msgspec.json.Decoder(_Metadata | None)
 
 
 def read_sampled(body: bytes, turn: int) -> Sampled:
-    """An answer without a message: ids alone. Raises `Failed` with VALIDATION, naming turn and field."""
+    """An answer without a message: ids alone. Raises `RolloutFailed` with VALIDATION, naming turn and field."""
     return _sampled(_parsed(body, turn))
 
 
-def read_completion(body: bytes, turn: int, most_calls: int) -> EngineAnswer:
-    """A chat completion. Raises `Failed` with VALIDATION, naming turn and field."""
+def read_completion(body: bytes, turn: int, most_calls: int) -> EngineResponse:
+    """A chat completion. Raises `RolloutFailed` with VALIDATION, naming turn and field."""
     parsed = _parsed(body, turn)
     raw = parsed.choices[0].message
     if bytes(raw) == b"null":
@@ -116,15 +116,15 @@ def read_completion(body: bytes, turn: int, most_calls: int) -> EngineAnswer:
         message, calls = read_message(raw, most_calls)
     except MalformedMessage as error:
         raise malformed(turn, f"`choices[0].message`: {error}") from None
-    return EngineAnswer(message, calls, _sampled(parsed))
+    return EngineResponse(message, calls, _sampled(parsed))
 
 
-def malformed(turn: int, what: str) -> Failed:
+def malformed(turn: int, what: str) -> RolloutFailed:
     """The failure of a turn whose answer cannot be used."""
-    return Failed(Failure(Category.VALIDATION, f"turn {turn}: the engine's answer is malformed: {what}", turn))
+    return RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: the engine's answer is malformed: {what}", turn))
 
 
-def _parsed(body: bytes, turn: int) -> _Body:
+def _parsed(body: bytes, turn: int) -> _EngineBody:
     try:
         check_values(body, ANSWER_VALUES)
         parsed = _decoder.decode(body)
@@ -139,7 +139,7 @@ def _parsed(body: bytes, turn: int) -> _Body:
     return parsed
 
 
-def _sampled(parsed: _Body) -> Sampled:
+def _sampled(parsed: _EngineBody) -> Sampled:
     choice = parsed.choices[0]
     listed = choice.meta_info.output_token_logprobs if choice.meta_info is not None else None
     ids = choice.token_ids

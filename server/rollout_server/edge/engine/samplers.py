@@ -17,16 +17,16 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Dialect, Spec
-from rollout_server.edge.engine.completion_client import Chat, Completed, Completes, Generation
+from rollout_server.edge.engine.completion_client import Chat, CompletionClient, EngineCompletion, Generation
 from rollout_server.edge.engine.response import Sampled
 from rollout_server.edge.engine.transport import Access
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.drift_excerpt import Parting
+from rollout_server.edge.tokens.drift_excerpt import DriftExcerpt
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
-from rollout_server.edge.trainer.form_cache import Forms
+from rollout_server.edge.trainer.form_cache import FormCache
 from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
-from rollout_server.runtime.ports import Ask, Failed, Fork, Sampler, Tool
+from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed, Sampler, Tool
 
 _REPORTS = {
     Dialect.VLLM: "vLLM sends them from version 0.10.2 on (return_token_ids)",
@@ -40,7 +40,7 @@ class Engines:
 
     access: Access
     tokenizers: Tokenizers
-    forms: Forms = field(default_factory=Forms)
+    forms: FormCache = field(default_factory=FormCache)
 
     def open(self, spec: Spec, tools: Sequence[Tool], *, tokens: bool) -> Sampler:
         """The sampler of one rollout. `tokens`: this side renders."""
@@ -57,11 +57,11 @@ class MessageSampler:
         self._spec = spec
         self._tools = tools
         self._chat = Chat(engines.access, spec, tools)
-        self._opened: tuple[Renderer, Parting] | None = None
+        self._opened: tuple[Renderer, DriftExcerpt] | None = None
         self._missed = False
 
-    async def sample(self, ask: Ask) -> Answered:
-        """Asks and checks. Raises `Failed`."""
+    async def sample(self, ask: CompletionRequest) -> Answered:
+        """Asks and checks. Raises `RolloutFailed`."""
         messages = ask.messages[: ask.asked.messages]
         rendering = await self._open()
         rendered = None if rendering is None else await _rendered(rendering[0], messages, ask)
@@ -88,14 +88,14 @@ class MessageSampler:
             other._opened = renderer.fork(), copy(parting)
         return other
 
-    async def _open(self) -> tuple[Renderer, Parting] | None:
+    async def _open(self) -> tuple[Renderer, DriftExcerpt] | None:
         if self._opened is None and self._spec.tokenizer is not None:
             known = self._engines.forms.of(self._spec)
             renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools, known)
-            self._opened = renderer, Parting(renderer.loaded)
+            self._opened = renderer, DriftExcerpt(renderer.loaded)
         return self._opened
 
-    def _notes(self, sampled: Sampled, ask: Ask, rendered: Rendered | None) -> Iterator[tuple[str, str]]:
+    def _notes(self, sampled: Sampled, ask: CompletionRequest, rendered: Rendered | None) -> Iterator[tuple[str, str]]:
         turn, since = ask.asked.turn, _REPORTS.get(self._spec.completions.dialect)
         vocabulary = None if self._opened is None else self._opened[0].loaded.vocabulary
         yield from notes_on(sampled.token_ids, sampled.logprobs, ask.sampling, turn, vocabulary)
@@ -119,12 +119,12 @@ class TokenSampler:
         self._spec = spec
         self._tools = tools
         by_ids = Generation if spec.completions.dialect is Dialect.VLLM else Chat
-        self._by_ids: Completes = by_ids(engines.access, spec, tools)
+        self._by_ids: CompletionClient = by_ids(engines.access, spec, tools)
         self._renderer: Renderer | None = None
         self._held = pack_tokens()
 
-    async def sample(self, ask: Ask) -> Answered:
-        """Renders, asks and checks. Raises `Failed`."""
+    async def sample(self, ask: CompletionRequest) -> Answered:
+        """Renders, asks and checks. Raises `RolloutFailed`."""
         messages = ask.messages[: ask.asked.messages]
         if self._renderer is None:
             self._renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools)
@@ -136,7 +136,7 @@ class TokenSampler:
         completed = await self._by_ids.complete(messages, ask, prompt)
         answered = replace(_answered(ask, completed, started), predicted=predicted)
         if answered.token_ids is None:
-            raise Failed(_unknown(ask.asked.turn, self._spec.completions.dialect))
+            raise RolloutFailed(_unknown(ask.asked.turn, self._spec.completions.dialect))
         saw = prompt if answered.reported is None else answered.reported
         self._held = saw + answered.token_ids
         return replace(
@@ -151,7 +151,7 @@ class TokenSampler:
         return other
 
 
-def _notes(sampled: Sampled, ask: Ask, rendered: Rendered, vocabulary: int) -> Iterator[tuple[str, str]]:
+def _notes(sampled: Sampled, ask: CompletionRequest, rendered: Rendered, vocabulary: int) -> Iterator[tuple[str, str]]:
     turn = ask.asked.turn
     yield from notes_on(sampled.token_ids, sampled.logprobs, ask.sampling, turn, vocabulary)
     yield from notes_on_rendering(rendered, turn)
@@ -160,16 +160,16 @@ def _notes(sampled: Sampled, ask: Ask, rendered: Rendered, vocabulary: int) -> I
         yield "unverified", f"turn {turn}: {text}"
 
 
-async def _rendered(renderer: Renderer, messages: Sequence[Message], ask: Ask) -> Rendered:
+async def _rendered(renderer: Renderer, messages: Sequence[Message], ask: CompletionRequest) -> Rendered:
     """The turn as it is expected. That it cannot be rendered here is a failure, though the engine might render it."""
     try:
         return await renderer.predict(messages, ask.last, ask.last_messages)
-    except Failed as failed:
+    except RolloutFailed as failed:
         text = f"{failed.failure.message}; without `tokenizer` the engine's own rendering is taken as it is"
-        raise Failed(replace(failed.failure, message=text)) from None
+        raise RolloutFailed(replace(failed.failure, message=text)) from None
 
 
-def _answered(ask: Ask, completed: Completed, started: float) -> Answered:
+def _answered(ask: CompletionRequest, completed: EngineCompletion, started: float) -> Answered:
     """The answer as a record, with what the engine says and nothing else. `started` is monotonic."""
     sampled = completed.sampled
     return Answered(

@@ -19,9 +19,9 @@ from rollout_server.edge.engine.request import LimitNames
 from rollout_server.edge.trainer.headers import turn_headers
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest
 from rollout_server.edge.trainer.response_limits import aside
-from rollout_server.edge.trainer.retry import Errand, Fetched, Retries, fetch_again
+from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_again
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter
-from rollout_server.runtime.ports import Ask, Failed
+from rollout_server.runtime.ports import CompletionRequest, RolloutFailed
 
 _BROKEN_OFF: Final = ("abort", "error")
 """Finish reasons of vLLM and SGLang for an answer that is not whole: the engine was paused, updated or in trouble."""
@@ -29,13 +29,13 @@ _BROKEN_OFF: Final = ("abort", "error")
 _PASSING: Final = (408, 429)
 
 
-class _Finished(Protocol):
+class _ParsedResponse(Protocol):
     @property
     def finish_reason(self) -> str:
         """The engine's word."""
 
 
-_A = TypeVar("_A", bound=_Finished)
+_A = TypeVar("_A", bound=_ParsedResponse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class Access:
     """What leads to engines, shared by all rollouts."""
 
     client: HttpClient
-    retries: Retries
+    retries: RetryPolicy
     limits: LimitNames = field(default_factory=LimitNames)
 
 
-async def post(access: Access, url: str, body: bytes, ask: Ask) -> Fetched:
-    """Posts until there is an answer of any status. Raises `Failed` where there is none."""
-    errand = Errand(
+async def post(access: Access, url: str, body: bytes, ask: CompletionRequest) -> Fetched:
+    """Posts until there is an answer of any status. Raises `RolloutFailed` where there is none."""
+    errand = CompletionFetch(
         HttpRequest(url, body, turn_headers(ask), is_known=ask.last is not None),
         ask.asked.turn,
         ask.deadline,
@@ -60,17 +60,17 @@ async def post(access: Access, url: str, body: bytes, ask: Ask) -> Fetched:
     return await fetch_again(access.client, errand, access.retries, _nothing)
 
 
-def usable(fetched: Fetched, ask: Ask, hint: str = "") -> bytes:
-    """The body of an answer. Raises `Failed` for a refusal; `hint` says what a person can do about it."""
+def usable(fetched: Fetched, ask: CompletionRequest, hint: str = "") -> bytes:
+    """The body of an answer. Raises `RolloutFailed` for a refusal; `hint` says what a person can do about it."""
     if fetched.answer.status != 200 or is_error(fetched.answer):
-        raise Failed(refused_by_engine(fetched.answer, ask.asked.turn, ask.credentials.secrets(), hint))
+        raise RolloutFailed(refused_by_engine(fetched.answer, ask.asked.turn, ask.credentials.secrets(), hint))
     return fetched.answer.body
 
 
 async def whole(
-    access: Access, ask: Ask, fetch: Callable[[], Awaitable[Fetched]], read: Callable[[bytes, int], _A]
+    access: Access, ask: CompletionRequest, fetch: Callable[[], Awaitable[Fetched]], read: Callable[[bytes, int], _A]
 ) -> tuple[_A, bytes, int]:
-    """An answer that came to its end, its body, and the requests that were sent for it. Raises `Failed`."""
+    """An answer that came to its end, its body, and the requests that were sent for it. Raises `RolloutFailed`."""
     turn, attempts, failures = ask.asked.turn, 0, 0
     while True:
         fetched = await fetch()
@@ -80,17 +80,17 @@ async def whole(
         if answer.finish_reason not in _BROKEN_OFF:
             return answer, body, attempts
         if failures >= access.retries.count:
-            raise Failed(aborted(turn, answer.finish_reason, attempts))
+            raise RolloutFailed(aborted(turn, answer.finish_reason, attempts))
         await asyncio.sleep(access.retries.wait(failures))
         failures += 1
 
 
 def wrote(turn: int, write: Callable[[], bytes]) -> bytes:
-    """The request that `write` makes. Raises `Failed` for a parameter that no engine could read."""
+    """The request that `write` makes. Raises `RolloutFailed` for a parameter that no engine could read."""
     try:
         return write()
     except WrongParameter as error:
-        raise Failed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
+        raise RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
 
 
 def _nothing(code: str, text: str) -> None:

@@ -74,7 +74,7 @@ class Labelled(Generic[_Family]):
         return child
 
 
-class Registry(CollectorRegistry):
+class MetricsRegistry(CollectorRegistry):
     """A registry whose counters do not also say when they were created, which would nearly double what is read each time."""
 
     def collect(self) -> Iterable[Metric]:
@@ -88,7 +88,7 @@ class Families:
     """Everything that is counted, in a registry of its own."""
 
     def __init__(self) -> None:
-        self.registry = Registry()
+        self.registry = MetricsRegistry()
         self.accepted = self._counters("accepted", "Rollouts taken.", "agent")
         self.finished = self._counters("finished", "Rollouts that ended, and how.", "agent", "end", "reason")
         self.turns = self._counters("turns", "Completions that trainers answered.", "agent")

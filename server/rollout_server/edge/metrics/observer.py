@@ -23,7 +23,7 @@ from rollout_server.edge.metrics.families import (
 )
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.observer import Attempt
-from rollout_server.runtime.ports import PlaysRuns
+from rollout_server.runtime.ports import AgentProtocol
 from rollout_server.runtime.rollout import Rollout
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -33,7 +33,7 @@ class Watched(Protocol):
     """What is asked of a roster each time somebody reads the metrics, from whatever thread."""
 
     @property
-    def agents(self) -> Mapping[str, PlaysRuns]:
+    def agents(self) -> Mapping[str, AgentProtocol]:
         """By name."""
 
     @property
@@ -49,7 +49,7 @@ class Watched(Protocol):
         """About what they hold."""
 
 
-class Metrics:
+class MetricsObserver:
     """An observer of one server's rollouts. Costs a few microseconds for each record, and nothing of it is about one rollout."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Metrics:
         name = record.call.name if record.call.name in self._tools_of(rollout.agent) else UNKNOWN
         self.families.tool(name, "true" if record.failed else "false").observe(record.elapsed_ms / 1000)
 
-    def _tools_of(self, agent: PlaysRuns) -> frozenset[str]:
+    def _tools_of(self, agent: AgentProtocol) -> frozenset[str]:
         """The names of an agent's tools as they were at first, so that they stay few whatever the agent does."""
         names = self._tools.get(agent.name)
         if names is None:

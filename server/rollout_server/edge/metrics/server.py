@@ -9,7 +9,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import start_http_server
 
-from rollout_server.edge.metrics.observer import Metrics
+from rollout_server.edge.metrics.observer import MetricsObserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class MetricsPort:
         await asyncio.to_thread(self._thread.join)
 
 
-def serve_metrics(metrics: Metrics, port: int, host: str) -> MetricsPort:
+def serve_metrics(metrics: MetricsObserver, port: int, host: str) -> MetricsPort:
     """Listens; port 0 is any. Raises OSError where the address cannot be had."""
     try:
         server, thread = start_http_server(port, host, registry=metrics.families.registry)

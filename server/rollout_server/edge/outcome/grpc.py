@@ -7,8 +7,8 @@ import grpc
 from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.targets.rules import TargetRefused
 from rollout_server.edge.trainer.http_errors import redacted
-from rollout_server.runtime.delivery import Acknowledged, Receipt, Refused, Unsettled
-from rollout_server.runtime.ports import Parcel
+from rollout_server.runtime.delivery import DeliveryAcknowledged, DeliveryRefused, DeliveryUnsettled, Receipt
+from rollout_server.runtime.ports import PackedOutcome
 
 _METHOD = "/osmosis.rollout.v1.OutcomeService/DeliverOutcome"
 _TRIED_AGAIN = frozenset(
@@ -31,7 +31,7 @@ class GrpcCourier:
         self._channels = channels
         self._timeout = timeout
 
-    async def deliver(self, parcel: Parcel) -> Receipt:
+    async def deliver(self, parcel: PackedOutcome) -> Receipt:
         """Calls once. Which codes are tried again is said in outcome_service.proto."""
         metadata = (("authorization", f"Bearer {parcel.credential}"),) if parcel.credential else ()
         try:
@@ -40,11 +40,11 @@ class GrpcCourier:
                 call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)
                 await call(parcel.body, metadata=metadata, timeout=self._timeout)
         except TargetRefused as error:
-            return Refused(str(error))
+            return DeliveryRefused(str(error))
         except OSError as error:
-            return Unsettled(str(error))
+            return DeliveryUnsettled(str(error))
         except grpc.aio.AioRpcError as error:
             said = redacted((error.details() or "").encode(), (parcel.credential,) if parcel.credential else ())
             text = f"the receiver answered {error.code().name}: {said}"
-            return Unsettled(text) if error.code() in _TRIED_AGAIN else Refused(text)
-        return Acknowledged()
+            return DeliveryUnsettled(text) if error.code() in _TRIED_AGAIN else DeliveryRefused(text)
+        return DeliveryAcknowledged()

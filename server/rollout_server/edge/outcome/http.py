@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from rollout_server.edge.trainer.headers import keyed_headers
 from rollout_server.edge.trainer.http_client import (
-    Forbidden,
-    HttpAnswer,
+    ConnectionLost,
+    ConnectionRefused,
     HttpClient,
     HttpRequest,
-    Lost,
-    NotTaken,
-    TooLarge,
+    HttpResponse,
+    ResponseTooLarge,
+    TargetForbidden,
 )
 from rollout_server.edge.trainer.http_errors import error_text
-from rollout_server.runtime.delivery import Acknowledged, Receipt, Refused, Unsettled
-from rollout_server.runtime.ports import Parcel
+from rollout_server.runtime.delivery import DeliveryAcknowledged, DeliveryRefused, DeliveryUnsettled, Receipt
+from rollout_server.runtime.ports import PackedOutcome
 
 _ASKED_AGAIN = frozenset({408, 425, 429})
 
@@ -26,26 +26,26 @@ class HttpCourier:
         self._client = client
         self._timeout = timeout
 
-    async def deliver(self, parcel: Parcel) -> Receipt:
+    async def deliver(self, parcel: PackedOutcome) -> Receipt:
         """Posts once: any 2xx acknowledges; 408, 425, 429, 5xx and transport errors are to be tried again; all else is final."""
         headers = keyed_headers(parcel.key, parcel.credential)
         request = HttpRequest(f"{parcel.target.url}/v1/rollout/completed", parcel.body, headers, self._timeout)
         try:
             answer = await self._client.post(request)
-        except (NotTaken, Lost) as error:
-            return Unsettled(f"{request.host}: {error}")
-        except Forbidden as error:
-            return Refused(f"{request.host}: {error}")
-        except TooLarge:  # it has answered, and with what status is unknown
-            return Unsettled(f"{request.host}: the answer is too large")
+        except (ConnectionRefused, ConnectionLost) as error:
+            return DeliveryUnsettled(f"{request.host}: {error}")
+        except TargetForbidden as error:
+            return DeliveryRefused(f"{request.host}: {error}")
+        except ResponseTooLarge:  # it has answered, and with what status is unknown
+            return DeliveryUnsettled(f"{request.host}: the answer is too large")
         return _receipt(answer, request.host, parcel.credential)
 
 
-def _receipt(answer: HttpAnswer, host: str, credential: str) -> Receipt:
+def _receipt(answer: HttpResponse, host: str, credential: str) -> Receipt:
     if 200 <= answer.status < 300:
-        return Acknowledged()
+        return DeliveryAcknowledged()
     said = error_text(answer, (credential,) if credential else ())
     text = f"{host} answered {answer.status}" + (f": {said}" if said else "")
     if answer.status >= 500 or answer.status in _ASKED_AGAIN:
-        return Unsettled(text, answer.retry_after)
-    return Refused(text)
+        return DeliveryUnsettled(text, answer.retry_after)
+    return DeliveryRefused(text)

@@ -7,7 +7,7 @@ from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.outcome.http import HttpCourier
 from rollout_server.edge.wire.delivery import WriteBody, delivery_bytes, finished_rollout
 from rollout_server.runtime.delivery import Receipt
-from rollout_server.runtime.ports import Parcel
+from rollout_server.runtime.ports import PackedOutcome
 from rollout_server.runtime.rollout import Rollout
 
 
@@ -25,7 +25,7 @@ class OutcomeReporter:
             return delivery_bytes(rollout, key)
         return self._write_body(finished_rollout(rollout))
 
-    async def deliver(self, parcel: Parcel) -> Receipt:
+    async def deliver(self, parcel: PackedOutcome) -> Receipt:
         """Sends it once."""
         courier = self._grpc if parcel.target.dialect is Dialect.GRPC else self._http
         return await courier.deliver(parcel)

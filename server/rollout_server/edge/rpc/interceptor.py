@@ -29,7 +29,7 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-class Boundary(grpc.aio.ServerInterceptor):
+class RequestInterceptor(grpc.aio.ServerInterceptor):
     """Wraps every rpc that answers one request, with one response or a stream, and those that take and give streams."""
 
     def __init__(self, admit: Admit) -> None:
@@ -55,9 +55,9 @@ class Boundary(grpc.aio.ServerInterceptor):
             admit(self._admit, method, metadata)
         except (Exception, asyncio.CancelledError) as error:
             # As a handler of streams it is called before a message is received, which this one never is.
-            refused = _Refused(error, method, handler.response_streaming, self._wrong_keys)
+            refused = _RejectedCall(error, method, handler.response_streaming, self._wrong_keys)
             return grpc.stream_stream_rpc_method_handler(refused.refuse)
-        wrapped = _Wrapped(handler, method, self._calls, lambda: admit(self._admit, method, metadata))
+        wrapped = _WrappedHandler(handler, method, self._calls, lambda: admit(self._admit, method, metadata))
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 wrapped.streams, request_deserializer=None, response_serializer=handler.response_serializer
@@ -73,7 +73,7 @@ class Boundary(grpc.aio.ServerInterceptor):
         )
 
 
-class _Refused:
+class _RejectedCall:
     """What ends a call that is not let in."""
 
     def __init__(self, error: BaseException, method: str, streams: bool, wrong_keys: WrongKeys) -> None:
@@ -93,7 +93,7 @@ class _Refused:
         await _end(context, self._error, self._method, request_id)
 
 
-class _Wrapped:
+class _WrappedHandler:
     """The handler of one call. `check` raises `Unauthenticated` once the call's key is revoked."""
 
     def __init__(self, handler: _Handler, method: str, calls: OpenCalls, check: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ from osmosis.rollout.v1 import (
 )
 
 from rollout_server.edge.rpc.caller import Admit
-from rollout_server.edge.rpc.interceptor import Boundary
+from rollout_server.edge.rpc.interceptor import RequestInterceptor
 from rollout_server.edge.rpc.service import RolloutService
 from rollout_server.edge.rpc.tls import ServerTls, server_credentials
 from rollout_server.edge.rpc.train_service import TrainerService
@@ -56,7 +56,7 @@ class RpcServer:
     ) -> None:
         self._settings = settings
         self._health = HealthServicer()
-        self._boundary = Boundary(admit)
+        self._boundary = RequestInterceptor(admit)
         self._server = grpc.aio.server(interceptors=[self._boundary], options=_options(settings))
         rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(service, self._server)
         self._names = [SERVICE]

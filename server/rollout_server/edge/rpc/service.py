@@ -21,10 +21,10 @@ from rollout_server.edge.wire.event import event, timestamp
 from rollout_server.edge.wire.message import tool_to_proto
 from rollout_server.edge.wire.rollout import agent_to_proto, rollout_to_proto, started
 from rollout_server.edge.wire.spec import duration
-from rollout_server.runtime.registry.admitted import Admitted
-from rollout_server.runtime.registry.registry import Roster
+from rollout_server.runtime.registry.admitted import AdmittedStart
+from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.start_request import Wish
+from rollout_server.runtime.start_request import StartRequest
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 LONGEST_WAIT = 3600.0
@@ -44,14 +44,14 @@ class ServerFacts:
     features: Sequence[str]
     max_request_bytes: int
     start_time: float
-    violations: Callable[[Wish], Sequence[Violation]]
+    violations: Callable[[StartRequest], Sequence[Violation]]
     keys_required: Callable[[], bool] = lambda: False
 
 
 class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     """Serves a roster."""
 
-    def __init__(self, roster: Roster, facts: ServerFacts) -> None:
+    def __init__(self, roster: RolloutRegistry, facts: ServerFacts) -> None:
         self._roster = roster
         self._facts = facts
 
@@ -166,7 +166,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         """Starts a rollout, or finds it. A large request is read in a thread, so that other calls do not wait for it."""
         who = caller()
 
-        def admitted() -> Admitted:
+        def admitted() -> AdmittedStart:
             wish = wire.wish(request, who)
             return self._roster.admit(wish, self._facts.violations(wish))
 

@@ -14,8 +14,8 @@ from osmosis.rollout.v1 import trainer_service_pb2_grpc
 from rollout_server.core.error import Draining, InvalidRequest, Violation
 from rollout_server.edge.rpc.caller import caller
 from rollout_server.edge.stream.connection import talk
-from rollout_server.edge.stream.dispatcher import MOST_CREDIT, Desk
-from rollout_server.edge.stream.streams import Connection
+from rollout_server.edge.stream.dispatcher import MOST_CREDIT, Dispatcher
+from rollout_server.edge.stream.streams import StreamConnection
 from rollout_server.edge.wire import train as wire
 from rollout_server.runtime.start_request import Caller
 
@@ -26,7 +26,7 @@ _HELLO_SECONDS = 30.0
 class TrainerService(trainer_service_pb2_grpc.TrainerServiceServicer):
     """Serves streams."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Dispatcher) -> None:
         self._desk = desk
 
     async def Train(  # noqa: N802 - the contract's name
@@ -40,7 +40,7 @@ class TrainerService(trainer_service_pb2_grpc.TrainerServiceServicer):
             async for item in items:
                 yield item
 
-    def _connect(self, hello: pb.TrainHello, who: Caller) -> Connection:
+    def _connect(self, hello: pb.TrainHello, who: Caller) -> StreamConnection:
         """A new stream, or one that goes on. Raises as `Streams`."""
         desk, detail = self._desk, wire.detail(hello)
         if not 1 <= hello.credit <= MOST_CREDIT:

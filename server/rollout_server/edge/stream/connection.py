@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 
-from rollout_server.edge.stream.dispatcher import Desk
-from rollout_server.edge.stream.streams import Connection
+from rollout_server.edge.stream.dispatcher import Dispatcher
+from rollout_server.edge.stream.streams import StreamConnection
 from rollout_server.edge.wire import train as wire
 from rollout_server.runtime.start_request import Caller
 
@@ -15,7 +15,7 @@ _PAUSE = 0.02
 
 
 async def talk(
-    desk: Desk, connection: Connection, given: AsyncIterator[wire.Given], caller: Caller
+    desk: Dispatcher, connection: StreamConnection, given: AsyncIterator[wire.Given], caller: Caller
 ) -> AsyncGenerator[wire.Item, None]:
     """Yields what is sent, until the trainer is done. Raises RolloutError for what ends the connection otherwise."""
     stream = connection.stream
@@ -43,7 +43,9 @@ async def talk(
         desk.streams.disconnected(connection)
 
 
-async def _take(desk: Desk, connection: Connection, given: AsyncIterator[wire.Given], caller: Caller) -> None:
+async def _take(
+    desk: Dispatcher, connection: StreamConnection, given: AsyncIterator[wire.Given], caller: Caller
+) -> None:
     """Takes items until the trainer says that it is done."""
     async for item in given:
         if connection.ending is not None:

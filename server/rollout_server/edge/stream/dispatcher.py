@@ -9,16 +9,16 @@ from contextlib import suppress
 from functools import partial
 
 from rollout_server.core.error import Busy, InvalidRequest, NotFound, NotPossible, RolloutError, Violation
-from rollout_server.edge.stream.items import Refused, Started
-from rollout_server.edge.stream.stream import Stream
+from rollout_server.edge.stream.items import RefusedItem, StartedItem
+from rollout_server.edge.stream.stream import TrainerStream
 from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.trainer.response_limits import aside
 from rollout_server.edge.wire import request as requests
 from rollout_server.edge.wire import train as wire
-from rollout_server.runtime.registry.admitted import Admitted
-from rollout_server.runtime.registry.registry import Roster
+from rollout_server.runtime.registry.admitted import AdmittedStart
+from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.start_request import Caller, Wish
+from rollout_server.runtime.start_request import Caller, StartRequest
 
 _log = logging.getLogger(__name__)
 NUMBERED = ("start", "answer", "reject", "cancel")
@@ -31,7 +31,7 @@ class TooManyRefusals(Busy):
     reason = "TOO_MANY_REFUSALS"
 
 
-class Desk:
+class Dispatcher:
     """`violations` is what this server may not do for a wish; it raises `NotPossible` for what it cannot do at all.
 
     `ignored` is called for each answer to an ask that is not under way.
@@ -39,18 +39,18 @@ class Desk:
 
     def __init__(
         self,
-        roster: Roster,
+        roster: RolloutRegistry,
         streams: Streams,
-        violations: Callable[[Wish], Sequence[Violation]],
+        violations: Callable[[StartRequest], Sequence[Violation]],
         ignored: Callable[[], None] = lambda: None,
     ) -> None:
         self.roster = roster
         self.streams = streams
         self._violations = violations
         self._ignored = ignored
-        self._groups: dict[Stream, asyncio.Task[None]] = {}
+        self._groups: dict[TrainerStream, asyncio.Task[None]] = {}
 
-    async def take(self, stream: Stream, given: wire.Given, caller: Caller) -> None:
+    async def take(self, stream: TrainerStream, given: wire.Given, caller: Caller) -> None:
         """Takes one item. Raises `InvalidRequest` for one that is out of order, `TooManyRefusals`: then it is not taken."""
         kind = given.WhichOneof("item")
         if kind in NUMBERED:
@@ -80,14 +80,14 @@ class Desk:
             case _:
                 raise InvalidRequest(Violation("item", "is unset, or of a kind that is not known here"))
 
-    def acknowledge(self, stream: Stream, sequence: int, caller: Caller) -> None:
+    def acknowledge(self, stream: TrainerStream, sequence: int, caller: Caller) -> None:
         """Items of the server came there; outcomes among them were received. Raises `InvalidRequest`."""
         for rollout in stream.acknowledge(sequence):
             with suppress(NotFound):  # one that was taken over after its end may be forgotten by now
                 self.roster.acknowledge(rollout.uid, caller)
             self.streams.received(rollout)
 
-    def _is_next(self, stream: Stream, kind: str | None, sequence: int) -> bool:
+    def _is_next(self, stream: TrainerStream, kind: str | None, sequence: int) -> bool:
         """Whether an item is to be taken, which it is noted to be; not one that was taken before."""
         if not sequence:
             raise InvalidRequest(Violation("sequence", f"is needed for `{kind}`: it counts up from 1"))
@@ -103,7 +103,7 @@ class Desk:
         stream.stir()
         return True
 
-    def _cancel(self, stream: Stream, cancel: wire.Cancel, caller: Caller) -> None:
+    def _cancel(self, stream: TrainerStream, cancel: wire.Cancel, caller: Caller) -> None:
         try:
             if requests.is_empty(cancel.selection):
                 raise InvalidRequest(Violation("selection", "is empty; set `all` to cancel all rollouts of yours"))
@@ -112,41 +112,41 @@ class Desk:
             selection = requests.selection(cancel.selection, Caller(caller.name))
             self.roster.cancel(selection, cancel.reason or "cancelled")
         except RolloutError as error:
-            stream.reply(Refused(stream.seen, error))
+            stream.reply(RefusedItem(stream.seen, error))
 
-    async def _begin(self, stream: Stream, start: wire.Start, caller: Caller) -> None:
+    async def _begin(self, stream: TrainerStream, start: wire.Start, caller: Caller) -> None:
         """Starts a group. A connection that breaks meanwhile does not leave it undone: the item was taken."""
         task = asyncio.create_task(self._start(stream, stream.seen, start, caller), name="start a group")
         self._groups[stream] = task
         task.add_done_callback(lambda _: self._groups.pop(stream, None))
         await asyncio.shield(task)
 
-    async def _begun(self, stream: Stream) -> None:
+    async def _begun(self, stream: TrainerStream) -> None:
         """Waits for the group that is being started, by an earlier connection of the stream."""
         task = self._groups.get(stream)
         if task is not None:
             await asyncio.wait((task,))
 
-    async def _start(self, stream: Stream, sequence: int, start: wire.Start, caller: Caller) -> None:
+    async def _start(self, stream: TrainerStream, sequence: int, start: wire.Start, caller: Caller) -> None:
         try:
             admitted = await aside(lambda: self._admitted(start, caller), start.ByteSize() * max(start.count, 1))
             taken = await self.roster.start_all(admitted, partial(self._check, stream))
         except RolloutError as error:
-            stream.reply(Refused(sequence, error))
+            stream.reply(RefusedItem(sequence, error))
             return
         except Exception:  # a fault of ours; the others of this stream go on
             _log.exception("a group could not be started")
-            stream.reply(Refused(sequence, RolloutError("a fault of the server's; its log has the reason")))
+            stream.reply(RefusedItem(sequence, RolloutError("a fault of the server's; its log has the reason")))
             return
         for rollout, attached in taken:
-            stream.reply(Started(self.streams.sit(rollout, stream), attached))
+            stream.reply(StartedItem(self.streams.sit(rollout, stream), attached))
 
-    def _admitted(self, start: wire.Start, caller: Caller) -> Sequence[Admitted]:
+    def _admitted(self, start: wire.Start, caller: Caller) -> Sequence[AdmittedStart]:
         wishes = wire.wishes(start, caller)
         wrong = self._violations(wishes[0])
         return [self.roster.admit(wish, wrong) for wish in wishes]
 
-    def _check(self, stream: Stream, found: Sequence[Rollout | None]) -> None:
+    def _check(self, stream: TrainerStream, found: Sequence[Rollout | None]) -> None:
         """Raises where these rollouts cannot be on a stream: `NotPossible`, `Busy`."""
         if stream.closed or not self.streams.holds(stream):
             raise NotPossible("the stream ended while the rollouts were to start", reason="STREAM_EXPIRED")

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rollout_server.core.error import RolloutError
-from rollout_server.edge.stream.stream_rollout import Errand, Seat, Way
+from rollout_server.edge.stream.stream_rollout import PendingCompletion, RolloutStream, StreamRollout
 from rollout_server.edge.wire import train as wire
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedItem:
     """A rollout was accepted or found."""
 
-    seat: Seat
+    seat: StreamRollout
     attached: bool
 
     def write(self, sequence: int) -> wire.Item:
@@ -23,7 +23,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedItem:
     """A start or cancel was refused."""
 
     start_sequence: int
@@ -36,12 +36,12 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CompletionItem:
     """A completion is asked for."""
 
-    errand: Errand
-    seat: Seat
-    stream: Way
+    errand: PendingCompletion
+    seat: StreamRollout
+    stream: RolloutStream
 
     def write(self, sequence: int) -> wire.Item:
         """The ask, for as long as it is under way here."""
@@ -50,21 +50,21 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class OutcomeItem:
     """A rollout ended."""
 
-    seat: Seat
+    seat: StreamRollout
 
     def write(self, sequence: int) -> wire.Item:
         """Its outcome."""
         return wire.outcome_item(sequence, self.seat.rollout)
 
 
-Content: TypeAlias = "Started | Refused | Asked | Over"
+Content: TypeAlias = "StartedItem | RefusedItem | CompletionItem | OutcomeItem"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class UnacknowledgedItem:
     """One that was sent. `told` are the events of its rollout that went before it."""
 
     sequence: int

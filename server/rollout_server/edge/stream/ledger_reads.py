@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from rollout_server.edge.stream.stream_rollout import Reading
+from rollout_server.edge.stream.stream_rollout import LedgerRead
 from rollout_server.edge.trainer.grpc_client import Held
 
 
-class Readings:
+class LedgerReads:
     """At most one of each segment."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[str, str], Reading] = {}
-        self._to_send: deque[Reading] = deque()
+        self._open: dict[tuple[str, str], LedgerRead] = {}
+        self._to_send: deque[LedgerRead] = deque()
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: LedgerRead) -> None:
         """Somebody waits for it."""
         self._open[reading.uid, reading.segment_id] = reading
         self._to_send.append(reading)
 
-    def drop(self, reading: Reading) -> None:
+    def drop(self, reading: LedgerRead) -> None:
         """Nobody waits for it any more."""
         if self._open.get((reading.uid, reading.segment_id)) is reading:
             del self._open[reading.uid, reading.segment_id]
 
-    def next(self) -> Reading | None:
+    def next(self) -> LedgerRead | None:
         """The next one to send."""
         while self._to_send:
             reading = self._to_send.popleft()

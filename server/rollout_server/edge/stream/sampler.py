@@ -10,11 +10,11 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import Spec
 from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.trainer.grpc_client import LEDGER_SECONDS, Call, Held, Rejection, ended, put_off
+from rollout_server.edge.trainer.grpc_client import LEDGER_SECONDS, Held, Rejection, TurnCall, ended, put_off
 from rollout_server.edge.trainer.grpc_sampler import CompletionSampler
-from rollout_server.edge.trainer.retry import Retries
+from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.edge.wire.completion import Request, Response
-from rollout_server.runtime.ports import Failed, Tool
+from rollout_server.runtime.ports import RolloutFailed, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +23,24 @@ class StreamTrainers:
 
     streams: Streams
     tokenizers: Tokenizers
-    retries: Retries
+    retries: RetryPolicy
 
     def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> CompletionSampler:
         """The sampler of one rollout."""
-        return CompletionSampler(StreamCaller(self.streams, uid, self.retries), self.tokenizers, uid, spec, tools)
+        return CompletionSampler(
+            StreamCompletionClient(self.streams, uid, self.retries), self.tokenizers, uid, spec, tools
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class StreamCaller:
+class StreamCompletionClient:
     """Asks the trainer on whose stream a rollout is, whichever that is at the time."""
 
     streams: Streams
     uid: str
-    retries: Retries
+    retries: RetryPolicy
 
-    async def complete(self, request: Request, call: Call) -> Response:
+    async def complete(self, request: Request, call: TurnCall) -> Response:
         """As `edge.trainer.calling.Completes`."""
         while True:
             call.attempts += 1
@@ -55,9 +57,9 @@ class StreamCaller:
         seat = self.streams.seat(uid)
         return await seat.read(segment_id, LEDGER_SECONDS) if seat is not None else None
 
-    async def _ask(self, request: Request, call: Call) -> Response | Rejection:
+    async def _ask(self, request: Request, call: TurnCall) -> Response | Rejection:
         seat = self.streams.seat(self.uid)
         if seat is None:
             text = f"turn {call.turn}: the rollout is on no stream any more, so nobody completes"
-            raise Failed(Failure(Category.NETWORK, text, call.turn))
+            raise RolloutFailed(Failure(Category.NETWORK, text, call.turn))
         return await seat.ask(request, call)

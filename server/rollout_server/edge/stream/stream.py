@@ -8,11 +8,18 @@ from collections.abc import Sequence
 
 from rollout_server.core.error import InvalidRequest, RolloutError, Violation
 from rollout_server.core.outcome import Cancellation
-from rollout_server.edge.stream.items import Asked, Content, Kept, Over, Refused, Started
-from rollout_server.edge.stream.ledger_reads import Readings
+from rollout_server.edge.stream.items import (
+    CompletionItem,
+    Content,
+    OutcomeItem,
+    RefusedItem,
+    StartedItem,
+    UnacknowledgedItem,
+)
+from rollout_server.edge.stream.ledger_reads import LedgerReads
 from rollout_server.edge.stream.limits import StreamLimits
-from rollout_server.edge.stream.pending_completions import Asks
-from rollout_server.edge.stream.stream_rollout import Errand, Reading, Seat
+from rollout_server.edge.stream.pending_completions import PendingCompletions
+from rollout_server.edge.stream.stream_rollout import LedgerRead, PendingCompletion, StreamRollout
 from rollout_server.edge.trainer.grpc_client import Rejection
 from rollout_server.edge.wire import train as wire
 from rollout_server.edge.wire.completion import Response
@@ -21,7 +28,7 @@ from rollout_server.runtime.rollout import Rollout
 CLOSED = Cancellation("the trainer closed its stream")
 
 
-class Stream:
+class TrainerStream:
     """Lives on one event loop, over as many connections as it takes.
 
     Args:
@@ -38,22 +45,22 @@ class Stream:
         self.caller = caller
         self.limits = limits
         self.seen = 0
-        self.asks = Asks()
+        self.asks = PendingCompletions()
         self.detail = 0
         self.connected = False
         self.closed = False
         self.refusals = 0
         self.leaving: RolloutError | None = None
-        self.seats: dict[str, Seat] = {}
+        self.seats: dict[str, StreamRollout] = {}
         self._sent = 0
         self._acknowledged = 0
         self._told_seen = 0
-        self._kept: deque[Kept] = deque()
-        self._again: deque[Kept] = deque()
-        self._replies: deque[Started | Refused] = deque()
-        self._stirring: OrderedDict[Seat, None] = OrderedDict()
-        self._finished: OrderedDict[Seat, None] = OrderedDict()
-        self.readings = Readings()
+        self._kept: deque[UnacknowledgedItem] = deque()
+        self._again: deque[UnacknowledgedItem] = deque()
+        self._replies: deque[StartedItem | RefusedItem] = deque()
+        self._stirring: OrderedDict[StreamRollout, None] = OrderedDict()
+        self._finished: OrderedDict[StreamRollout, None] = OrderedDict()
+        self.readings = LedgerReads()
         self._wake = asyncio.Event()
 
     @property
@@ -119,19 +126,19 @@ class Stream:
             if seat is None or seat.stream is not self:
                 continue
             seat.arrived = max(seat.arrived, kept.told)
-            if isinstance(kept.content, Over):
+            if isinstance(kept.content, OutcomeItem):
                 self.leave(seat)
                 received.append(seat.rollout)
         self.stir()
         return received
 
-    def sit(self, seat: Seat) -> None:
+    def sit(self, seat: StreamRollout) -> None:
         """A rollout is on this stream from here on. It is not announced yet."""
         self.seats[seat.rollout.uid] = seat
         if self.connected:
             seat.attach()
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, seat: StreamRollout) -> None:
         """It is here no more."""
         self.seats.pop(seat.rollout.uid, None)
         self._stirring.pop(seat, None)
@@ -140,10 +147,10 @@ class Stream:
         seat.detach()
         self.stir()
 
-    def reply(self, reply: Started | Refused) -> None:
+    def reply(self, reply: StartedItem | RefusedItem) -> None:
         """Tells what became of a start or cancel."""
         self._replies.append(reply)
-        self.refusals += isinstance(reply, Refused)
+        self.refusals += isinstance(reply, RefusedItem)
         self.stir()
 
     def answered(self, turn_key: str, said: Response | Rejection) -> bool:
@@ -151,28 +158,28 @@ class Stream:
         self.stir()
         return self.asks.answered(turn_key, said)
 
-    def want(self, seat: Seat) -> None:
+    def want(self, seat: StreamRollout) -> None:
         """As `Way`."""
         if seat.announced:
             self.asks.want(seat)
             self.stir()
 
-    def over(self, errand: Errand) -> None:
+    def over(self, errand: PendingCompletion) -> None:
         """As `Way`."""
         self.asks.over(errand)
         self.stir()
 
-    def look(self, seat: Seat) -> None:
+    def look(self, seat: StreamRollout) -> None:
         """As `Way`."""
         self._stirring[seat] = None
         self.stir()
 
-    def show(self, reading: Reading) -> None:
+    def show(self, reading: LedgerRead) -> None:
         """As `Way`."""
         self.readings.add(reading)
         self.stir()
 
-    def hide(self, reading: Reading) -> None:
+    def hide(self, reading: LedgerRead) -> None:
         """As `Way`."""
         self.readings.drop(reading)
 
@@ -217,19 +224,19 @@ class Stream:
 
     def _keep(self, content: Content) -> wire.Item:
         self._sent += 1
-        if isinstance(content, Asked):
+        if isinstance(content, CompletionItem):
             content.errand.send(self._sent, self.limits.timeout)
         if not self.closed:
             told = content.seat.told if content.seat is not None else 0
-            self._kept.append(Kept(self._sent, content, told))
+            self._kept.append(UnacknowledgedItem(self._sent, content, told))
         return content.write(self._sent)
 
     def _reply(self) -> Content | None:
         if not self._replies:
             return None
         reply = self._replies.popleft()
-        self.refusals -= isinstance(reply, Refused)
-        if isinstance(reply, Started):
+        self.refusals -= isinstance(reply, RefusedItem)
+        if isinstance(reply, StartedItem):
             seat = reply.seat
             if seat.stream is self and not seat.announced:
                 seat.announced = True
@@ -240,14 +247,14 @@ class Stream:
 
     def _ask(self) -> Content | None:
         found = self.asks.next() if not self.closed else None
-        return Asked(*found, self) if found is not None else None
+        return CompletionItem(*found, self) if found is not None else None
 
     def _outcome(self) -> Content | None:
         if not self._finished:
             return None
         seat, _ = self._finished.popitem(last=False)
         seat.delivered = True
-        return Over(seat)
+        return OutcomeItem(seat)
 
     def _event(self) -> wire.Item | None:
         """The next event of the rollouts in turn; one that has told all of them and is over has its outcome to tell."""
@@ -264,7 +271,7 @@ class Stream:
                 self.stir()
         return None
 
-    def _event_of(self, seat: Seat, until: int) -> wire.Item | None:
+    def _event_of(self, seat: StreamRollout, until: int) -> wire.Item | None:
         """The next event of a rollout, up to this one, in as much detail as is wanted."""
         while seat.told < until:
             entry = seat.rollout.log.entries[seat.told]

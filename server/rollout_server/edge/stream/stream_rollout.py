@@ -10,38 +10,38 @@ from typing import Protocol
 
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import RESAMPLED, Note
-from rollout_server.edge.trainer.grpc_client import Call, Held, Rejection
+from rollout_server.edge.trainer.grpc_client import Held, Rejection, TurnCall
 from rollout_server.edge.wire.completion import Request, Response
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 from rollout_server.runtime.rollout import Rollout
 
 
-class Way(Protocol):
+class RolloutStream(Protocol):
     """What a seat is on: a stream."""
 
-    def want(self, seat: Seat) -> None:
+    def want(self, seat: StreamRollout) -> None:
         """It has an ask that is not under way."""
 
-    def over(self, errand: Errand) -> None:
+    def over(self, errand: PendingCompletion) -> None:
         """Nobody waits for this ask any more."""
 
-    def look(self, seat: Seat) -> None:
+    def look(self, seat: StreamRollout) -> None:
         """Its rollout's log has grown."""
 
-    def show(self, reading: Reading) -> None:
+    def show(self, reading: LedgerRead) -> None:
         """A segment is to be shown."""
 
-    def hide(self, reading: Reading) -> None:
+    def hide(self, reading: LedgerRead) -> None:
         """Nobody waits for it any more."""
 
 
 @dataclass(slots=True, eq=False)
-class Errand:
+class PendingCompletion:
     """One ask, until it is over. `sent` is its number on the stream, 0 while it waits; `timer` ends it where nobody answers."""
 
     key: str
     request: Request | None
-    call: Call
+    call: TurnCall
     answer: asyncio.Future[Response | Rejection]
     sent: int = 0
     timer: asyncio.TimerHandle | None = None
@@ -66,7 +66,9 @@ class Errand:
     def fail(self, category: Category, text: str) -> None:
         """Ends it, and with it the rollout."""
         if not self.answer.done():
-            self.answer.set_exception(Failed(Failure(category, f"turn {self.call.turn}: {text}", self.call.turn)))
+            self.answer.set_exception(
+                RolloutFailed(Failure(category, f"turn {self.call.turn}: {text}", self.call.turn))
+            )
 
     def _late(self, seconds: float) -> None:
         text = (
@@ -77,7 +79,7 @@ class Errand:
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class LedgerRead:
     """A segment that is to be shown; None in the end where it is not."""
 
     uid: str
@@ -85,7 +87,7 @@ class Reading:
     held: asyncio.Future[Callable[[], Held | None] | None]
 
 
-class Seat:
+class StreamRollout:
     """One rollout on one stream, or on none once that was not resumed in time. Lives until the rollout's outcome was acknowledged.
 
     Args:
@@ -94,14 +96,14 @@ class Seat:
         delivered: its outcome is under way.
     """
 
-    def __init__(self, rollout: Rollout, ended: Callable[[Seat], None]) -> None:
+    def __init__(self, rollout: Rollout, ended: Callable[[StreamRollout], None]) -> None:
         self.rollout = rollout
-        self.stream: Way | None = None
+        self.stream: RolloutStream | None = None
         self.announced = False
         self.delivered = False
         self.told = 0
         self.arrived = 0
-        self.errands: dict[str, Errand] = {}
+        self.errands: dict[str, PendingCompletion] = {}
         self.lost = ""
         self._ended = ended
         self._attached = ExitStack()
@@ -123,7 +125,7 @@ class Seat:
         for errand in self.errands.values():
             errand.fail(Category.NETWORK, why)
 
-    def move(self, stream: Way) -> None:
+    def move(self, stream: RolloutStream) -> None:
         """Goes over to another stream, from the start of its log. An ask that had been sent is sent anew, and the log says so."""
         self.stream, self.announced, self.delivered = stream, False, False
         self.told = self.arrived = 0
@@ -134,9 +136,9 @@ class Seat:
                 errand.call.remarks.append((RESAMPLED, text))
                 self.rollout.record(Note(turn, RESAMPLED, text))
 
-    async def ask(self, request: Request, call: Call) -> Response | Rejection:
-        """What the trainer says. Raises `Failed` where there is no trainer."""
-        errand = Errand(request.turn_key, request, call, asyncio.get_running_loop().create_future())
+    async def ask(self, request: Request, call: TurnCall) -> Response | Rejection:
+        """What the trainer says. Raises `RolloutFailed` where there is no trainer."""
+        errand = PendingCompletion(request.turn_key, request, call, asyncio.get_running_loop().create_future())
         if self.stream is None:
             errand.fail(Category.NETWORK, self.lost)
             return await errand.answer
@@ -155,7 +157,7 @@ class Seat:
         """A segment as the trainer holds it; None where it does not tell in time."""
         if self.stream is None:
             return None
-        reading = Reading(self.rollout.uid, segment_id, asyncio.get_running_loop().create_future())
+        reading = LedgerRead(self.rollout.uid, segment_id, asyncio.get_running_loop().create_future())
         self.stream.show(reading)
         try:
             held = await asyncio.wait_for(reading.held, seconds)
@@ -166,7 +168,7 @@ class Seat:
                 self.stream.hide(reading)
         return None if held is None else await asyncio.to_thread(held)
 
-    def waiting(self) -> Errand | None:
+    def waiting(self) -> PendingCompletion | None:
         """The oldest ask that is not under way."""
         return next((each for each in self.errands.values() if not each.sent and not each.answer.done()), None)
 

@@ -8,8 +8,8 @@ import secrets
 
 from rollout_server.core.error import Busy, Draining, NotPossible, RolloutError, Superseded
 from rollout_server.edge.stream.limits import StreamLimits
-from rollout_server.edge.stream.stream import Stream
-from rollout_server.edge.stream.stream_rollout import Seat
+from rollout_server.edge.stream.stream import TrainerStream
+from rollout_server.edge.stream.stream_rollout import StreamRollout
 from rollout_server.runtime.rollout import Rollout
 
 _log = logging.getLogger(__name__)
@@ -23,10 +23,10 @@ class TooManyStreams(Busy):
     reason = "TOO_MANY_STREAMS"
 
 
-class Connection:
+class StreamConnection:
     """One connection of a stream. `ending` says how it is to end, once it is."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: TrainerStream) -> None:
         self.stream = stream
         self.ending: RolloutError | None = None
 
@@ -47,17 +47,17 @@ class Streams:
 
     def __init__(self, limits: StreamLimits) -> None:
         self.limits = limits
-        self._streams: dict[str, Stream] = {}
-        self._connections: dict[str, Connection] = {}
+        self._streams: dict[str, TrainerStream] = {}
+        self._connections: dict[str, StreamConnection] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._seats: dict[str, Seat] = {}
+        self._seats: dict[str, StreamRollout] = {}
         self._draining: RolloutError | None = None
         self._left = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, caller: str) -> Connection:
+    def open(self, caller: str) -> StreamConnection:
         """A new stream. Raises `TooManyStreams`, and `Draining` once the server stops."""
         if self._draining is not None:
             raise self._draining
@@ -69,11 +69,11 @@ class Streams:
                 f"be. One that was cut counts for {limits.grace:g} s"
             )
             raise TooManyStreams(text, retry_after=1.0)
-        stream = Stream(secrets.token_urlsafe(24), caller, limits)
+        stream = TrainerStream(secrets.token_urlsafe(24), caller, limits)
         self._streams[stream.id] = stream
         return self._connected(stream)
 
-    def resume(self, stream_id: str, caller: str, last_seen: int) -> Connection:
+    def resume(self, stream_id: str, caller: str, last_seen: int) -> StreamConnection:
         """Goes on with a stream, in the place of the connection that it may have. `NotPossible` where the caller has none such.
 
         Raises InvalidRequest for a last item that cannot have been seen.
@@ -90,7 +90,7 @@ class Streams:
         stream.check(last_seen)
         return self._connected(stream)
 
-    def disconnected(self, connection: Connection) -> None:
+    def disconnected(self, connection: StreamConnection) -> None:
         """A connection is over. Its stream is kept for the grace time, unless it is done."""
         stream = connection.stream
         if self._connections.get(stream.id) is not connection:
@@ -108,11 +108,11 @@ class Streams:
         loop = asyncio.get_running_loop()
         self._timers[stream.id] = loop.call_later(self.limits.grace, self._expire, stream, why)
 
-    def seat(self, uid: str) -> Seat | None:
+    def seat(self, uid: str) -> StreamRollout | None:
         """The seat of a rollout."""
         return self._seats.get(uid)
 
-    def check(self, rollout: Rollout, stream: Stream) -> None:
+    def check(self, rollout: Rollout, stream: TrainerStream) -> None:
         """Raises `NotPossible` where a rollout cannot come to this stream: it is on another one that is connected."""
         seat = self._seats.get(rollout.uid)
         other = self._stream_of(seat) if seat is not None else None
@@ -123,11 +123,11 @@ class Streams:
             )
             raise NotPossible(text, reason="STREAM_TAKEN")
 
-    def holds(self, stream: Stream) -> bool:
+    def holds(self, stream: TrainerStream) -> bool:
         """Whether it goes on, or may be resumed."""
         return stream.id in self._streams
 
-    def sit(self, rollout: Rollout, stream: Stream) -> Seat:
+    def sit(self, rollout: Rollout, stream: TrainerStream) -> StreamRollout:
         """The rollout's seat, on this stream from here on. It is announced by the reply that tells of it.
 
         Raises `NotPossible` as `check`.
@@ -137,7 +137,7 @@ class Streams:
         if seat is not None and seat.stream is stream:
             return seat
         if seat is None:
-            seat = self._seats[rollout.uid] = Seat(rollout, self._forget)
+            seat = self._seats[rollout.uid] = StreamRollout(rollout, self._forget)
             seat.stream = stream
             rollout.hold()
         else:
@@ -148,7 +148,7 @@ class Streams:
         stream.sit(seat)
         return seat
 
-    def stand(self, seat: Seat, why: str) -> None:
+    def stand(self, seat: StreamRollout, why: str) -> None:
         """A rollout has no stream any more."""
         stream = self._stream_of(seat)
         if stream is not None:
@@ -186,17 +186,17 @@ class Streams:
             except TimeoutError:
                 return
 
-    def _connected(self, stream: Stream) -> Connection:
+    def _connected(self, stream: TrainerStream) -> StreamConnection:
         timer = self._timers.pop(stream.id, None)
         if timer is not None:
             timer.cancel()
         former = self._connections.get(stream.id)
-        connection = self._connections[stream.id] = Connection(stream)
+        connection = self._connections[stream.id] = StreamConnection(stream)
         if former is not None:
             former.end(Superseded("another connection goes on with this stream"))
         return connection
 
-    def _expire(self, stream: Stream, why: str) -> None:
+    def _expire(self, stream: TrainerStream, why: str) -> None:
         timer = self._timers.pop(stream.id, None)
         if timer is not None:
             timer.cancel()
@@ -208,10 +208,10 @@ class Streams:
         for seat in seats:
             self.stand(seat, why)
 
-    def _forget(self, seat: Seat) -> None:
+    def _forget(self, seat: StreamRollout) -> None:
         if self._seats.get(seat.rollout.uid) is seat:
             del self._seats[seat.rollout.uid]
             seat.rollout.release()
 
-    def _stream_of(self, seat: Seat) -> Stream | None:
-        return seat.stream if isinstance(seat.stream, Stream) else None
+    def _stream_of(self, seat: StreamRollout) -> TrainerStream | None:
+        return seat.stream if isinstance(seat.stream, TrainerStream) else None

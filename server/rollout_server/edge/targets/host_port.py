@@ -27,29 +27,29 @@ LEAST_PORT, MOST_PORT = 1, 65535
 LONGEST_URL = 2048
 
 
-class Unclear(ValueError):
+class MalformedTarget(ValueError):
     """A host or URL that is not taken. The text says what is wrong with it and does not repeat it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class HostName:
     """A DNS name in lower case, without a dot at its end."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TargetAddress:
     """What a URL leads to; `scheme` is in lower case."""
 
     scheme: str
-    host: Name | Address
+    host: HostName | Address
     port: int
 
     @property
     def host_text(self) -> str:
         """The host without brackets."""
-        return self.host.text if isinstance(self.host, Name) else str(self.host)
+        return self.host.text if isinstance(self.host, HostName) else str(self.host)
 
     @property
     def authority(self) -> str:
@@ -58,63 +58,63 @@ class Place:
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
 
-def read_url(url: str) -> Place:
-    """Scheme, host and port of a base URL, to whose path others are appended. Raises `Unclear`."""
+def read_url(url: str) -> TargetAddress:
+    """Scheme, host and port of a base URL, to whose path others are appended. Raises `MalformedTarget`."""
     if len(url) > LONGEST_URL:
-        raise Unclear(f"must have at most {LONGEST_URL} characters")
+        raise MalformedTarget(f"must have at most {LONGEST_URL} characters")
     parts = _URL.fullmatch(url)
     if parts is None:
-        raise Unclear(f"must be an absolute URL with one of the schemes {', '.join(PORTS)}")
+        raise MalformedTarget(f"must be an absolute URL with one of the schemes {', '.join(PORTS)}")
     scheme, authority = parts[1].lower(), parts[2]
     if scheme not in PORTS:
-        raise Unclear(f"needs one of the schemes {', '.join(PORTS)}")
+        raise MalformedTarget(f"needs one of the schemes {', '.join(PORTS)}")
     if "@" in authority:
-        raise Unclear("must not hold a user name or password")
+        raise MalformedTarget("must not hold a user name or password")
     split = _AUTHORITY.fullmatch(authority)
     if split is None:
-        raise Unclear("needs a host and, if any, a decimal port; IPv6 addresses stand in brackets")
+        raise MalformedTarget("needs a host and, if any, a decimal port; IPv6 addresses stand in brackets")
     host = _bracketed(split[1][1:-1]) if split[1].startswith("[") else read_host(split[1])
     if "?" in parts[3] or "#" in parts[3]:
-        raise Unclear("must not have a query or a fragment, not even an empty one: remove '?' and '#'")
+        raise MalformedTarget("must not have a query or a fragment, not even an empty one: remove '?' and '#'")
     if not _PATH.fullmatch(parts[3]):
-        raise Unclear(
+        raise MalformedTarget(
             "needs a path of plain segments: ASCII letters, digits and -._~!$&'()*+,=:@ between single slashes, without escapes "
             "(%), and no segment '.' or '..'"
         )
-    return Place(scheme, host, read_port(split[2]) if split[2] else PORTS[scheme])
+    return TargetAddress(scheme, host, read_port(split[2]) if split[2] else PORTS[scheme])
 
 
-def read_host(text: str) -> Name | Address:
-    """A host without port and brackets: a name, or an address in its usual spelling. Raises `Unclear`."""
+def read_host(text: str) -> HostName | Address:
+    """A host without port and brackets: a name, or an address in its usual spelling. Raises `MalformedTarget`."""
     if ":" in text:
         return _bracketed(text)
     if not text.isascii():
-        raise Unclear("needs a host in ASCII; international names are written in punycode (xn--...)")
+        raise MalformedTarget("needs a host in ASCII; international names are written in punycode (xn--...)")
     name = text.lower().removesuffix(".")
     labels = name.split(".")
     if _NUMBER.fullmatch(labels[-1]):
         return _decimal(text)
     if len(name) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
-        raise Unclear(
+        raise MalformedTarget(
             "needs a host: labels of letters, digits, '-' and '_' with single dots between them, or an address"
         )
-    return Name(name)
+    return HostName(name)
 
 
 def read_port(text: str) -> int:
-    """A port in decimal digits. Raises `Unclear`."""
+    """A port in decimal digits. Raises `MalformedTarget`."""
     if not _PORT.fullmatch(text) or not LEAST_PORT <= int(text) <= MOST_PORT:
-        raise Unclear(f"needs a port from {LEAST_PORT} to {MOST_PORT}")
+        raise MalformedTarget(f"needs a port from {LEAST_PORT} to {MOST_PORT}")
     return int(text)
 
 
 def _bracketed(text: str) -> Address:
     if "%" in text:
-        raise Unclear("must not name a zone in its IPv6 address")
+        raise MalformedTarget("must not name a zone in its IPv6 address")
     try:
         IPv6Address(text)
     except ValueError:
-        raise Unclear("needs an IPv6 address in its brackets") from None
+        raise MalformedTarget("needs an IPv6 address in its brackets") from None
     return read_address(text)
 
 
@@ -122,4 +122,4 @@ def _decimal(text: str) -> Address:
     try:
         return IPv4Address(text)
     except ValueError:
-        raise Unclear("must spell its IPv4 address as four decimal numbers, such as 192.0.2.1") from None
+        raise MalformedTarget("must spell its IPv4 address as four decimal numbers, such as 192.0.2.1") from None

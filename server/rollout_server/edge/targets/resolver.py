@@ -14,7 +14,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from rollout_server.edge.targets.address import read_address
-from rollout_server.edge.targets.host_port import Name, Unclear, read_host, read_url
+from rollout_server.edge.targets.host_port import HostName, MalformedTarget, read_host, read_url
 from rollout_server.edge.targets.rules import TargetRefused, TargetRules
 
 
@@ -55,9 +55,9 @@ class CheckedLookup(AbstractResolver):
         """The addresses of a name or of an address itself. Raises as `resolve`."""
         try:
             read = read_host(host)
-        except Unclear as error:
+        except MalformedTarget as error:
             raise TargetRefused(f"the target's URL {error}") from None
-        if not isinstance(read, Name):
+        if not isinstance(read, HostName):
             self.rules.check(host, port)
             return [read]
         return [read_address(answer["host"]) for answer in await self.resolve(host, port)]

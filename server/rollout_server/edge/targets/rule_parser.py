@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ipaddress import IPv6Network, ip_network
 
 from rollout_server.edge.targets.address import Network
-from rollout_server.edge.targets.host_port import LEAST_PORT, MOST_PORT, Name, read_host, read_port
+from rollout_server.edge.targets.host_port import LEAST_PORT, MOST_PORT, HostName, read_host, read_port
 
 _ENTRY = re.compile(
     r"(?:\[(?P<inner>[^\[\]]*)\](?P<length>/[0-9]+)?|(?P<plain>[^:\[\]]*))"
@@ -64,7 +64,7 @@ def _read(entry: str) -> Rule:
         return Rule(network=_network(parts["plain"]), low=low, high=high)
     wildcard = parts["plain"].startswith("*.")
     host = read_host(parts["plain"].removeprefix("*."))
-    if isinstance(host, Name):
+    if isinstance(host, HostName):
         return Rule(host.text, wildcard, low=low, high=high)
     if wildcard:
         raise ValueError("needs a name after '*.'")

@@ -20,7 +20,7 @@ from rollout_server.edge.targets.address import (
     read_address,
     reserved_by,
 )
-from rollout_server.edge.targets.host_port import PORTS, Name, Unclear, read_host, read_url
+from rollout_server.edge.targets.host_port import PORTS, HostName, MalformedTarget, read_host, read_url
 from rollout_server.edge.targets.rule_parser import Rule, entries, read_rule
 
 _NOT_ALLOWED = "this server's ROLLOUT_TARGETS do not allow"
@@ -71,7 +71,7 @@ class TargetRules:
         """What of a URL the rules do not allow; `where` is its field. The URL is never repeated: it may hold a password."""
         try:
             place = read_url(url)
-        except Unclear as error:
+        except MalformedTarget as error:
             yield Violation(where, str(error))
             return
         if place.scheme not in self.schemes:
@@ -99,15 +99,15 @@ class TargetRules:
             if not self._allows(read, address, port):
                 raise TargetRefused(f"the target {host} resolves to {address}, which {self._reason(address, port)}")
 
-    def _complaint(self, host: Name | Address, port: int) -> str:
-        if not isinstance(host, Name):
+    def _complaint(self, host: HostName | Address, port: int) -> str:
+        if not isinstance(host, HostName):
             return "" if self._allows(host, host, port) else f"names an address that {self._reason(host, port)}"
         here = [rule for rule in self.rules if rule.has_port(port)]
         if not self.rules or any(rule.network is not None or rule.has_name(host.text) for rule in here):
             return ""
         return f"names a host and port that {_NOT_ALLOWED}"
 
-    def _allows(self, host: Name | Address, address: Address, port: int) -> bool:
+    def _allows(self, host: HostName | Address, address: Address, port: int) -> bool:
         if reserved_by(address) is not None:
             return False
         here = [rule for rule in self.rules if rule.has_port(port)]
@@ -117,7 +117,7 @@ class TargetRules:
             return any(is_part(network, own) for network in networks)
         if not self.rules or networks:
             return True
-        return isinstance(host, Name) and any(rule.has_name(host.text) for rule in here)
+        return isinstance(host, HostName) and any(rule.has_name(host.text) for rule in here)
 
     def _reason(self, address: Address, port: int) -> str:
         """Why an address is not allowed at a port, and what would allow it."""
@@ -132,8 +132,8 @@ class TargetRules:
         return f"{_NOT_ALLOWED} at port {port}"
 
 
-def _read(host: str) -> Name | Address:
+def _read(host: str) -> HostName | Address:
     try:
         return read_host(host)
-    except Unclear as error:
+    except MalformedTarget as error:
         raise TargetRefused(f"the target's URL {error}") from None

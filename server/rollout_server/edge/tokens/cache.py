@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
-from rollout_server.edge.tokens.loader import TokenizerSettings, read_tokenizer
+from rollout_server.edge.tokens.loader import LoaderSettings, read_tokenizer
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 _Key: TypeAlias = tuple[str, str]
 
@@ -22,7 +22,7 @@ class Tokenizers:
     Loading has threads of its own: a slow download must not hold up the rendering of rollouts that run.
     """
 
-    def __init__(self, settings: TokenizerSettings) -> None:
+    def __init__(self, settings: LoaderSettings) -> None:
         if settings.cache_size < 1 or settings.threads < 1:
             raise ValueError("cache_size and threads are at least 1")
         self._settings = settings
@@ -35,7 +35,7 @@ class Tokenizers:
         """The tokenizer of that name and revision, loaded if need be.
 
         All who ask at the same time share one load, which goes on when one of them is cancelled. A load that failed is not
-        remembered. Raises `Failed` (TOKENIZER) with what to do about it.
+        remembered. Raises `RolloutFailed` (TOKENIZER) with what to do about it.
         """
         key = (name.name, "" if name.name in self._settings.directories else name.revision)
         if key in self._kept:
@@ -56,7 +56,7 @@ class Tokenizers:
         files = read_tokenizer(name, self._settings)
         loaded = LoadedTokenizer(name.name, files.tokenizer, self._renderers, files.ends)
         if loaded.probed.refusal:
-            raise Failed(
+            raise RolloutFailed(
                 Failure(Category.TOKENIZER, f"tokenizer {name.name!r} cannot be used: {loaded.probed.refusal}")
             )
         return loaded

@@ -10,7 +10,7 @@ _BEFORE, _AFTER = 8, 16
 _LONGEST = 200
 
 
-class Parting:
+class DriftExcerpt:
     """Follows one rollout: what the trainer held after its last answer, and what was expected to follow."""
 
     def __init__(self, loaded: LoadedTokenizer) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.tokenizer import ChatTokenizer
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 _HUB_SECONDS = 5.0
 _LONGEST_NAME = 200
@@ -27,7 +27,7 @@ _NOT_HERE = (
 
 
 @dataclass(frozen=True, slots=True)
-class TokenizerSettings:
+class LoaderSettings:
     """How tokenizers are found and kept.
 
     Args:
@@ -57,8 +57,8 @@ class TokenizerFiles:
     ends: Sequence[int] = ()
 
 
-def read_tokenizer(name: TokenizerName, settings: TokenizerSettings) -> TokenizerFiles:
-    """Loads a tokenizer that has a chat template. Raises `Failed`."""
+def read_tokenizer(name: TokenizerName, settings: LoaderSettings) -> TokenizerFiles:
+    """Loads a tokenizer that has a chat template. Raises `RolloutFailed`."""
     shown = repr(name.name[:_LONGEST_NAME])
     directory = settings.directories.get(name.name)
     if directory is None and _is_directory(name.name):
@@ -83,8 +83,8 @@ def read_tokenizer(name: TokenizerName, settings: TokenizerSettings) -> Tokenize
     )
 
 
-def _failed(text: str) -> Failed:
-    return Failed(Failure(Category.TOKENIZER, text))
+def _failed(text: str) -> RolloutFailed:
+    return RolloutFailed(Failure(Category.TOKENIZER, text))
 
 
 def _is_directory(name: str) -> bool:
@@ -97,7 +97,7 @@ def _is_directory(name: str) -> bool:
 
 
 def _on_hub(name: TokenizerName, shown: str) -> bool:
-    """Whether the Hub knows the name; False if it cannot be asked. Raises `Failed` if it does not know it.
+    """Whether the Hub knows the name; False if it cannot be asked. Raises `RolloutFailed` if it does not know it.
 
     Asking once with a short time limit comes first because the libraries retry each file of a tokenizer for half a minute.
     """
@@ -157,7 +157,7 @@ def _ends(source: str, revision: str | None, local: bool) -> Sequence[int]:
     return tuple(each for each in (ends if isinstance(ends, list) else [ends]) if isinstance(each, int))
 
 
-def _why(error: Exception, settings: TokenizerSettings, mapped: bool, local: bool) -> str:
+def _why(error: Exception, settings: LoaderSettings, mapped: bool, local: bool) -> str:
     if not settings.trust_remote_code and "trust_remote_code" in str(error):
         return (
             "brings Python code of its own, which this server does not run; "

@@ -21,10 +21,10 @@ from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.edge.tokens.encoding import Encoded
-from rollout_server.edge.tokens.rendering_form import Fields, Form, Measure, has_calls, parsed
+from rollout_server.edge.tokens.rendering_form import CountingMethod, Fields, RenderingForm, has_calls, parsed
 from rollout_server.edge.tokens.short_form import ShortFormProof, shortened
 from rollout_server.edge.tokens.template_literals import Literals
-from rollout_server.edge.tokens.template_probe import Stop
+from rollout_server.edge.tokens.template_probe import StopToken
 from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
 from rollout_server.edge.tokens.turn_boundary import (
     RenderedTurn,
@@ -34,7 +34,7 @@ from rollout_server.edge.tokens.turn_boundary import (
     text_after_answer,
     unseen_messages,
 )
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 # Arguments of transformers' own, which a request must not set by naming a template variable like them.
 _RESERVED = frozenset(
@@ -66,7 +66,7 @@ class Rendered:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _RenderedPrompt:
     """A conversation that was rendered: its messages, parsed too, and its text and tokens."""
 
     messages: tuple[Message, ...] = ()
@@ -80,7 +80,7 @@ class _Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TurnToRender:
     """A turn to render.
 
     Args:
@@ -95,11 +95,11 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Environment:
+class _EnvironmentText:
     """The text between an answer and the next one. `stop` is the token in front of it; None where the template writes none."""
 
     text: str
-    stop: Stop | None
+    stop: StopToken | None
 
 
 class Renderer:
@@ -111,22 +111,22 @@ class Renderer:
         tools: Sequence[Fields],
         template_kwargs: Mapping[str, JSON],
         *,
-        form: Form | None = None,
+        form: RenderingForm | None = None,
         date: datetime | None = None,
     ) -> None:
         """Tools as OpenAI writes function tools.
 
         `form` is how the trainer is known to render. `date` is what templates that print it take for now, in all turns.
-        Raises `Failed` for template arguments that are not the template's.
+        Raises `RolloutFailed` for template arguments that are not the template's.
         """
         if reserved := sorted(_RESERVED & template_kwargs.keys()):
             reason = f"chat template arguments cannot be named {', '.join(reserved)}"
-            raise Failed(Failure(Category.VALIDATION, reason))
+            raise RolloutFailed(Failure(Category.VALIDATION, reason))
         self.loaded = loaded.switched(template_kwargs)
-        self.form = form or Form(arguments=self.loaded.probed.preferred)
+        self.form = form or RenderingForm(arguments=self.loaded.probed.preferred)
         self._tools = tools
         self._frame = Frame(None, template_kwargs, date or datetime.now())
-        self._seen = _Prompt()
+        self._seen = _RenderedPrompt()
         self._parsed: tuple[tuple[Message, ...], tuple[Fields, ...]] = (), ()
         self._text: tuple[tuple[Message, ...], str] = (), ""
         self._proof = ShortFormProof(self.loaded.literals or Literals())
@@ -140,19 +140,19 @@ class Renderer:
         return other
 
     async def predict(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
-        """Renders a turn: `Turn` says what the arguments are.
+        """Renders a turn: `TurnToRender` says what the arguments are.
 
         Raises:
             Failed: VALIDATION for content that is not text, TOKENIZER where the template refuses the conversation.
         """
-        return await self.loaded.run(self._predict, Turn(tuple(messages), last, last_messages))
+        return await self.loaded.run(self._predict, TurnToRender(tuple(messages), last, last_messages))
 
     async def append(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
         """The truth of a turn without its count: where the template allows, at a cost that does not grow with the history.
 
-        Raises `Failed` as `predict` does, and (TOKENIZER) where the template gives no place to cut.
+        Raises `RolloutFailed` as `predict` does, and (TOKENIZER) where the template gives no place to cut.
         """
-        return await self.loaded.run(self._append, Turn(tuple(messages), last, last_messages))
+        return await self.loaded.run(self._append, TurnToRender(tuple(messages), last, last_messages))
 
     async def learn(self, predicted: Prediction, reported: Tokens) -> Prediction:
         """Compares the prompt that was predicted last with the one that the trainer reports for it.
@@ -164,29 +164,31 @@ class Renderer:
             return predicted
         return await self.loaded.run(self._learn, predicted, reported)
 
-    async def counts(self, messages: Sequence[Message], last: Answered, last_messages: int) -> Mapping[Form, int]:
+    async def counts(
+        self, messages: Sequence[Message], last: Answered, last_messages: int
+    ) -> Mapping[RenderingForm, int]:
         """How many tokens trainers that render or count in another way find new, by form, each number once.
 
-        Forms that differ least come first. Raises `Failed` as `predict` does.
+        Forms that differ least come first. Raises `RolloutFailed` as `predict` does.
         """
-        return await self.loaded.run(self._counts, Turn(tuple(messages), last, last_messages))
+        return await self.loaded.run(self._counts, TurnToRender(tuple(messages), last, last_messages))
 
-    def adopt(self, form: Form) -> None:
+    def adopt(self, form: RenderingForm) -> None:
         """The trainer was found to render and count in this form."""
         self.form, self._taught = form, True
         self._forget()
 
     def _forget(self) -> None:
-        self._seen, self._parsed, self._text = _Prompt(), ((), ()), ((), "")
+        self._seen, self._parsed, self._text = _RenderedPrompt(), ((), ()), ((), "")
 
-    def _predict(self, turn: Turn) -> Rendered:
+    def _predict(self, turn: TurnToRender) -> Rendered:
         before, last = self._seen, turn.last
         prompt = self._seen = self._prompt(turn.messages, self.form, before)
         if last is None:
             return Rendered(Prediction(pack_tokens(), prompt.encoded.ids))
         if before.messages != turn.messages[: turn.answered]:
             text = self._render(prompt.parsed[: turn.answered], True)
-            before = _Prompt(encoded=self.loaded.grow(prompt.encoded, text))
+            before = _RenderedPrompt(encoded=self.loaded.grow(prompt.encoded, text))
         full = RenderedTurn(self._render, prompt.parsed, turn.answered, prompt.encoded.text, before.encoded.text)
         found = self._environment(full, self._likely(prompt.parsed, turn.answered))
         truth = None if found is None else self._prediction(found, last, prompt.encoded)
@@ -195,11 +197,11 @@ class Renderer:
             ids = prompt.encoded.ids
             added = Prediction(pack_tokens(), ids[len(ids) - max(longer or 0, 0) :])
             return Rendered(added, longer, exact=False)
-        if longer is not None and self.form.measure is Measure.APPENDED:
+        if longer is not None and self.form.measure is CountingMethod.APPENDED:
             longer = len(truth.closing) + len(truth.environment)
         return Rendered(truth, longer, unseen=unseen_messages(full, found.text))
 
-    def _append(self, turn: Turn) -> Rendered:
+    def _append(self, turn: TurnToRender) -> Rendered:
         last, answered, fields = turn.last, turn.answered, self._fields(turn.messages)
         if last is None:
             self._text = turn.messages, self._render(fields, True)
@@ -217,7 +219,7 @@ class Renderer:
         full = self._full_turn(turn, fields)
         found = self._environment(full, None if likely is None else likely.text)
         if found is None:
-            raise Failed(_no_place())
+            raise RolloutFailed(_no_place())
         rendered = self._appended(found, last, unseen_messages(full, found.text))
         if likely is None:
             return rendered
@@ -227,7 +229,7 @@ class Renderer:
         self._proof.differs()
         return replace(rendered, short_form_dropped=True)
 
-    def _full_turn(self, turn: Turn, fields: Sequence[Fields]) -> RenderedTurn:
+    def _full_turn(self, turn: TurnToRender, fields: Sequence[Fields]) -> RenderedTurn:
         """The whole conversation as text. The prompt of the last answer is known where the turn before was rendered in full."""
         known, prompt = self._text
         if known != turn.messages[: turn.answered]:
@@ -236,27 +238,27 @@ class Renderer:
         self._text = turn.messages, text
         return RenderedTurn(self._render, fields, turn.answered, text, prompt)
 
-    def _appended(self, found: _Environment, last: Answered, unseen: Sequence[int]) -> Rendered:
+    def _appended(self, found: _EnvironmentText, last: Answered, unseen: Sequence[int]) -> Rendered:
         truth = self._prediction(found, last)
         if truth is None:
-            raise Failed(_no_place())
+            raise RolloutFailed(_no_place())
         return Rendered(truth, unseen=unseen)
 
-    def _environment(self, turn: RenderedTurn, hint: str | None = None) -> _Environment | None:
+    def _environment(self, turn: RenderedTurn, hint: str | None = None) -> _EnvironmentText | None:
         """What follows the last answer; None where its place cannot be told."""
         stop = self.loaded.probed.stop(calls=has_calls(turn.messages[turn.answered]))
         text = None if stop is None else environment_text(turn, stop.text, hint)
         if text is not None:
-            return _Environment(text, stop)
+            return _EnvironmentText(text, stop)
         text = text_after_answer(turn)
         if text is None:
             return None
         # In a template that has a stop, only another special token shows that the answer has ended. It is part of the environment:
         # the first token of GLM's messages is also what ends the answer before.
         first = self.loaded.encode(text)[:1]
-        return _Environment(text, None) if stop is None or (first and self.loaded.is_special(first[0])) else None
+        return _EnvironmentText(text, None) if stop is None or (first and self.loaded.is_special(first[0])) else None
 
-    def _prediction(self, found: _Environment, last: Answered, prompt: Encoded | None = None) -> Prediction | None:
+    def _prediction(self, found: _EnvironmentText, last: Answered, prompt: Encoded | None = None) -> Prediction | None:
         """An environment in tokens, with the stop in front where the answer lacks it.
 
         It is encoded behind the stop, because there are tokens that strip what follows them. Where the encoding of `prompt` falls
@@ -286,17 +288,17 @@ class Renderer:
         try:
             prompt = self._render(short[:at], True) if checked else ""
             return RenderedTurn(self._render, short, at, self._render(short, True), prompt)
-        except Failed:
+        except RolloutFailed:
             return None
 
-    def _prompt(self, messages: tuple[Message, ...], form: Form, before: _Prompt) -> _Prompt:
+    def _prompt(self, messages: tuple[Message, ...], form: RenderingForm, before: _RenderedPrompt) -> _RenderedPrompt:
         """The conversation in a form. `before` is an earlier prompt, in any form."""
         if form.arguments is self.form.arguments:
             fields = self._fields(messages)
         else:
             fields = tuple(parsed(message, index, form.arguments) for index, message in enumerate(messages))
         text = self.loaded.text(fields, self._framed(form))
-        return _Prompt(messages, fields, self.loaded.grow(before.encoded, text))
+        return _RenderedPrompt(messages, fields, self.loaded.grow(before.encoded, text))
 
     def _fields(self, messages: tuple[Message, ...]) -> tuple[Fields, ...]:
         """The messages, parsed in our form: those that are known from the turn before are not parsed again."""
@@ -308,13 +310,13 @@ class Renderer:
         self._parsed = messages, fields
         return fields
 
-    def _framed(self, form: Form) -> Frame:
+    def _framed(self, form: RenderingForm) -> Frame:
         return replace(self._frame, tools=form.given(self._tools))
 
     def _render(self, messages: Sequence[Fields], generation_prompt: bool) -> str:
         return self.loaded.text(messages, self._framed(self.form), generation_prompt=generation_prompt)
 
-    def _closing(self, stop: Stop, last: Answered) -> Tokens:
+    def _closing(self, stop: StopToken, last: Answered) -> Tokens:
         """The stop, if the answer lacks one: it was cut, or the engine keeps stops to itself."""
         if last.token_ids is None:
             return pack_tokens()
@@ -331,23 +333,23 @@ class Renderer:
                 continue
             try:
                 prompt = self._prompt(seen.messages, form, seen)
-            except Failed:
+            except RolloutFailed:
                 continue
             if prompt.encoded.ids == reported:
                 self.form, self._seen, self._parsed = form, prompt, (prompt.messages, prompt.parsed)
                 return Prediction(pack_tokens(), reported) if predicted.environment == seen.encoded.ids else predicted
         return predicted
 
-    def _counts(self, turn: Turn) -> Mapping[Form, int]:
+    def _counts(self, turn: TurnToRender) -> Mapping[RenderingForm, int]:
         kept, sent = self.form, self._predict(turn).mask_length
-        seen, fields, found = self._seen, self._parsed, dict[Form, int]()
+        seen, fields, found = self._seen, self._parsed, dict[RenderingForm, int]()
         try:
             for form in kept.others():
                 self.form = form
                 self._forget()
                 try:
                     length = self._predict(turn).mask_length
-                except Failed:
+                except RolloutFailed:
                     continue
                 if length is not None and length >= 0 and length not in (sent, *found.values()):
                     found[form] = length

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 Fields: TypeAlias = Mapping[str, JSON]
 """A message, parsed."""
@@ -31,7 +31,7 @@ class Arguments(Enum):
     PARSED = "parsed"
 
 
-class Measure(Enum):
+class CountingMethod(Enum):
     """What a trainer counts: how much longer its rendering got, or the tokens that it appended to those it kept."""
 
     RENDERED = "rendered"
@@ -39,12 +39,12 @@ class Measure(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class RenderingForm:
     """How a trainer renders and counts."""
 
     tools: Tools = Tools.TOLD
     arguments: Arguments = Arguments.RECEIVED
-    measure: Measure = Measure.RENDERED
+    measure: CountingMethod = CountingMethod.RENDERED
 
     def given(self, tools: Sequence[Fields]) -> Sequence[Fields] | None:
         """What the template is given for tools, where the rollout has these."""
@@ -56,18 +56,23 @@ class Form:
             case Tools.EMPTY:
                 return ()
 
-    def with_other_arguments(self) -> Form:
+    def with_other_arguments(self) -> RenderingForm:
         """The form that differs in the arguments of calls only."""
         received = self.arguments is Arguments.RECEIVED
         return replace(self, arguments=Arguments.PARSED if received else Arguments.RECEIVED)
 
-    def others(self) -> Iterator[Form]:
+    def others(self) -> Iterator[RenderingForm]:
         """All other forms, those that differ in one thing first."""
-        forms = [Form(tools, arguments, measure) for measure in Measure for arguments in Arguments for tools in Tools]
+        forms = [
+            RenderingForm(tools, arguments, measure)
+            for measure in CountingMethod
+            for arguments in Arguments
+            for tools in Tools
+        ]
         for distance in (1, 2, 3):
             yield from (form for form in forms if self._distance(form) == distance)
 
-    def _distance(self, other: Form) -> int:
+    def _distance(self, other: RenderingForm) -> int:
         return (
             (self.tools is not other.tools)
             + (self.arguments is not other.arguments)
@@ -76,14 +81,14 @@ class Form:
 
 
 def parsed(message: Message, index: int, arguments: Arguments) -> Fields:
-    """The message as a template is given it. Raises `Failed` (VALIDATION) for content that is not text."""
+    """The message as a template is given it. Raises `RolloutFailed` (VALIDATION) for content that is not text."""
     fields = message.fields()
     content = fields.get("content")
     for place, part in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(part, Mapping) or part.get("type") != "text":
             kind = str(part.get("type", "untyped"))[:40] if isinstance(part, Mapping) else type(part).__name__
             reason = f"messages[{index}].content[{place}] is not text ({kind}): images and the like cannot be counted in tokens"
-            raise Failed(Failure(Category.VALIDATION, reason))
+            raise RolloutFailed(Failure(Category.VALIDATION, reason))
     calls = fields.get("tool_calls")
     if arguments is Arguments.PARSED and isinstance(calls, list):
         return {**fields, "tool_calls": [_with_object(call) for call in calls]}

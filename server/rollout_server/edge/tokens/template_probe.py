@@ -14,7 +14,7 @@ from rollout_server.edge.tokens.rendering_form import Arguments, Fields
 from rollout_server.edge.tokens.short_form import shortened
 from rollout_server.edge.tokens.template_literals import Literals
 from rollout_server.edge.tokens.turn_boundary import Render, RenderedTurn, environment_text, new_mark
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 _SAID = "Qf7xSaidByTheModel"
 _ASKED: Fields = {"role": "user", "content": "Hello"}
@@ -31,7 +31,7 @@ TOOL: Final[Fields] = {"type": "function", "function": _LOOK}
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopToken:
     """The special token that a template writes after an answer. `opens_next`: only where another message follows."""
 
     text: str
@@ -40,7 +40,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class TemplateTraits:
     """What was found.
 
     Args:
@@ -52,15 +52,15 @@ class Probed:
         refusal: why rollouts cannot be rendered with this template, with an example; empty: they can.
     """
 
-    final: Stop | None
-    calls: Stop | None
+    final: StopToken | None
+    calls: StopToken | None
     arguments: frozenset[Arguments]
     short_form: bool = False
     refusal: str = ""
     inside: frozenset[int] = frozenset()
 
     @property
-    def stops(self) -> tuple[Stop, ...]:
+    def stops(self) -> tuple[StopToken, ...]:
         """What closes answers."""
         return tuple(stop for stop in (self.final, self.calls) if stop is not None)
 
@@ -69,7 +69,7 @@ class Probed:
         """The form of arguments that is used: as they come, unless the template takes objects only."""
         return Arguments.PARSED if self.arguments == {Arguments.PARSED} else Arguments.RECEIVED
 
-    def stop(self, *, calls: bool) -> Stop | None:
+    def stop(self, *, calls: bool) -> StopToken | None:
         """What closes an answer."""
         return self.calls if calls else self.final
 
@@ -80,7 +80,7 @@ def probe(
     eos: int | None = None,
     tooled: Render | None = None,
     literals: Literals | None = _NO_LITERALS,
-) -> Probed:
+) -> TemplateTraits:
     """Renders answers with and without tool calls (tokens.md, R2, R3 and R6a).
 
     Args:
@@ -103,24 +103,24 @@ def probe(
     opens_next = final is not None and final.opens_next
     found = (closers.stop(tooled, [_ASKED, call], result, opens_next=opens_next) for call, result in shown)
     calls = next((stop for stop in found if stop is not None), None) if shown else final
-    first = Probed(final, calls, accepted, refusal=refusal)
+    first = TemplateTraits(final, calls, accepted, refusal=refusal)
     short = literals is not None and all(_short_form_holds(each, first, literals) for each in {render, tooled})
     inside = frozenset(index for each in {render, tooled} for index in _inside(each, first, special))
-    return Probed(final, calls, accepted, short, refusal, inside)
+    return TemplateTraits(final, calls, accepted, short, refusal, inside)
 
 
 class _Closers:
     """Finds what closes answers."""
 
     def __init__(self, special: Mapping[int, str], eos: int | None) -> None:
-        self._stops = {text: Stop(text, index) for index, text in special.items() if text}
+        self._stops = {text: StopToken(text, index) for index, text in special.items() if text}
         self._eos = "" if eos is None else special.get(eos, "")
         longest_first = sorted(self._stops, key=len, reverse=True)
         self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def stop(
         self, render: Render, said: Sequence[Fields], following: Fields, *, opens_next: bool = False
-    ) -> Stop | None:
+    ) -> StopToken | None:
         """The special token with which a model ends what it `said`; None where it ends with none.
 
         Behind what was said a template may write several, those that end a call and the one that ends the answer: they
@@ -162,7 +162,7 @@ def _behind(text: str | None) -> str | None:
     return text.rpartition(_SAID)[2] if text is not None and _SAID in text else None
 
 
-def _short_form_holds(render: Render, probed: Probed, literals: Literals) -> bool:
+def _short_form_holds(render: Render, probed: TemplateTraits, literals: Literals) -> bool:
     """Whether every environment that is tried comes out the same behind a short history."""
     seen = [
         same
@@ -172,7 +172,7 @@ def _short_form_holds(render: Render, probed: Probed, literals: Literals) -> boo
     return bool(seen) and all(seen)
 
 
-def _same(render: Render, messages: Sequence[Fields], answered: int, probed: Probed) -> bool | None:
+def _same(render: Render, messages: Sequence[Fields], answered: int, probed: TemplateTraits) -> bool | None:
     """None where the template refuses the conversation, so that nothing was seen."""
     stop = probed.stop(calls="tool_calls" in messages[answered])
     turn = _rendered(render, messages, answered)
@@ -182,7 +182,7 @@ def _same(render: Render, messages: Sequence[Fields], answered: int, probed: Pro
     return short is not None and environment_text(turn, stop.text) == environment_text(short, stop.text)
 
 
-def _inside(render: Render, probed: Probed, special: Mapping[int, str]) -> Iterator[int]:
+def _inside(render: Render, probed: TemplateTraits, special: Mapping[int, str]) -> Iterator[int]:
     """Special tokens between the prompt and the stop of an answer, in all kinds of answers."""
     call, result = _round(1, probed.preferred)
     thought: Fields = {"reasoning_content": "Let me see."}
@@ -213,7 +213,7 @@ def _rendered(render: Render, messages: Sequence[Fields], answered: int) -> Rend
     return None if full is None or prompt is None else RenderedTurn(render, messages, answered, full, prompt)
 
 
-def _histories(probed: Probed, literals: Literals) -> Iterator[tuple[list[Fields], int]]:
+def _histories(probed: TemplateTraits, literals: Literals) -> Iterator[tuple[list[Fields], int]]:
     """Conversations, and the index of the answer in each that is followed by an environment.
 
     The last one is long: a template may count messages. It cannot count to more than the numbers that are written in it.
@@ -252,7 +252,7 @@ def _refusal(render: Render) -> str:
     try:
         render([_ASKED], True)
         text = render([_ASKED, _ANSWERED, _ASKED], True)
-    except Failed as failed:
+    except RolloutFailed as failed:
         return f"{failed.failure.message} (tried with {_ASKED['content']!r} from a user, an answer, and the same again)"
     if _SAID in text:
         return ""
@@ -263,5 +263,5 @@ def _refusal(render: Render) -> str:
 def _try(render: Render, messages: Sequence[Fields], *, generation_prompt: bool = True) -> str | None:
     try:
         return render(messages, generation_prompt)
-    except Failed:
+    except RolloutFailed:
         return None

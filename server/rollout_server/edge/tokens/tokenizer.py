@@ -20,8 +20,8 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.tokens.chat_template import Options, Templated, Templates
 from rollout_server.edge.tokens.encoding import AddedToken, Encoded, GrowingEncoder, composes
 from rollout_server.edge.tokens.rendering_form import Fields
-from rollout_server.edge.tokens.template_probe import TOOL, Probed, probe
-from rollout_server.runtime.ports import Failed
+from rollout_server.edge.tokens.template_probe import TOOL, TemplateTraits, probe
+from rollout_server.runtime.ports import RolloutFailed
 
 _T = TypeVar("_T")
 _LONGEST_REASON = 300
@@ -118,19 +118,19 @@ class LoadedTokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     def text(self, messages: Sequence[Fields], frame: Frame, *, generation_prompt: bool = True) -> str:
-        """The conversation as its template writes it. Raises `Failed` with the template's own reason where it refuses."""
+        """The conversation as its template writes it. Raises `RolloutFailed` with the template's own reason where it refuses."""
         return self._rendered(self._templates.text, messages, frame, generation_prompt)
 
     def encode(self, text: str) -> Tokens:
         """The ids of a text as it stands: added tokens are recognised, none are put in front, nothing is cut.
 
-        Raises `Failed` for halves of surrogate pairs, which no tokenizer can encode.
+        Raises `RolloutFailed` for halves of surrogate pairs, which no tokenizer can encode.
         """
         with self._turn, _surrogates_refused():
             return pack_tokens(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def grow(self, before: Encoded, text: str) -> Encoded:
-        """The ids of a text that shares much with one encoded before. Raises `Failed` as `encode` does."""
+        """The ids of a text that shares much with one encoded before. Raises `RolloutFailed` as `encode` does."""
         if self._growing is None:
             return before if before.text == text else Encoded(text, self.encode(text))
         with _surrogates_refused():
@@ -160,7 +160,7 @@ class LoadedTokenizer:
         """Whether this is an added token that no text of a message is meant to contain."""
         return token_id in self._special
 
-    def _probed(self, template_kwargs: Mapping[str, JSON]) -> Probed:
+    def _probed(self, template_kwargs: Mapping[str, JSON]) -> TemplateTraits:
         bare, tooled = (partial(self._compared, Frame(tools, template_kwargs)) for tools in (None, [TOOL]))
         return probe(bare, self._special, self._tokenizer.eos_token_id, tooled, self.literals)
 
@@ -183,7 +183,7 @@ class LoadedTokenizer:
             line = getattr(error, "lineno", None)  # that of an error in the template's own text
             reason += "" if line is None else f" (line {line} of the template)"
             text = f"the chat template of tokenizer {self.name!r} refuses the conversation: {reason}"
-            raise Failed(Failure(Category.TOKENIZER, text[:_LONGEST_REASON])) from error
+            raise RolloutFailed(Failure(Category.TOKENIZER, text[:_LONGEST_REASON])) from error
 
     def _make_growing(self, added: Mapping[int, AddedToken]) -> GrowingEncoder | None:
         """None for tokenizers without the Rust library, and for those that turn out not to encode part by part."""
@@ -208,4 +208,4 @@ def _surrogates_refused() -> Iterator[None]:
         yield
     except (TypeError, UnicodeEncodeError) as error:
         reason = "the conversation holds half of a surrogate pair (\\ud800 to \\udfff), which has no tokens"
-        raise Failed(Failure(Category.VALIDATION, reason)) from error
+        raise RolloutFailed(Failure(Category.VALIDATION, reason)) from error

@@ -26,7 +26,7 @@ from typing import TypeAlias
 from rollout_server.core.message import JSON
 from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.rendering_form import Fields, strings
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 Render: TypeAlias = Callable[[Sequence[Fields], bool], str]
 """Renders messages, with a generation prompt or without."""
@@ -236,7 +236,7 @@ def _content(message: Fields) -> Iterator[str]:
 def _try(render: Render, messages: Sequence[Fields], generation_prompt: bool) -> str | None:
     try:
         return render(messages, generation_prompt)
-    except Failed:
+    except RolloutFailed:
         return None
 
 

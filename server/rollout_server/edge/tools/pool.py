@@ -13,8 +13,8 @@ from rollout_server.core.message import JSON
 from rollout_server.edge.tools.process import ToolProcess
 from rollout_server.runtime.ports import Content
 from rollout_server.runtime.tools.policy import ToolPolicy
-from rollout_server.runtime.tools.protocols import Definition, ToolFailed
-from rollout_server.runtime.tools.slots import Places
+from rollout_server.runtime.tools.protocols import ToolDefinition, ToolFailed
+from rollout_server.runtime.tools.slots import Slots
 
 _Key: TypeAlias = tuple[str, str, int | None, float | None, tuple[str, ...]]
 
@@ -40,7 +40,7 @@ class ProcessPool:
     def __init__(self, limits: PoolLimits | None = None) -> None:
         self._limits = limits or PoolLimits()
         self._most = self._limits.processes or max(2, os.cpu_count() or 2)
-        self._places = Places(self._most)
+        self._places = Slots(self._most)
         self._idle: dict[ToolProcess, tuple[_Key, asyncio.TimerHandle]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._running: set[ToolProcess] = set()
@@ -53,7 +53,7 @@ class ProcessPool:
         return len(self._idle) + len(self._running) + len(self._ending)
 
     @asynccontextmanager
-    async def open(self, definition: Definition, policy: ToolPolicy) -> AsyncIterator[PoolWorker]:
+    async def open(self, definition: ToolDefinition, policy: ToolPolicy) -> AsyncIterator[PoolWorker]:
         """Waits for a place and for a process that has imported the tool. Raises `ToolFailed`."""
         await self._places.take()
         try:
@@ -75,7 +75,7 @@ class ProcessPool:
         while self._ending:
             await asyncio.wait(self._ending)
 
-    async def take(self, definition: Definition, policy: ToolPolicy) -> ToolProcess:
+    async def take(self, definition: ToolDefinition, policy: ToolPolicy) -> ToolProcess:
         """A process for the tool, one that is idle if there is one. Raises `ToolFailed`."""
         key = _key(definition, policy)
         for process, (of, timer) in list(self._idle.items()):
@@ -104,7 +104,7 @@ class ProcessPool:
             raise
         return process
 
-    def give(self, process: ToolProcess, definition: Definition, policy: ToolPolicy) -> None:
+    def give(self, process: ToolProcess, definition: ToolDefinition, policy: ToolPolicy) -> None:
         """Takes a process back, and keeps it if another call may use it."""
         if self._closed or policy.process == "fresh" or not process.alive:
             self.end(process)
@@ -130,7 +130,7 @@ class ProcessPool:
 class PoolWorker:
     """One place in the pool, with a process in it."""
 
-    def __init__(self, pool: ProcessPool, definition: Definition, policy: ToolPolicy) -> None:
+    def __init__(self, pool: ProcessPool, definition: ToolDefinition, policy: ToolPolicy) -> None:
         self._pool = pool
         self._definition = definition
         self._policy = policy
@@ -166,5 +166,5 @@ class PoolWorker:
             self._pool.give(process, self._definition, self._policy)
 
 
-def _key(definition: Definition, policy: ToolPolicy) -> _Key:
+def _key(definition: ToolDefinition, policy: ToolPolicy) -> _Key:
     return definition.module, definition.file, policy.memory_bytes, policy.cpu_seconds, policy.environment

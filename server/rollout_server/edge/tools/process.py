@@ -16,7 +16,7 @@ from rollout_server.edge.tools.ipc_protocol import BadFrame, framed, read
 from rollout_server.edge.tools.supervisor import hide_memory
 from rollout_server.runtime.ports import ArgumentError, Content, ToolError
 from rollout_server.runtime.tools.policy import CPU_SECONDS, MEMORY_BYTES, ToolPolicy
-from rollout_server.runtime.tools.protocols import Definition, ToolFailed, Unwritable
+from rollout_server.runtime.tools.protocols import ToolDefinition, ToolFailed, Unwritable
 
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[2:]; from rollout_server.edge.tools.worker import main; main(int(sys.argv[1]))"
@@ -103,7 +103,7 @@ class ToolProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             await asyncio.wait({self._ended})
 
-    async def load(self, definition: Definition, policy: ToolPolicy, seconds: float) -> None:
+    async def load(self, definition: ToolDefinition, policy: ToolPolicy, seconds: float) -> None:
         """Has it import the tool's module, which may take `seconds`. Raises `ToolFailed`."""
         opening = {
             "module": definition.module,

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 _TRIES = 12
 _FIRST_CHARACTERS = 8
 """For each token that there is room for; a longer window is looked at where these do not fill it."""
 
 
-class TokenMeasure:
+class TokenizerTokenCounter:
     """Counts with the tokenizers of this server, in their threads."""
 
     def __init__(self, tokenizers: Tokenizers) -> None:
@@ -24,7 +24,7 @@ class TokenMeasure:
         try:
             loaded = await self._tokenizers.load(name)
             return await loaded.run(fitting, lambda part: len(loaded.encode(part)), text, tokens)
-        except Failed:
+        except RolloutFailed:
             return None
 
 

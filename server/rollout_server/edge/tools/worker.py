@@ -20,7 +20,7 @@ from rollout_server.core.message import JSON
 from rollout_server.edge.tools.ipc_protocol import framed, read_blocking
 from rollout_server.edge.tools.supervisor import supervise
 from rollout_server.runtime.ports import ArgumentError, ToolError
-from rollout_server.runtime.tools.protocols import HandledTool, Unwritable
+from rollout_server.runtime.tools.protocols import ServerRunTool, Unwritable
 
 _ALIAS = "rollout_tool_file"
 
@@ -77,14 +77,14 @@ def _failure(error: BaseException) -> Mapping[str, str]:
     return {"error": kind, "text": text or name, "kind": name, "place": place}
 
 
-def _tool(module: ModuleType, name: str) -> HandledTool:
+def _tool(module: ModuleType, name: str) -> ServerRunTool:
     found: object = module
     for part in name.split("."):
         found = getattr(found, part, None)
-    if isinstance(found, HandledTool):
+    if isinstance(found, ServerRunTool):
         return found
     for value in vars(module).values():  # the function may be one thing, and the tool made of it another
-        if isinstance(value, HandledTool) and value.definition.name == name:
+        if isinstance(value, ServerRunTool) and value.definition.name == name:
             return value
     raise LookupError(f"its module has no tool {name} at its top, where a process looks for the tool that it runs")
 

@@ -17,7 +17,7 @@ from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logp
 from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object, tool_calls
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, aside, check_message, check_values
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
@@ -26,25 +26,25 @@ _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 _NULL = msgspec.Raw(b"null")
 
 
-class _Choice(msgspec.Struct):
+class _ChatChoice(msgspec.Struct):
     message: msgspec.Raw = _NULL
     finish_reason: str | None = None
 
 
-class _Body(msgspec.Struct):
-    choices: list[_Choice]
+class _ChatBody(msgspec.Struct):
+    choices: list[_ChatChoice]
     token_ids: list[_TokenId] | None = None
     prompt_token_ids: list[_TokenId] | None = None
     logprobs: msgspec.Raw = _NULL
     usage: msgspec.Raw = _NULL
 
 
-class _Usage(msgspec.Struct):
+class _ChatUsage(msgspec.Struct):
     prompt_tokens: _Count = 0
     completion_tokens: _Count = 0
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ChatCompletion(msgspec.Struct, frozen=True):
     """A trainer's answer, checked.
 
     `logprobs` is as long as `token_ids`, or None where the trainer sent none that fit; `usage` counts prompt and completion
@@ -60,8 +60,8 @@ class Answer(msgspec.Struct, frozen=True):
     usage: tuple[int, int] | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
-_usage_decoder = msgspec.json.Decoder(_Usage | None)
+_decoder = msgspec.json.Decoder(_ChatBody)
+_usage_decoder = msgspec.json.Decoder(_ChatUsage | None)
 _logprobs_decoder = msgspec.json.Decoder(list[float])
 
 
@@ -95,8 +95,8 @@ class RequestWriter:
         return self._history
 
 
-def read_answer(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> Answer:
-    """Parses and checks an answer. Raises `Failed` with VALIDATION, naming turn and field."""
+def read_answer(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
+    """Parses and checks an answer. Raises `RolloutFailed` with VALIDATION, naming turn and field."""
     try:
         check_values(body, ANSWER_VALUES)
         parsed = _decoder.decode(body)
@@ -119,7 +119,7 @@ def read_answer(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) ->
         message, calls = read_message(choice.message, most_calls)
     except MalformedMessage as error:
         raise _malformed(turn, f"`choices[0].message`: {error}") from None
-    return Answer(
+    return ChatCompletion(
         message=message,
         tool_calls=calls,
         finish_reason=choice.finish_reason or "",
@@ -147,7 +147,7 @@ def read_message(raw: msgspec.Raw, most_calls: int) -> tuple[Message, int]:
     return message, len(tool_calls(fields))
 
 
-async def read_answer_aside(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> Answer:
+async def read_answer_aside(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
     """The same; a large answer is parsed in a thread, so that other rollouts do not wait for it."""
     return await aside(lambda: read_answer(body, turn, ids_needed=ids_needed, most_calls=most_calls), len(body))
 
@@ -176,5 +176,5 @@ def _logprobs(raw: msgspec.Raw, length: int) -> Logprobs | None:
     return packed if len(packed) == length and all(map(isfinite, packed)) else None
 
 
-def _malformed(turn: int, what: str) -> Failed:
-    return Failed(Failure(Category.VALIDATION, f"turn {turn}: the trainer's answer is malformed: {what}", turn))
+def _malformed(turn: int, what: str) -> RolloutFailed:
+    return RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: the trainer's answer is malformed: {what}", turn))

@@ -8,25 +8,25 @@ from collections.abc import Mapping
 from typing import Final, TypeAlias
 
 from rollout_server.core.spec import Spec
-from rollout_server.edge.tokens.rendering_form import Form
-from rollout_server.edge.trainer.http_client import HttpAnswer
+from rollout_server.edge.tokens.rendering_form import RenderingForm
+from rollout_server.edge.trainer.http_client import HttpResponse
 
 _KEPT: Final = 10_000
 _LOOKED_AT: Final = 64 * 1024
 _Key: TypeAlias = tuple[str, str, str]
 
 
-class Forms:
+class FormCache:
     """The forms of trainers, by endpoint and tokenizer. The least recently used are forgotten."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[_Key, Form] = OrderedDict()
+        self._known: OrderedDict[_Key, RenderingForm] = OrderedDict()
 
-    def of(self, spec: Spec) -> Form | None:
+    def of(self, spec: Spec) -> RenderingForm | None:
         """How the trainer of a rollout was found to count; None where nothing was found."""
         return self._known.get(_key(spec))
 
-    def remember(self, spec: Spec, form: Form) -> None:
+    def remember(self, spec: Spec, form: RenderingForm) -> None:
         """Notes the form for the rollouts to come."""
         key = _key(spec)
         self._known[key] = form
@@ -35,12 +35,12 @@ class Forms:
             self._known.popitem(last=False)
 
 
-def refuses_mask(answer: HttpAnswer) -> bool:
+def refuses_mask(answer: HttpResponse) -> bool:
     """The trainer says 422 and speaks of a mask, so nothing was generated."""
     return answer.status == 422 and b"mask" in answer.body[:_LOOKED_AT].lower()
 
 
-def likeliest(counts: Mapping[Form, int], answer: HttpAnswer) -> Form | None:
+def likeliest(counts: Mapping[RenderingForm, int], answer: HttpResponse) -> RenderingForm | None:
     """The form to try next: one whose number the trainer names, else the one that differs least. None where there is none."""
     named = {int(digits) for digits in re.findall(rb"(?<![\w.])\d{1,9}(?![\w.]*\d)", answer.body[:_LOOKED_AT])}
     return next((form for form, length in counts.items() if length in named), next(iter(counts), None))

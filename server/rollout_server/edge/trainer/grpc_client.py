@@ -20,7 +20,7 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.grpc_channels import LARGEST_ANSWER, Channels
 from rollout_server.edge.targets.rules import TargetRefused
 from rollout_server.edge.trainer.http_errors import redacted
-from rollout_server.edge.trainer.retry import Retries
+from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.edge.wire.completion import (
     MalformedCompletion,
     Request,
@@ -30,7 +30,7 @@ from rollout_server.edge.wire.completion import (
     response_aside,
 )
 from rollout_server.edge.wire.status_details import ledger_mismatch, reason, retry_delay
-from rollout_server.runtime.ports import Credentials, Failed
+from rollout_server.runtime.ports import Credentials, RolloutFailed
 
 _SERVICE = "/osmosis.rollout.v1.CompletionService"
 _COMPLETE, _READ_LEDGER = f"{_SERVICE}/Complete", f"{_SERVICE}/ReadLedger"
@@ -63,7 +63,7 @@ class ToolsUnknown(Exception):
     """The trainer does not hold the tools that a digest names: it wants their list."""
 
 
-class Mismatch(Exception):
+class LedgerMismatch(Exception):
     """The trainer holds other tokens. `checkpoints` is what it holds after each turn."""
 
     def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
@@ -99,7 +99,7 @@ class Rejection:
 
 
 @dataclass(slots=True)
-class Call:
+class TurnCall:
     """One turn's call, with what decides over its repetitions: `deadline` on the monotonic clock, credentials for the metadata.
 
     `failures` counts attempts that came to nothing, `refusals` those that the trainer put off, and `refused_until` says how long
@@ -116,38 +116,38 @@ class Call:
     remarks: list[tuple[str, str]] = field(default_factory=list)
 
 
-class Completes(Protocol):
+class TrainerClient(Protocol):
     """A trainer that is asked, in whichever way."""
 
-    async def complete(self, request: Request, call: Call) -> Response:
-        """Asks until there is an answer. Raises `BaseUnknown`, `ToolsUnknown`, `Mismatch`, `MalformedCompletion` or `Failed`."""
+    async def complete(self, request: Request, call: TurnCall) -> Response:
+        """Asks until there is an answer. Raises `BaseUnknown`, `ToolsUnknown`, `LedgerMismatch`, `MalformedCompletion` or `RolloutFailed`."""
 
     async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> Held | None:
         """A segment as the trainer holds it; None where it does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class GrpcTrainerClient:
     """Calls one trainer. `timeout` in seconds, for one attempt; `replays`: the trainer answers a repeated key from memory."""
 
     channels: Channels
     url: str
-    retries: Retries
+    retries: RetryPolicy
     timeout: float
     replays: bool
 
-    async def complete(self, request: Request, call: Call) -> Response:
-        """As `Completes`."""
+    async def complete(self, request: Request, call: TurnCall) -> Response:
+        """As `TrainerClient`."""
         while True:
             call.attempts += 1
             try:
                 return await _once(self, request, call)
             except TargetRefused as error:
-                raise Failed(Failure(Category.VALIDATION, f"turn {call.turn}: {error}", call.turn)) from error
+                raise RolloutFailed(Failure(Category.VALIDATION, f"turn {call.turn}: {error}", call.turn)) from error
             except OSError as error:  # no connection came about
                 pause = _pause(call, self.retries, once_more=True)
                 if pause is None:
-                    raise Failed(_unreachable(error, call)) from error
+                    raise RolloutFailed(_unreachable(error, call)) from error
             except grpc.aio.AioRpcError as error:
                 rejection = _rejection(error)
                 pause = _pause(call, self.retries, rejection, once_more=_may_be_asked_again(rejection, self))
@@ -156,7 +156,7 @@ class Caller:
             await asyncio.sleep(pause)
 
     async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> Held | None:
-        """As `Completes`."""
+        """As `TrainerClient`."""
         request = ledger_request(uid, segment_id).SerializeToString()
         try:
             async with self.channels.use(self.url) as channel:
@@ -167,13 +167,13 @@ class Caller:
             return None
 
 
-def put_off(rejection: Rejection, call: Call, retries: Retries) -> float | None:
+def put_off(rejection: Rejection, call: TurnCall, retries: RetryPolicy) -> float | None:
     """Seconds until a trainer is asked again that generated nothing, and counts it; None where it may not be."""
     return _pause(call, retries, rejection, once_more=False)
 
 
-def ended(rejection: Rejection, call: Call, remark: str = "") -> Exception:
-    """What a rejection comes to that is not asked again: one of what `Completes.complete` raises.
+def ended(rejection: Rejection, call: TurnCall, remark: str = "") -> Exception:
+    """What a rejection comes to that is not asked again: one of what `TrainerClient.complete` raises.
 
     `remark` is what a person has to know beside the trainer's words, from its full stop on.
     """
@@ -182,7 +182,7 @@ def ended(rejection: Rejection, call: Call, remark: str = "") -> Exception:
         if unknown is not None:
             return unknown()
     if rejection.code is grpc.StatusCode.ABORTED and rejection.mismatch is not None:
-        return Mismatch(rejection.mismatch)
+        return LedgerMismatch(rejection.mismatch)
     told = rejection.put_off
     if told is not None:
         remark = (
@@ -191,10 +191,10 @@ def ended(rejection: Rejection, call: Call, remark: str = "") -> Exception:
     said = redacted(rejection.text.encode("utf-8", "replace"), call.credentials.secrets())
     text = f"turn {call.turn}: the trainer answered {rejection.code.name}: {said}{remark}"
     category = _CATEGORIES.get(rejection.code, Category.TRAINER_CLIENT)
-    return Failed(Failure(Category.VALIDATION if _too_large(rejection) else category, text, call.turn))
+    return RolloutFailed(Failure(Category.VALIDATION if _too_large(rejection) else category, text, call.turn))
 
 
-async def _once(caller: Caller, request: Request, call: Call) -> Response:
+async def _once(caller: GrpcTrainerClient, request: Request, call: TurnCall) -> Response:
     """One attempt. OSError where no connection came about, so that nothing was generated."""
     left = caller.timeout if call.deadline is None else min(caller.timeout, call.deadline - time.monotonic())
     async with caller.channels.use(caller.url) as channel:
@@ -210,7 +210,9 @@ def _rejection(error: grpc.aio.AioRpcError) -> Rejection:
     return Rejection(error.code(), error.details() or "", reason(error), retry_delay(error), ledger_mismatch(error))
 
 
-def _pause(call: Call, retries: Retries, rejection: Rejection | None = None, *, once_more: bool) -> float | None:
+def _pause(
+    call: TurnCall, retries: RetryPolicy, rejection: Rejection | None = None, *, once_more: bool
+) -> float | None:
     """Seconds until the turn may be asked for again, and counts why; None where it may not, or that is too late."""
     told = rejection.put_off if rejection is not None else None
     until = call.deadline
@@ -226,7 +228,7 @@ def _pause(call: Call, retries: Retries, rejection: Rejection | None = None, *, 
     return pause if until is None or time.monotonic() + pause < until else None
 
 
-def _may_be_asked_again(rejection: Rejection, caller: Caller) -> bool:
+def _may_be_asked_again(rejection: Rejection, caller: GrpcTrainerClient) -> bool:
     if rejection.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return not _too_large(rejection)
     return caller.replays and rejection.code in _LOST
@@ -236,7 +238,7 @@ def _too_large(rejection: Rejection) -> bool:
     return rejection.code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in rejection.text
 
 
-def _remark(rejection: Rejection, caller: Caller) -> str:
+def _remark(rejection: Rejection, caller: GrpcTrainerClient) -> str:
     """What a person has to know beside the trainer's words."""
     if _too_large(rejection):
         return (
@@ -251,7 +253,7 @@ def _remark(rejection: Rejection, caller: Caller) -> str:
     return f"{limit}. The turn may have been generated{again}; only trainers that replay turn keys are asked twice"
 
 
-def _unreachable(error: OSError, call: Call) -> Failure:
+def _unreachable(error: OSError, call: TurnCall) -> Failure:
     text = (
         f"turn {call.turn}: the trainer could not be reached in {call.attempts} attempts: {error}; is it running, and does the "
         "target name its host and port?"

@@ -22,22 +22,29 @@ from rollout_server.core.spec import Spec
 from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
-from rollout_server.edge.trainer.grpc_client import BaseUnknown, Call, Caller, Completes, Mismatch, ToolsUnknown
+from rollout_server.edge.trainer.grpc_client import (
+    BaseUnknown,
+    GrpcTrainerClient,
+    LedgerMismatch,
+    ToolsUnknown,
+    TrainerClient,
+    TurnCall,
+)
 from rollout_server.edge.trainer.http_errors import redacted
 from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
-from rollout_server.edge.trainer.retry import Retries
-from rollout_server.edge.trainer.trainer_ledger import Book, Page, agree, parted
+from rollout_server.edge.trainer.retry import RetryPolicy
+from rollout_server.edge.trainer.trainer_ledger import PromptDelta, TrainerLedger, agree, parted
 from rollout_server.edge.wire.completion import (
-    Asking,
     Completion,
     MalformedCompletion,
-    News,
+    PromptUpdate,
+    RequestBuilder,
     Response,
     completion_aside,
     in_token_mode,
 )
-from rollout_server.runtime.ports import Ask, Failed, Fork, Tool
+from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,38 +53,40 @@ class CompletionTrainers:
 
     channels: Channels
     tokenizers: Tokenizers
-    retries: Retries
+    retries: RetryPolicy
     timeout: float
 
     def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> CompletionSampler:
         """The sampler of one rollout."""
         target = spec.completions
-        caller = Caller(self.channels, target.url, self.retries, self.timeout, target.replays_turn_keys)
+        caller = GrpcTrainerClient(self.channels, target.url, self.retries, self.timeout, target.replays_turn_keys)
         return CompletionSampler(caller, self.tokenizers, uid, spec, tools)
 
 
 class CompletionSampler:
     """Asks one trainer for the completions of one conversation."""
 
-    def __init__(self, caller: Completes, tokenizers: Tokenizers, uid: str, spec: Spec, tools: Sequence[Tool]) -> None:
+    def __init__(
+        self, caller: TrainerClient, tokenizers: Tokenizers, uid: str, spec: Spec, tools: Sequence[Tool]
+    ) -> None:
         self._caller = caller
         self._tokenizers = tokenizers
         self._spec = spec
-        self._asking = Asking(uid, spec.rollout_id, spec.typed, tools)
-        self._book = Book()
+        self._asking = RequestBuilder(uid, spec.rollout_id, spec.typed, tools)
+        self._book = TrainerLedger()
         self._begun = ""
         self._whole = True
         self._renderer: Renderer | None = None
         self._policies: list[str] = []
 
-    async def sample(self, ask: Ask) -> Answered:
-        """Asks and checks. Raises `Failed`."""
+    async def sample(self, ask: CompletionRequest) -> Answered:
+        """Asks and checks. Raises `RolloutFailed`."""
         messages = tuple(ask.messages[: ask.asked.messages])
         if self._book.segment_id != ask.asked.segment_id:
             self._book.segment_id = ask.asked.segment_id  # the one that the last prompt opened, or the first
         rendered = await self._render(ask, messages) if in_token_mode(self._spec) else None
         page = None if rendered is None else self._book.page(rendered.predicted, ask.asked.turn, len(messages))
-        call = Call(ask.asked.turn, ask.deadline, ask.credentials)
+        call = TurnCall(ask.asked.turn, ask.deadline, ask.credentials)
         started = time.monotonic()
         completion = await self._complete(ask, messages, page, call)
         answered = Answered(
@@ -108,16 +117,18 @@ class CompletionSampler:
         if fork.origin.kind is SegmentKind.BRANCH:
             other._book, other._renderer = self._book.branch(fork.origin), self._renderer and self._renderer.fork()
         else:
-            other._book = Book(origin=fork.origin)
+            other._book = TrainerLedger(origin=fork.origin)
         return other
 
-    async def _render(self, ask: Ask, messages: tuple[Message, ...]) -> Rendered:
+    async def _render(self, ask: CompletionRequest, messages: tuple[Message, ...]) -> Rendered:
         """What the trainer is to generate from."""
         if self._renderer is None:
             self._renderer = await open_renderer(self._tokenizers, self._spec.tokenizer, self._asking.tools)
         return await self._renderer.append(messages, ask.last, ask.last_messages)
 
-    async def _complete(self, ask: Ask, messages: Sequence[Message], page: Page | None, call: Call) -> Completion:
+    async def _complete(
+        self, ask: CompletionRequest, messages: Sequence[Message], page: PromptDelta | None, call: TurnCall
+    ) -> Completion:
         turn = ask.asked.turn
         try:
             response = await self._ask(ask, messages, page, call)
@@ -125,14 +136,16 @@ class CompletionSampler:
         except (BaseUnknown, ToolsUnknown) as unknown:
             what = "the whole history" if isinstance(unknown, BaseUnknown) else "the list of tools"
             text = f"turn {turn}: the trainer asks for {what}, which it was sent under this turn key already"
-            raise Failed(Failure(Category.TRAINER_CLIENT, text, turn)) from None
-        except Mismatch as mismatch:
-            raise Failed(await self._parted(ask, mismatch.checkpoints)) from None
+            raise RolloutFailed(Failure(Category.TRAINER_CLIENT, text, turn)) from None
+        except LedgerMismatch as mismatch:
+            raise RolloutFailed(await self._parted(ask, mismatch.checkpoints)) from None
         except MalformedCompletion as error:
             text = f"turn {turn}: the trainer's answer is malformed: {error}"
-            raise Failed(Failure(Category.VALIDATION, text, turn)) from None
+            raise RolloutFailed(Failure(Category.VALIDATION, text, turn)) from None
 
-    async def _ask(self, ask: Ask, messages: Sequence[Message], page: Page | None, call: Call) -> Response:
+    async def _ask(
+        self, ask: CompletionRequest, messages: Sequence[Message], page: PromptDelta | None, call: TurnCall
+    ) -> Response:
         """Asks on the base, and once with what the trainer says that it does not hold."""
         base = self._book.base
         listed = base is None
@@ -151,10 +164,12 @@ class CompletionSampler:
                     raise
                 listed = True
 
-    def _news(self, ask: Ask, messages: Sequence[Message], page: Page | None, base: Checkpoint | None) -> News:
+    def _news(
+        self, ask: CompletionRequest, messages: Sequence[Message], page: PromptDelta | None, base: Checkpoint | None
+    ) -> PromptUpdate:
         book = self._book
         history = () if base is not None or page is None else book.spans
-        return News(
+        return PromptUpdate(
             base=base,
             messages=messages[base.messages if base is not None else 0 :],
             spans=(*history, *page.spans) if page is not None else (),
@@ -162,31 +177,33 @@ class CompletionSampler:
             origin=book.origin if ask.asked.segment_id != self._begun else None,
         )
 
-    async def _sent(self, ask: Ask, page: Page, completion: Completion, answered: Answered) -> Answered:
+    async def _sent(
+        self, ask: CompletionRequest, page: PromptDelta, completion: Completion, answered: Answered
+    ) -> Answered:
         """Token mode: the prompt is what was sent, if the trainer's digests say so."""
         turn, ids = ask.asked.turn, completion.token_ids
         if ids is None:
             text = f"turn {turn}: `token_ids` is missing; a trainer in token mode returns the ids it sampled"
-            raise Failed(Failure(Category.VALIDATION, text, turn))
+            raise RolloutFailed(Failure(Category.VALIDATION, text, turn))
         if not completion.shows_prompt and completion.after is None:
             text = (
                 f"turn {turn}: `prompt_checkpoint` and `after` are missing, so nothing proves what the trainer generated from; "
                 "in token mode it sends both"
             )
-            raise Failed(Failure(Category.VALIDATION, text, turn))
+            raise RolloutFailed(Failure(Category.VALIDATION, text, turn))
         held = self._book.tokens
         same = completion.reported is None or completion.reported == self._book.prompt(page)
         after = self._book.answered(page, turn, ids)
         self._begun = ask.asked.segment_id
         if not (same and agree(page.prompt, completion.prompt) and agree(after, completion.after)):
-            raise Failed(await self._parted(ask, None))
+            raise RolloutFailed(await self._parted(ask, None))
         predicted = page.predicted
         if not completion.shows_prompt:
             return replace(answered, predicted=predicted)
         return replace(answered, predicted=predicted, reported=predicted.closing + predicted.environment, shared=held)
 
     async def _reported(
-        self, ask: Ask, messages: Sequence[Message], completion: Completion, answered: Answered
+        self, ask: CompletionRequest, messages: Sequence[Message], completion: Completion, answered: Answered
     ) -> Answered:
         """Message mode: the prompt is what the trainer says it was."""
         turn, ids, prompt = ask.asked.turn, completion.token_ids, completion.reported
@@ -198,14 +215,14 @@ class CompletionSampler:
         if not self._book.confirmed(page, turn, ids, completion.after, whole=self._whole):
             if self._book.repeats is not None:
                 text = f"turn {turn}: the trainer sent prompt and answer of turn {self._book.repeats} once more"
-                raise Failed(Failure(Category.TOKEN_DRIFT, text, turn))
-            raise Failed(await self._parted(ask, None))
+                raise RolloutFailed(Failure(Category.TOKEN_DRIFT, text, turn))
+            raise RolloutFailed(await self._parted(ask, None))
         if not self._book.unsure:
             return replace(answered, reported=prompt)
         text = f"turn {turn}: an earlier turn came without tokens, so the trainer's digest cannot be held against ours"
         return replace(answered, reported=prompt, notes=(*answered.notes, ("unverified", text)))
 
-    async def _parted(self, ask: Ask, theirs: Sequence[Checkpoint] | None) -> Failure:
+    async def _parted(self, ask: CompletionRequest, theirs: Sequence[Checkpoint] | None) -> Failure:
         """Names the turn and the token at which both sides part."""
         turn, book = ask.asked.turn, self._book
         said = f"turn {turn}: the trainer holds other tokens than this side"
@@ -238,7 +255,9 @@ class CompletionSampler:
         except (IndexError, KeyError, TypeError, ValueError, OverflowError):
             return str(list(ids))
 
-    def _notes(self, completion: Completion, ask: Ask, rendered: Rendered | None) -> Iterator[tuple[str, str]]:
+    def _notes(
+        self, completion: Completion, ask: CompletionRequest, rendered: Rendered | None
+    ) -> Iterator[tuple[str, str]]:
         turn, secrets = ask.asked.turn, ask.credentials.secrets()
         vocabulary = None if self._renderer is None else self._renderer.loaded.vocabulary
         yield from notes_on(completion.token_ids, completion.logprobs, ask.sampling, turn, vocabulary)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rollout_server.runtime.ports import Ask
+from rollout_server.runtime.ports import CompletionRequest
 
 
-def turn_headers(ask: Ask) -> dict[str, str]:
+def turn_headers(ask: CompletionRequest) -> dict[str, str]:
     """Of a completion: the same key on each attempt of a turn (D8)."""
     return keyed_headers(ask.asked.turn_key, ask.credentials.completions)
 

@@ -65,7 +65,7 @@ class HttpRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class HttpAnswer:
+class HttpResponse:
     """What came back. `retry_after` is in seconds, where a 429 or 503 says that the request was not taken."""
 
     status: int
@@ -81,11 +81,11 @@ class HttpAnswer:
         return self.body if self.may_be_quoted else b""
 
 
-class NotTaken(Exception):
+class ConnectionRefused(Exception):
     """No connection came about, so the request was not taken and may be repeated. The text is for a person."""
 
 
-class Lost(Exception):
+class ConnectionLost(Exception):
     """The request may have been taken, but no whole answer came. The text is for a person."""
 
     def __init__(self, text: str, *, timeout: bool = False) -> None:
@@ -93,11 +93,11 @@ class Lost(Exception):
         self.timeout = timeout
 
 
-class Forbidden(Exception):
+class TargetForbidden(Exception):
     """This server's rules do not allow the address. The text is for a person."""
 
 
-class TooLarge(Exception):
+class ResponseTooLarge(Exception):
     """The answer is larger than what is read. The text is for a person."""
 
 
@@ -139,22 +139,24 @@ class HttpClient:
         self.settings = settings
         self._session: aiohttp.ClientSession | None = None
 
-    async def post(self, request: HttpRequest) -> HttpAnswer:
-        """Posts once. Raises `NotTaken`, `Lost`, `TooLarge` or `Forbidden`."""
+    async def post(self, request: HttpRequest) -> HttpResponse:
+        """Posts once. Raises `ConnectionRefused`, `ConnectionLost`, `ResponseTooLarge` or `TargetForbidden`."""
         try:
             return await self._post(request)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, UnicodeError) as error:
             refusal = refusal_of(error)
             if refusal is not None:
-                raise Forbidden(str(refusal)) from error
-            raise NotTaken(f"could not be reached ({type(error).__name__})") from error
+                raise TargetForbidden(str(refusal)) from error
+            raise ConnectionRefused(f"could not be reached ({type(error).__name__})") from error
         except TimeoutError as error:
             seconds = request.timeout or self.settings.timeout
-            raise Lost(f"no answer came within {seconds:g} s", timeout=True) from error
+            raise ConnectionLost(f"no answer came within {seconds:g} s", timeout=True) from error
         except _Endless as error:
-            raise TooLarge(f"more than {_INFORMATIONAL} informational responses came instead of an answer") from error
+            raise ResponseTooLarge(
+                f"more than {_INFORMATIONAL} informational responses came instead of an answer"
+            ) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise Lost(f"the answer did not arrive whole ({type(error).__name__})") from error
+            raise ConnectionLost(f"the answer did not arrive whole ({type(error).__name__})") from error
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -162,7 +164,7 @@ class HttpClient:
             await self._session.close()
             self._session = None
 
-    async def _post(self, request: HttpRequest) -> HttpAnswer:
+    async def _post(self, request: HttpRequest) -> HttpResponse:
         session = self._open()
         # Two rounds of the event loop, in which it takes note of pooled connections that were closed while it was busy.
         await asyncio.sleep(0)
@@ -177,12 +179,12 @@ class HttpClient:
             async for chunk in response.content.iter_any():
                 size += len(chunk)
                 if size > self.settings.max_answer_bytes:
-                    raise TooLarge(f"the answer is larger than {self.settings.max_answer_bytes} bytes")
+                    raise ResponseTooLarge(f"the answer is larger than {self.settings.max_answer_bytes} bytes")
                 chunks.append(chunk)
             key = response.headers.get("idempotency-key", "")
             quoted = request.is_known or self.settings.quotes_strangers
             kind = response.headers.get("content-type", "").partition(";")[0]
-            return HttpAnswer(response.status, b"".join(chunks), _retry_after(response), key, kind, quoted)
+            return HttpResponse(response.status, b"".join(chunks), _retry_after(response), key, kind, quoted)
 
     def _timeout(self, request: HttpRequest) -> aiohttp.ClientTimeout:
         seconds = request.timeout or self.settings.timeout

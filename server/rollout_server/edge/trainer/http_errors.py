@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.trainer.http_client import HttpAnswer
+from rollout_server.edge.trainer.http_client import HttpResponse
 
 TRAINER_TEXT = 500
 """How much of a trainer's own words goes into an error message."""
@@ -18,7 +18,7 @@ _LOOKED_AT = 256 * 1024
 _MEDIA_TYPE = re.compile(r"[a-z]{1,16}/[\w.+-]{1,48}")
 
 
-def refused(answer: HttpAnswer, turn: int, secrets: Sequence[str]) -> Failure:
+def refused(answer: HttpResponse, turn: int, secrets: Sequence[str]) -> Failure:
     """The failure of a turn that was answered with another status than 200."""
     status = answer.status
     text = error_text(answer, secrets)
@@ -35,7 +35,7 @@ def refused(answer: HttpAnswer, turn: int, secrets: Sequence[str]) -> Failure:
     return Failure(category, f"turn {turn}: the trainer answered {status}{said}", turn, status)
 
 
-def error_text(answer: HttpAnswer, secrets: Sequence[str]) -> str:
+def error_text(answer: HttpResponse, secrets: Sequence[str]) -> str:
     """The error message in an answer, without secrets; where there is none, what came instead, in numbers. Empty: nothing did.
 
     Nothing else of a body is ever shown. Whoever names a target may not be allowed to read what answers there.

@@ -11,19 +11,19 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.drift_excerpt import Parting
+from rollout_server.edge.tokens.drift_excerpt import DriftExcerpt
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
-from rollout_server.edge.tokens.rendering_form import Form
-from rollout_server.edge.trainer.chat_completion import Answer, RequestWriter, read_answer_aside
-from rollout_server.edge.trainer.form_cache import Forms, likeliest, refuses_mask
+from rollout_server.edge.tokens.rendering_form import RenderingForm
+from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_answer_aside
+from rollout_server.edge.trainer.form_cache import FormCache, likeliest, refuses_mask
 from rollout_server.edge.trainer.headers import turn_headers
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest
 from rollout_server.edge.trainer.http_errors import refused
 from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
-from rollout_server.edge.trainer.retry import Errand, Fetched, fetch_once
+from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, fetch_once
 from rollout_server.edge.trainer.sampling_parameters import masked_parameters
-from rollout_server.runtime.ports import Ask, Failed, Fork, Tool
+from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class MaskedTrainers:
 
     client: HttpClient
     tokenizers: Tokenizers
-    form: Form | None = None
-    forms: Forms = field(default_factory=Forms)
+    form: RenderingForm | None = None
+    forms: FormCache = field(default_factory=FormCache)
 
     def open(self, spec: Spec, tools: Sequence[Tool]) -> MaskedSampler:
         """The sampler of one rollout."""
@@ -49,12 +49,12 @@ class MaskedSampler:
         self._tools = tools
         self._url = f"{spec.completions.url}/v1/chat/completions"
         self._writer = RequestWriter(spec.rollout_id)
-        self._opened: tuple[Renderer, Parting] | None = None
+        self._opened: tuple[Renderer, DriftExcerpt] | None = None
         self._form = trainers.forms.of(spec) or trainers.form
         self._asked = False
 
-    async def sample(self, ask: Ask) -> Answered:
-        """Renders, posts, checks. Raises `Failed`."""
+    async def sample(self, ask: CompletionRequest) -> Answered:
+        """Renders, posts, checks. Raises `RolloutFailed`."""
         self._asked, turn = True, ask.asked.turn
         renderer, parting = await self._open()
         rendered = await _rendered(ask, renderer)
@@ -87,7 +87,7 @@ class MaskedSampler:
         )
 
     def fork(self, fork: Fork) -> MaskedSampler:
-        """Such a trainer keeps one list of messages and tokens for each rollout, and masks count from its end. Raises `Failed`.
+        """Such a trainer keeps one list of messages and tokens for each rollout, and masks count from its end. Raises `RolloutFailed`.
 
         Before the first turn it keeps none yet, so a conversation may take the place of the one that it has not seen.
         """
@@ -97,9 +97,11 @@ class MaskedSampler:
             "the agent forked its conversation, but this rollout's trainer counts response_mask over a single one (POST /rollout). "
             "Several conversations need a trainer that speaks gRPC, or one that derives masks itself (POST /v1/rollout/init)"
         )
-        raise Failed(Failure(Category.VALIDATION, text))
+        raise RolloutFailed(Failure(Category.VALIDATION, text))
 
-    async def _fetch(self, ask: Ask, renderer: Renderer, rendered: Rendered) -> tuple[Fetched, int | None]:
+    async def _fetch(
+        self, ask: CompletionRequest, renderer: Renderer, rendered: Rendered
+    ) -> tuple[Fetched, int | None]:
         """The answer, and the length of the mask it was given for.
 
         A trainer that refuses a mask has generated nothing, so it is asked once more with another count (R6a, D8).
@@ -108,33 +110,35 @@ class MaskedSampler:
         if fetched.answer.status == 200:
             return fetched, rendered.mask_length
         if ask.last is None or rendered.mask_length is None or not refuses_mask(fetched.answer):
-            raise Failed(_refused(fetched, ask))
+            raise RolloutFailed(_refused(fetched, ask))
         counts = await renderer.counts(ask.messages[: ask.asked.messages], ask.last, ask.last_messages)
         form = likeliest(counts, fetched.answer)
         if form is None:
-            raise Failed(_refused(fetched, ask))
+            raise RolloutFailed(_refused(fetched, ask))
         again = await self._post(ask, counts[form])
         again = replace(again, attempts=fetched.attempts + again.attempts)
         if again.answer.status != 200:
-            raise Failed(_miscounted(_refused(again, ask), rendered.mask_length, counts))
+            raise RolloutFailed(_miscounted(_refused(again, ask), rendered.mask_length, counts))
         renderer.adopt(form)
         return again, counts[form]
 
-    async def _post(self, ask: Ask, mask_length: int | None) -> Fetched:
+    async def _post(self, ask: CompletionRequest, mask_length: int | None) -> Fetched:
         parameters = masked_parameters(ask.sampling)
         body = self._writer.masked(ask.messages[: ask.asked.messages], parameters, mask_length)
         request = HttpRequest(self._url, body, turn_headers(ask), is_known=ask.last is not None)
-        return await fetch_once(self._trainers.client, Errand(request, ask.asked.turn, ask.deadline))
+        return await fetch_once(self._trainers.client, CompletionFetch(request, ask.asked.turn, ask.deadline))
 
-    async def _open(self) -> tuple[Renderer, Parting]:
+    async def _open(self) -> tuple[Renderer, DriftExcerpt]:
         if self._opened is None:
             tokenizers, name = self._trainers.tokenizers, self._spec.tokenizer
             renderer = await open_renderer(tokenizers, name, self._tools, self._form)
-            self._opened, self._form = (renderer, Parting(renderer.loaded)), renderer.form
+            self._opened, self._form = (renderer, DriftExcerpt(renderer.loaded)), renderer.form
         return self._opened
 
 
-def _notes(answer: Answer, rendered: Rendered, ask: Ask, vocabulary: int) -> tuple[tuple[str, str], ...]:
+def _notes(
+    answer: ChatCompletion, rendered: Rendered, ask: CompletionRequest, vocabulary: int
+) -> tuple[tuple[str, str], ...]:
     turn = ask.asked.turn
     notes = list(notes_on(answer.token_ids, answer.logprobs, ask.sampling, turn, vocabulary))
     notes += notes_on_rendering(rendered, turn)
@@ -144,7 +148,7 @@ def _notes(answer: Answer, rendered: Rendered, ask: Ask, vocabulary: int) -> tup
     return tuple(notes)
 
 
-async def _rendered(ask: Ask, renderer: Renderer) -> Rendered:
+async def _rendered(ask: CompletionRequest, renderer: Renderer) -> Rendered:
     """The turn, counted as the trainer is taken to count.
 
     Calls can be so much longer with their arguments as objects, or as they came, that only one of the two leaves room for a
@@ -157,16 +161,16 @@ async def _rendered(ask: Ask, renderer: Renderer) -> Rendered:
     form = renderer.form.with_other_arguments()
     length = (await renderer.counts(messages, ask.last, ask.last_messages)).get(form)
     if length is None:
-        raise Failed(_negative(ask.asked.turn, rendered.mask_length))
+        raise RolloutFailed(_negative(ask.asked.turn, rendered.mask_length))
     renderer.adopt(form)
     return replace(rendered, mask_length=length)
 
 
-def _refused(fetched: Fetched, ask: Ask) -> Failure:
+def _refused(fetched: Fetched, ask: CompletionRequest) -> Failure:
     return refused(fetched.answer, ask.asked.turn, ask.credentials.secrets())
 
 
-def _miscounted(failure: Failure, sent: int | None, counts: Mapping[Form, int]) -> Failure:
+def _miscounted(failure: Failure, sent: int | None, counts: Mapping[RenderingForm, int]) -> Failure:
     lengths = ", ".join(str(length) for length in (sent, *counts.values()))
     text = f"{failure.message}. Masks of two lengths were refused; the ways of counting known here give {lengths}"
     return replace(failure, message=text)

@@ -12,14 +12,14 @@ from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
-from rollout_server.edge.trainer.chat_completion import Answer, RequestWriter, read_answer_aside
+from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_answer_aside
 from rollout_server.edge.trainer.headers import turn_headers
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest
 from rollout_server.edge.trainer.http_errors import refused
 from rollout_server.edge.trainer.response_warnings import notes_on
-from rollout_server.edge.trainer.retry import Errand, Fetched, Retries, fetch_again
+from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_again
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter, plain_parameters
-from rollout_server.runtime.ports import Ask, Failed, Fork
+from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class PlainTrainers:
     """What all samplers of the asynchronous dialect share."""
 
     client: HttpClient
-    retries: Retries
+    retries: RetryPolicy
 
     def open(self, spec: Spec) -> PlainSampler:
         """The sampler of one rollout."""
@@ -45,19 +45,19 @@ class PlainSampler:
         self._unnamed = False
         self._asked = False
 
-    async def sample(self, ask: Ask) -> Answered:
-        """Posts and checks. Raises `Failed`."""
+    async def sample(self, ask: CompletionRequest) -> Answered:
+        """Posts and checks. Raises `RolloutFailed`."""
         self._asked, turn = True, ask.asked.turn
         body = self._body(ask)
         request = HttpRequest(self._url, body, turn_headers(ask), is_known=ask.last is not None)
-        errand = Errand(request, turn, ask.deadline)
+        errand = CompletionFetch(request, turn, ask.deadline)
         started = time.monotonic()
         # Where the trainer declares that it replays turns, asking again makes no sibling (D8).
         remark = _nothing if self._spec.completions.replays_turn_keys else ask.remark
         fetched = await fetch_again(self._trainers.client, errand, self._trainers.retries, remark)
         elapsed = 1000 * (time.monotonic() - started)
         if fetched.answer.status != 200:
-            raise Failed(refused(fetched.answer, turn, ask.credentials.secrets()))
+            raise RolloutFailed(refused(fetched.answer, turn, ask.credentials.secrets()))
         most = self._spec.limits.calls_read
         answer = await read_answer_aside(fetched.answer.body, turn, ids_needed=False, most_calls=most)
         return Answered(
@@ -81,21 +81,21 @@ class PlainSampler:
                 "the agent forked a conversation with tools of its own, of which this trainer cannot be told: over HTTP it learns "
                 "the agent's tools once, when the rollout begins. Fork with the same tools, or use a trainer that speaks gRPC"
             )
-            raise Failed(Failure(Category.VALIDATION, text))
+            raise RolloutFailed(Failure(Category.VALIDATION, text))
         other = PlainSampler(self._trainers, self._spec)
         # What takes the place of a conversation that the trainer has not seen is the first one to it.
         other._unnamed = self._asked or self._unnamed or fork.origin.kind is not SegmentKind.COMPACTION
         return other
 
-    def _body(self, ask: Ask) -> bytes:
+    def _body(self, ask: CompletionRequest) -> bytes:
         turn = ask.asked.turn
         try:
             parameters = plain_parameters(ask.sampling)
         except WrongParameter as error:
-            raise Failed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
+            raise RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
         return self._writer.plain(ask.messages[: ask.asked.messages], parameters)
 
-    def _notes(self, answer: Answer, fetched: Fetched, ask: Ask) -> tuple[tuple[str, str], ...]:
+    def _notes(self, answer: ChatCompletion, fetched: Fetched, ask: CompletionRequest) -> tuple[tuple[str, str], ...]:
         turn, key = ask.asked.turn, ask.asked.turn_key
         notes = list(notes_on(answer.token_ids, answer.logprobs, ask.sampling, turn))
         if self._unnamed:

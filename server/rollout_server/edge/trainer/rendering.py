@@ -10,16 +10,16 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.renderer import Renderer
-from rollout_server.edge.tokens.rendering_form import Form
-from rollout_server.runtime.ports import Failed, Tool
+from rollout_server.edge.tokens.rendering_form import RenderingForm
+from rollout_server.runtime.ports import RolloutFailed, Tool
 
 
 async def open_renderer(
-    tokenizers: Tokenizers, name: TokenizerName | None, tools: Sequence[Tool], form: Form | None = None
+    tokenizers: Tokenizers, name: TokenizerName | None, tools: Sequence[Tool], form: RenderingForm | None = None
 ) -> Renderer:
-    """Loads the tokenizer if need be. `form` is how the trainer is known to render. Raises `Failed`."""
+    """Loads the tokenizer if need be. `form` is how the trainer is known to render. Raises `RolloutFailed`."""
     if name is None:
-        raise Failed(
+        raise RolloutFailed(
             Failure(Category.TOKENIZER, "the rollout names no tokenizer, so its tokens cannot be rendered here")
         )
     loaded = await tokenizers.load(name)

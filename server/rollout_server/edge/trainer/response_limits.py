@@ -33,15 +33,15 @@ _T = TypeVar("_T")
 _threads = ThreadPoolExecutor(2, thread_name_prefix="answer")
 
 
-class _Call(msgspec.Struct, gc=False):
+class _AnyObject(msgspec.Struct, gc=False):
     """Any object. One without fields is the cheapest there is."""
 
 
-class _Calls(msgspec.Struct):
-    tool_calls: list[_Call] | None = None
+class _ToolCallList(msgspec.Struct):
+    tool_calls: list[_AnyObject] | None = None
 
 
-_calls_decoder: Final = msgspec.json.Decoder(_Calls)
+_calls_decoder: Final = msgspec.json.Decoder(_ToolCallList)
 
 
 async def aside(read: Callable[[], _T], size: int) -> _T:

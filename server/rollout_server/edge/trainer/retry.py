@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.trainer.http_client import (
-    Forbidden,
-    HttpAnswer,
+    ConnectionLost,
+    ConnectionRefused,
     HttpClient,
     HttpRequest,
-    Lost,
-    NotTaken,
-    TooLarge,
+    HttpResponse,
+    ResponseTooLarge,
+    TargetForbidden,
 )
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 
 @dataclass(frozen=True, slots=True)
-class Retries:
+class RetryPolicy:
     """How often and how fast a completion is asked for again; seconds.
 
     Args:
@@ -46,7 +46,7 @@ class Retries:
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class CompletionFetch:
     """A completion to fetch: for which turn, and until when (monotonic seconds) waiting for the trainer makes sense.
 
     `who` and `unreachable` are for messages: who is asked, and what to look at where nobody answers. `again_on` are statuses as
@@ -65,52 +65,52 @@ class Errand:
 class Fetched:
     """An answer, the requests that were sent for it, and how many of the earlier ones may have been answered as well."""
 
-    answer: HttpAnswer
+    answer: HttpResponse
     attempts: int
     siblings: int = 0
 
 
-async def fetch_once(client: HttpClient, errand: Errand) -> Fetched:
+async def fetch_once(client: HttpClient, errand: CompletionFetch) -> Fetched:
     """Asks again only where the request provably was not taken: no connection, or 429 or 503 with Retry-After.
 
-    For trainers that count masks: after a lost reply such a trainer has counted the turn. Raises `Failed`.
+    For trainers that count masks: after a lost reply such a trainer has counted the turn. Raises `RolloutFailed`.
     """
     attempts = refusals = 0
     while True:
         attempts += 1
         try:
             answer = await client.post(errand.request)
-        except NotTaken as error:
+        except ConnectionRefused as error:
             refusals += 1
             if refusals >= client.settings.connect_attempts:
-                raise Failed(_unreachable(error, errand, refusals)) from error
+                raise RolloutFailed(_unreachable(error, errand, refusals)) from error
             await asyncio.sleep(0.1 * 2**refusals)
             continue
-        except Lost as error:
+        except ConnectionLost as error:
             once = ". The turn may have been generated, so it is not asked for again"
             # In this protocol a call that timed out is a network error; "timeout" is the rollout's own time limit.
-            raise Failed(replace(_lost(error, errand, once), category=Category.NETWORK)) from error
-        except (TooLarge, Forbidden) as error:
-            raise Failed(_unusable(error, errand)) from error
+            raise RolloutFailed(replace(_lost(error, errand, once), category=Category.NETWORK)) from error
+        except (ResponseTooLarge, TargetForbidden) as error:
+            raise RolloutFailed(_unusable(error, errand)) from error
         if not _worth_waiting(answer, errand):
             return Fetched(answer, attempts)
         await asyncio.sleep(pause(answer, attempts))
 
 
 async def fetch_again(
-    client: HttpClient, errand: Errand, retries: Retries, remark: Callable[[str, str], None]
+    client: HttpClient, errand: CompletionFetch, retries: RetryPolicy, remark: Callable[[str, str], None]
 ) -> Fetched:
     """Asks again after 5xx, timeouts and transport errors, and after 429 or 503 with Retry-After for `retries.refused` seconds.
 
     For the asynchronous dialect, whose trainers may know a repeated key. `remark` is called, with "resampled" and a text, for
-    each attempt that may have been answered before it is made again. Raises `Failed`.
+    each attempt that may have been answered before it is made again. Raises `RolloutFailed`.
     """
     attempts = siblings = failures = 0
     patient = None  # the errand with the time until which refusals are waited for, from the first one on
     while True:
         attempts += 1
         got = await _attempt(client, errand, attempts)
-        if isinstance(got, HttpAnswer):
+        if isinstance(got, HttpResponse):
             if got.retry_after is not None and patient is None:
                 patient = replace(errand, deadline=retries.refused_until(errand.deadline))
             if patient is not None and _worth_waiting(got, patient):
@@ -121,9 +121,9 @@ async def fetch_again(
             if not passing or got.retry_after is not None or failures >= retries.count:
                 return Fetched(got, attempts, siblings)
         elif failures >= retries.count:
-            raise Failed(got.failure)
-        if isinstance(got, HttpAnswer) or got.taken:
-            why = f"status {got.status}" if isinstance(got, HttpAnswer) else "no whole answer"
+            raise RolloutFailed(got.failure)
+        if isinstance(got, HttpResponse) or got.taken:
+            why = f"status {got.status}" if isinstance(got, HttpResponse) else "no whole answer"
             text = f"turn {errand.turn}: {why} on attempt {attempts}; asked again, so the turn may have been generated twice"
             remark("resampled", text)
             siblings += 1
@@ -139,33 +139,33 @@ class _Missed:
     taken: bool
 
 
-async def _attempt(client: HttpClient, errand: Errand, number: int) -> HttpAnswer | _Missed:
+async def _attempt(client: HttpClient, errand: CompletionFetch, number: int) -> HttpResponse | _Missed:
     try:
         return await client.post(errand.request)
-    except NotTaken as error:
+    except ConnectionRefused as error:
         return _Missed(_unreachable(error, errand, number), taken=False)
-    except Lost as error:
+    except ConnectionLost as error:
         return _Missed(_lost(error, errand, f", on attempt {number}"), taken=True)
-    except (TooLarge, Forbidden) as error:
-        raise Failed(_unusable(error, errand)) from error
+    except (ResponseTooLarge, TargetForbidden) as error:
+        raise RolloutFailed(_unusable(error, errand)) from error
 
 
-def pause(answer: HttpAnswer, attempts: int) -> float:
+def pause(answer: HttpResponse, attempts: int) -> float:
     """Seconds until a request that was not taken is sent again: what the trainer says, and a little more each time."""
     return max(answer.retry_after or 0.0, min(1.0, 0.05 * 2.0 ** min(attempts, 8)))
 
 
-def _worth_waiting(answer: HttpAnswer, errand: Errand) -> bool:
+def _worth_waiting(answer: HttpResponse, errand: CompletionFetch) -> bool:
     wait = answer.retry_after
     return wait is not None and (errand.deadline is None or time.monotonic() + wait < errand.deadline)
 
 
-def _unreachable(error: NotTaken, errand: Errand, attempts: int) -> Failure:
+def _unreachable(error: ConnectionRefused, errand: CompletionFetch, attempts: int) -> Failure:
     text = f"turn {errand.turn}: {errand.who} at {errand.request.host} {error} in {attempts} attempts; {errand.unreachable}"
     return Failure(Category.NETWORK, text, errand.turn)
 
 
-def _lost(error: Lost, errand: Errand, then: str) -> Failure:
+def _lost(error: ConnectionLost, errand: CompletionFetch, then: str) -> Failure:
     if error.timeout:
         text = f"turn {errand.turn}: timeout: {errand.who}: {error} (HTTP_CLIENT_TIMEOUT){then}"
         return Failure(Category.TIMEOUT, text, errand.turn)
@@ -174,6 +174,6 @@ def _lost(error: Lost, errand: Errand, then: str) -> Failure:
     )
 
 
-def _unusable(error: TooLarge | Forbidden, errand: Errand) -> Failure:
+def _unusable(error: ResponseTooLarge | TargetForbidden, errand: CompletionFetch) -> Failure:
     text = f"turn {errand.turn}: {errand.who} at {errand.request.host}: {error}"
     return Failure(Category.VALIDATION, text, errand.turn)

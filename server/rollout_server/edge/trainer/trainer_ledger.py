@@ -12,7 +12,7 @@ from rollout_server.edge.wire.completion import NewSpan
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class PromptDelta:
     """The prompt of one turn: what is new in it, and both sides' tokens with it."""
 
     predicted: Prediction
@@ -21,7 +21,7 @@ class Page:
     prompt: Checkpoint
 
 
-class Book:
+class TrainerLedger:
     """One segment, kept for one rollout. `messages` counts those that the trainer knows, its own answers among them.
 
     A trainer that renders is not told who wrote what. Once a turn came without its tokens nobody here can reckon its digests,
@@ -61,7 +61,7 @@ class Book:
             ids.extend(span.ids)
         return ids
 
-    def page(self, predicted: Prediction, turn: int, messages: int) -> Page:
+    def page(self, predicted: Prediction, turn: int, messages: int) -> PromptDelta:
         """The prompt of a turn that adds what was rendered."""
         first = not self.spans
         rest = NewSpan(
@@ -71,9 +71,9 @@ class Book:
         digest = self._digest.copy()
         for span in spans:
             digest.add(span.ids, span.author)
-        return Page(predicted, tuple(span for span in spans if span.ids), digest, digest.checkpoint(messages))
+        return PromptDelta(predicted, tuple(span for span in spans if span.ids), digest, digest.checkpoint(messages))
 
-    def answered(self, page: Page, turn: int, ids: Tokens) -> Checkpoint:
+    def answered(self, page: PromptDelta, turn: int, ids: Tokens) -> Checkpoint:
         """Takes the answer to a prompt in. Returns what the trainer should hold now."""
         self._begun = True
         self.spans += [*page.spans, NewSpan(Author.MODEL, None, turn, ids)]
@@ -84,16 +84,16 @@ class Book:
         self._marks[after.digest] = turn
         return after
 
-    def prompt(self, page: Page) -> Tokens:
+    def prompt(self, page: PromptDelta) -> Tokens:
         """All tokens of a prompt."""
         ids = self.ids()
         for span in page.spans:
             ids.extend(span.ids)
         return ids
 
-    def branch(self, origin: Origin) -> Book:
+    def branch(self, origin: Origin) -> TrainerLedger:
         """The book of a segment that goes on from what this one holds now."""
-        book = Book("", origin)
+        book = TrainerLedger("", origin)
         book.messages, book.spans, book.unsure = self.messages, list(self.spans), self.unsure
         book._gap, book._theirs = self._gap, self._theirs
         book._digest, book._marks = self._digest.copy(), dict(self._marks)
@@ -103,7 +103,7 @@ class Book:
         """A turn came without its tokens. The next one that has them opens a segment."""
         self._gap = True
 
-    def confirmed(self, page: Page, turn: int, ids: Tokens, theirs: Checkpoint | None, *, whole: bool) -> bool:
+    def confirmed(self, page: PromptDelta, turn: int, ids: Tokens, theirs: Checkpoint | None, *, whole: bool) -> bool:
         """Takes the answer to a reported prompt in. Returns whether the trainer's checkpoint can be that of the same tokens.
 
         With `whole` the trainer was sent the history as if it knew nothing of it. It may then hold earlier answers as tokens of
@@ -136,20 +136,24 @@ class Book:
         later = [turn for turn in self._marks.values() if turn > max(known, default=0)]
         return min(later, default=None)
 
-    def reported(self, prompt: Tokens, turn: int, messages: int) -> tuple[Book, Page]:
+    def reported(self, prompt: Tokens, turn: int, messages: int) -> tuple[TrainerLedger, PromptDelta]:
         """The prompt of a turn as the trainer reports it, in this book or, if it does not extend it, in a new one."""
         held = self.ids()
         if self._gap or prompt[: len(held)] != held:
             return self._opened(held, prompt, turn, messages)
         return self, self.page(Prediction(pack_tokens(), prompt[len(held) :]), turn, messages)
 
-    def _opened(self, held: Tokens, prompt: Tokens, turn: int, messages: int) -> tuple[Book, Page]:
+    def _opened(self, held: Tokens, prompt: Tokens, turn: int, messages: int) -> tuple[TrainerLedger, PromptDelta]:
         """The book of a segment that begins with this prompt."""
         kind = SegmentKind.GAP if self._gap else SegmentKind.DRIFT
         shared = first_difference(held, prompt)
         # Where no answer of the segment came with its tokens so far, it only begins with another prompt.
         first = replace(self.origin, parent_tokens=shared)
-        book = Book("", Origin(kind, self.segment_id, shared)) if self._begun else Book(self.segment_id, first)
+        book = (
+            TrainerLedger("", Origin(kind, self.segment_id, shared))
+            if self._begun
+            else TrainerLedger(self.segment_id, first)
+        )
         book.unsure, book._marks = self._gap, dict(self._marks)
         return book, book.page(Prediction(pack_tokens(), prompt), turn, messages)
 

@@ -97,7 +97,7 @@ class MalformedCompletion(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class PromptUpdate:
     """What a trainer is told in one turn.
 
     Args:
@@ -115,7 +115,7 @@ class News:
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class RequestBuilder:
     """What stays the same in all turns of a rollout."""
 
     uid: str
@@ -123,7 +123,7 @@ class Asking:
     typed: bool
     tools: Sequence[Tool]
 
-    def request(self, asked: Asked, sampling: Sampling, news: News, *, list_tools: bool) -> Request:
+    def request(self, asked: Asked, sampling: Sampling, news: PromptUpdate, *, list_tools: bool) -> Request:
         """The request of one turn, with the list of tools or their digest alone."""
         base = news.base
         request = pb.CompleteRequest(

@@ -148,7 +148,7 @@ def _json_to_chat(message: Message) -> message_pb2.ChatMessage | None:
     return chat
 
 
-class _Content(msgspec.Struct):
+class _ContentParts(msgspec.Struct):
     content: list[msgspec.Raw]
 
 
@@ -158,7 +158,7 @@ def _parts(content: JSON, text: str) -> list[message_pb2.ContentPart] | None:
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         return None
     try:
-        raw = msgspec.json.decode(text, type=_Content).content
+        raw = msgspec.json.decode(text, type=_ContentParts).content
     except msgspec.DecodeError:
         return None
     return [

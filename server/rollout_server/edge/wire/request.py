@@ -20,7 +20,7 @@ from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_from_proto
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.entry import Selection
-from rollout_server.runtime.start_request import Caller, Wish
+from rollout_server.runtime.start_request import Caller, StartRequest
 
 
 class _EnumType(Protocol):
@@ -37,7 +37,9 @@ _DELIVERY_STATES = {value: state for state, value in enums.DELIVERY_STATES.items
 MAX_SELECTED = 1000
 
 
-def wish(request: rollout_service_pb2.StartRolloutRequest, caller: Caller, completes: Target | None = None) -> Wish:
+def wish(
+    request: rollout_service_pb2.StartRolloutRequest, caller: Caller, completes: Target | None = None
+) -> StartRequest:
     """A request for a rollout. `completes` says who does where the request may not. Raises `InvalidRequest`."""
     if not request.HasField("spec"):
         raise InvalidRequest(
@@ -54,7 +56,7 @@ def wish(request: rollout_service_pb2.StartRolloutRequest, caller: Caller, compl
     if wrong:
         raise InvalidRequest(*wrong)
     credentials = request.credentials
-    return Wish(
+    return StartRequest(
         spec=_spec(request.spec, messages, typed, completes or _target(request.spec.completions)),
         caller=caller.name,
         request_id=request.request_id,

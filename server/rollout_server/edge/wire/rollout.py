@@ -11,7 +11,7 @@ from rollout_server.edge.wire.outcome import metrics_to_proto, outcome_to_proto
 from rollout_server.edge.wire.spec import limits_to_proto, spec_to_proto
 from rollout_server.edge.wire.text import utf8
 from rollout_server.runtime.delivery import Delivery
-from rollout_server.runtime.ports import PlaysRuns
+from rollout_server.runtime.ports import AgentProtocol
 from rollout_server.runtime.rollout import Rollout
 
 
@@ -66,7 +66,7 @@ def started(rollout: Rollout, *, attached: bool) -> rollout_service_pb2.StartRol
     )
 
 
-def agent_to_proto(agent: PlaysRuns, *, default: bool) -> rollout_service_pb2.Agent:
+def agent_to_proto(agent: AgentProtocol, *, default: bool) -> rollout_service_pb2.Agent:
     """An agent of this server."""
     return rollout_service_pb2.Agent(
         name=agent.name,

@@ -23,7 +23,7 @@ from rollout_server.edge.wire.rollout import rollout_to_proto, started
 from rollout_server.edge.wire.spec import duration
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.start_request import Caller, Wish
+from rollout_server.runtime.start_request import Caller, StartRequest
 
 Item: TypeAlias = pb.TrainResponse
 Given: TypeAlias = pb.TrainRequest
@@ -37,7 +37,7 @@ _HERE = Target("", Dialect.STREAM)
 _CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
 
 
-def wishes(start: Start, caller: Caller) -> Sequence[Wish]:
+def wishes(start: Start, caller: Caller) -> Sequence[StartRequest]:
     """The rollouts of a group. Raises `InvalidRequest`."""
     count = start.count or 1
     if count > LARGEST_GROUP:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout_server.core.message import utf8_length
-from rollout_server.runtime.ports import PlaysRuns, Tool
+from rollout_server.runtime.ports import AgentProtocol, Tool
 from rollout_server.runtime.request import chosen_tools
-from rollout_server.runtime.start_request import Wish
+from rollout_server.runtime.start_request import StartRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmittedStart:
     """Nothing has been taken yet. What the spec left open is filled in."""
 
-    wish: Wish
-    agent: PlaysRuns
+    wish: StartRequest
+    agent: AgentProtocol
     fingerprint: str
 
     @property

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rollout_server.core.spec import Target
-from rollout_server.runtime.delivery import Receipt, Refused
-from rollout_server.runtime.observer import Nobody, Observer
-from rollout_server.runtime.ports import Clock, Parcel, Reporter
+from rollout_server.runtime.delivery import DeliveryRefused, Receipt
+from rollout_server.runtime.observer import NoObserver, Observer
+from rollout_server.runtime.ports import Clock, PackedOutcome, Reporter
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.tools.resources import Workbench
+from rollout_server.runtime.tools.resources import ToolResources
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class DeliveryRetryPolicy:
     """How long an outcome is offered. All in seconds but `retries`.
 
     Args:
@@ -35,17 +35,17 @@ class NoReporter:
         """Nothing."""
         return b""
 
-    async def deliver(self, parcel: Parcel) -> Receipt:
+    async def deliver(self, parcel: PackedOutcome) -> Receipt:
         """Refuses."""
-        return Refused("this server tells nobody of outcomes")
+        return DeliveryRefused("this server tells nobody of outcomes")
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class RegistryDependencies:
     """Where time comes from, who watches, who tells of outcomes and how patiently, and where tools are run (None: anywhere)."""
 
     clock: Clock = Clock()
-    observer: Observer = field(default_factory=Nobody)
+    observer: Observer = field(default_factory=NoObserver)
     reporter: Reporter = field(default_factory=NoReporter)
-    patience: Patience = Patience()
-    workbench: Workbench | None = None
+    patience: DeliveryRetryPolicy = DeliveryRetryPolicy()
+    workbench: ToolResources | None = None

@@ -11,7 +11,7 @@ from rollout_server.runtime.start_request import Caller
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RegistryEntry:
     """`number` counts up, so lists can be paged while rollouts come and go; `request` is (caller, completion URL, request id)."""
 
     number: int

@@ -6,24 +6,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
 from rollout_server.core.error import Conflict, NotFound
-from rollout_server.runtime.registry.admitted import Admitted
-from rollout_server.runtime.registry.entry import Place, Selection
+from rollout_server.runtime.registry.admitted import AdmittedStart
+from rollout_server.runtime.registry.entry import RegistryEntry, Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Caller
 
 
-class Known:
+class RolloutIndex:
     """In the order in which they were taken."""
 
     def __init__(self) -> None:
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, RegistryEntry] = {}
         self._requests: dict[tuple[str, str, str], str] = {}
         self._numbers = count(1)
 
-    def add(self, rollout: Rollout, admitted: Admitted) -> int:
+    def add(self, rollout: Rollout, admitted: AdmittedStart) -> int:
         """One more. Returns its number."""
         key = admitted.key
-        place = Place(next(self._numbers), rollout, admitted.fingerprint, key, admitted.wish.until_received)
+        place = RegistryEntry(next(self._numbers), rollout, admitted.fingerprint, key, admitted.wish.until_received)
         self._places[rollout.uid] = place
         if key is not None:
             self._requests[key] = rollout.uid
@@ -52,14 +52,14 @@ class Known:
         """The selected rollouts with their numbers, newest first, those with a number below `before` only."""
         if selection.uids:
             chosen = [self._places[uid] for uid in set(selection.uids) if uid in self._places]
-            places: Sequence[Place] = sorted(chosen, key=lambda place: -place.number)
+            places: Sequence[RegistryEntry] = sorted(chosen, key=lambda place: -place.number)
         else:
             places = list(reversed(self._places.values()))
         for place in places:
             if (before is None or place.number < before) and selection.matches(place.rollout):
                 yield place.number, place.rollout
 
-    def find(self, admitted: Admitted) -> Rollout | None:
+    def find(self, admitted: AdmittedStart) -> Rollout | None:
         """The rollout of an earlier request under this id. Raises `Conflict` where that was for something else."""
         wish, key = admitted.wish, admitted.key
         uid = self._requests.get(key) if key is not None else None
@@ -76,7 +76,7 @@ class Known:
         )
 
 
-def check_alike(admitted: Iterable[Admitted]) -> None:
+def check_alike(admitted: Iterable[AdmittedStart]) -> None:
     """Raises `Conflict` where one id stands for different rollouts."""
     prints: dict[tuple[str, str, str], str] = {}
     for each in admitted:

@@ -12,22 +12,33 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rollout_server.core.spec import Target
-from rollout_server.runtime.delivery import Acknowledged, Delivery, DeliveryState, Receipt, Refused, Unsettled
+from rollout_server.runtime.delivery import (
+    Delivery,
+    DeliveryAcknowledged,
+    DeliveryRefused,
+    DeliveryState,
+    DeliveryUnsettled,
+    Receipt,
+)
 from rollout_server.runtime.observer import Attempt
-from rollout_server.runtime.ports import Parcel
-from rollout_server.runtime.registry.dependencies import Surroundings
+from rollout_server.runtime.ports import PackedOutcome
+from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.rollout import Rollout
 
 _log = logging.getLogger(__name__)
 _GIVE_WAY = 1.0
 """Seconds that an attempt gets to take note of its cancellation."""
-_ATTEMPTS = {Acknowledged: Attempt.ACKNOWLEDGED, Refused: Attempt.REFUSED, Unsettled: Attempt.FAILED}
+_ATTEMPTS = {
+    DeliveryAcknowledged: Attempt.ACKNOWLEDGED,
+    DeliveryRefused: Attempt.REFUSED,
+    DeliveryUnsettled: Attempt.FAILED,
+}
 
 
 class Outbox:
     """Lives on one event loop. `settled` is called once for each rollout whose delivery is over."""
 
-    def __init__(self, surroundings: Surroundings, settled: Callable[[Rollout], None]) -> None:
+    def __init__(self, surroundings: RegistryDependencies, settled: Callable[[Rollout], None]) -> None:
         self._reporter = surroundings.reporter
         self._patience = surroundings.patience
         self._clock = surroundings.clock
@@ -77,16 +88,16 @@ class Outbox:
         patience, wait = self._patience, self._patience.first
         expires = self._clock.monotonic() + patience.expiry
         key = f"{rollout.uid}/outcome"
-        parcel = Parcel(target, key, self._reporter.pack(rollout, target, key))
+        parcel = PackedOutcome(target, key, self._reporter.pack(rollout, target, key))
         attempts = 0
         while True:
             attempts += 1
             receipt = await self._attempt(rollout, parcel, attempts)
             if not rollout.owes:
                 return None  # acknowledged in another way while the receiver answered
-            if isinstance(receipt, Acknowledged):
+            if isinstance(receipt, DeliveryAcknowledged):
                 return self._end(rollout, DeliveryState.ACKNOWLEDGED, "")
-            if isinstance(receipt, Refused):
+            if isinstance(receipt, DeliveryRefused):
                 return self._end(rollout, DeliveryState.REFUSED, receipt.text)
             pause = max(wait, receipt.retry_after or 0.0)
             exhausted = patience.retries is not None and attempts > patience.retries
@@ -96,7 +107,7 @@ class Outbox:
             await asyncio.sleep(pause)
             wait = min(2 * wait, patience.most)
 
-    async def _attempt(self, rollout: Rollout, parcel: Parcel, number: int) -> Receipt:
+    async def _attempt(self, rollout: Rollout, parcel: PackedOutcome, number: int) -> Receipt:
         rollout.delivery = replace(rollout.delivery or Delivery(), attempts=number, next_attempt=None)
         began = self._clock.monotonic()
         # The credential is looked up each time: a caller that attaches anew may bring another one.

@@ -15,7 +15,7 @@ _MIB = 2**20
 
 
 @dataclass(slots=True)
-class _Use:
+class _CallerUsage:
     """What one caller uses. `line` may hold rollouts that wait no more; `starts` are those left as of `at` (monotonic seconds)."""
 
     starts: float
@@ -26,14 +26,14 @@ class _Use:
     bytes: int = 0
 
 
-class Queue:
+class RolloutQueue:
     """Rollouts by caller, within the limits of a `Capacity`. A rollout's bytes count until `forget`."""
 
     def __init__(self, capacity: Capacity, clock: Clock) -> None:
         self._capacity = capacity
         self._quota = capacity.quota()
         self._clock = clock
-        self._uses: dict[str, _Use] = {}
+        self._uses: dict[str, _CallerUsage] = {}
         self._waiting: dict[str, Rollout] = {}
         self._sizes: dict[str, int] = {}
         self.running = 0
@@ -111,7 +111,7 @@ class Queue:
         self._use(rollout.caller).bytes += more
         self.bytes += more
 
-    def _check_quota(self, use: _Use, count: int, size: int) -> None:
+    def _check_quota(self, use: _CallerUsage, count: int, size: int) -> None:
         quota, reason = self._quota, "CALLER_QUOTA"
         if quota.queued is not None:
             slots = self._capacity.running if quota.running is None else quota.running
@@ -127,10 +127,10 @@ class Queue:
                 text = f"one caller may start {quota.starts_per_minute} rollouts a minute; ask again later"
                 raise Busy(text, retry_after=60.0 * missing / quota.starts_per_minute, reason=reason)
 
-    def _use(self, caller: str) -> _Use:
+    def _use(self, caller: str) -> _CallerUsage:
         now, most = self._clock.monotonic(), self._quota.starts_per_minute or 0
         use = self._uses.get(caller)
         if use is None:
-            use = self._uses[caller] = _Use(most, now)
+            use = self._uses[caller] = _CallerUsage(most, now)
         use.starts, use.at = min(most, use.starts + (now - use.at) * most / 60.0), now
         return use

@@ -15,19 +15,19 @@ from rollout_server.core.record import Ended
 from rollout_server.core.spec_validation import Bounds, settle, violations
 from rollout_server.runtime.aio.source_location import defined_at
 from rollout_server.runtime.log import Entry
-from rollout_server.runtime.ports import Credentials, OpenSampler, PlaysRuns, Tool
-from rollout_server.runtime.registry.admitted import Admitted
-from rollout_server.runtime.registry.dependencies import Surroundings
+from rollout_server.runtime.ports import AgentProtocol, Credentials, OpenSampler, Tool
+from rollout_server.runtime.registry.admitted import AdmittedStart
+from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.entry import Selection
-from rollout_server.runtime.registry.index import Known, check_alike
+from rollout_server.runtime.registry.index import RolloutIndex, check_alike
 from rollout_server.runtime.registry.noting import log_finished
 from rollout_server.runtime.registry.outbox import Outbox
-from rollout_server.runtime.registry.queue import Queue
-from rollout_server.runtime.registry.retention import Kept
+from rollout_server.runtime.registry.queue import RolloutQueue
+from rollout_server.runtime.registry.retention import Retention
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.run.driver import drive
-from rollout_server.runtime.start_request import Caller, Capacity, Wish
-from rollout_server.runtime.tools.resources import Workbench
+from rollout_server.runtime.start_request import Caller, Capacity, StartRequest
+from rollout_server.runtime.tools.resources import ToolResources
 
 Check: TypeAlias = Callable[[Sequence[Rollout | None]], None]
 """Looks at the rollouts that were found for wishes, None for those that are to be taken, and raises what forbids it."""
@@ -36,18 +36,18 @@ _log = logging.getLogger(__name__)
 _LAST_DELIVERIES = 5.0
 
 
-class Roster:
+class RolloutRegistry:
     """Lives on one event loop. `start` does not await, so duplicates that arrive together find each other."""
 
     def __init__(
         self,
-        agents: Sequence[PlaysRuns],
+        agents: Sequence[AgentProtocol],
         open_sampler: OpenSampler,
         new_uid: Callable[[], str],
         *,
         capacity: Capacity = Capacity(),
         bounds: Bounds = Bounds(),
-        surroundings: Surroundings = Surroundings(),
+        surroundings: RegistryDependencies = RegistryDependencies(),
     ) -> None:
         self.agents = {agent.name: agent for agent in agents}
         names = [agent.name for agent in agents]
@@ -64,12 +64,12 @@ class Roster:
         self._new_uid = new_uid
         self._clock = surroundings.clock
         self._observer = surroundings.observer
-        self._workbench = surroundings.workbench or Workbench()
+        self._workbench = surroundings.workbench or ToolResources()
         self._outbox = Outbox(surroundings, self._settle)
-        self._known = Known()
-        self._queue = Queue(capacity, self._clock)
+        self._known = RolloutIndex()
+        self._queue = RolloutQueue(capacity, self._clock)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._kept = Kept(capacity, self._clock)
+        self._kept = Retention(capacity, self._clock)
 
     @property
     def running(self) -> int:
@@ -91,14 +91,14 @@ class Roster:
         """Outcomes that are still to be delivered."""
         return self._outbox.pending
 
-    def agent(self, name: str) -> PlaysRuns:
+    def agent(self, name: str) -> AgentProtocol:
         """The agent of that name; the default one for an empty name. Raises `NotFound`."""
         agent = self.agents.get(name or self.default_agent)
         if agent is None:
             raise NotFound(f"there is no agent {name!r}; there are {sorted(self.agents)}", reason="AGENT_NOT_FOUND")
         return agent
 
-    def start(self, admitted: Admitted) -> tuple[Rollout, bool]:
+    def start(self, admitted: AdmittedStart) -> tuple[Rollout, bool]:
         """Takes a rollout that `admit` has looked at, or finds the one that was taken under the same request id.
 
         The second value says: found. Raises `RolloutError` where there is no room, or the request id is another rollout's.
@@ -110,7 +110,7 @@ class Roster:
         return self._take(admitted, admitted.tools()), False
 
     async def start_all(
-        self, admitted: Sequence[Admitted], check: Check = lambda found: None
+        self, admitted: Sequence[AdmittedStart], check: Check = lambda found: None
     ) -> Sequence[tuple[Rollout, bool]]:
         """Takes a rollout for each that `admit` has looked at, or finds it, or takes none of them and raises what `start` raises.
 
@@ -184,7 +184,7 @@ class Roster:
         while self._tasks and (left := deadline - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
-    def admit(self, wish: Wish, also_wrong: Iterable[Violation] = ()) -> Admitted:
+    def admit(self, wish: StartRequest, also_wrong: Iterable[Violation] = ()) -> AdmittedStart:
         """Looks at everything that a request says. It changes nothing, so any thread may call it. Raises `RolloutError`.
 
         `also_wrong` is what the caller of this method found. It is reported together with what is found here, one reason for each
@@ -199,14 +199,14 @@ class Roster:
             raise InvalidRequest(*wrong)
         agent = self.agent(wish.spec.agent)
         spec = settle(wish.spec, agent.name, agent.limits, self.bounds)
-        return Admitted(replace(wish, spec=spec), agent, fingerprint(spec))
+        return AdmittedStart(replace(wish, spec=spec), agent, fingerprint(spec))
 
-    def _found(self, known: Rollout, wish: Wish) -> Rollout:
+    def _found(self, known: Rollout, wish: StartRequest) -> Rollout:
         if known.outcome is None or known.owes:
             known.credentials = known.credentials.refreshed(wish.credentials)
         return known
 
-    def _check_room(self, admitted: Sequence[Admitted]) -> None:
+    def _check_room(self, admitted: Sequence[AdmittedStart]) -> None:
         """Raises `Draining`, or `Busy` where there is no room for all of them, which are of one caller."""
         if not admitted:
             return
@@ -218,7 +218,7 @@ class Roster:
             text = f"{self.owed} outcomes wait for their receivers, at most {most} may; ask again when they have been taken"
             raise Busy(text, retry_after=1.0)
 
-    def _take(self, admitted: Admitted, tools: Sequence[Tool]) -> Rollout:
+    def _take(self, admitted: AdmittedStart, tools: Sequence[Tool]) -> Rollout:
         rollout = Rollout(self._new_uid(), admitted, tools, self._clock, self)
         number = self._known.add(rollout, admitted)
         rollout.ending.add_done_callback(lambda _: self._end_queued(rollout))

@@ -10,7 +10,7 @@ from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity
 
 
-class Kept:
+class Retention:
     """Those that have finished and owe nobody their outcome, in the order in which that came to be."""
 
     def __init__(self, capacity: Capacity, clock: Clock) -> None:

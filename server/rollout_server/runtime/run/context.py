@@ -10,16 +10,16 @@ from threading import get_ident
 from typing import Any, NoReturn, TypeVar, cast
 
 from rollout_server.core.conversation import Conversation, State
-from rollout_server.core.outcome import End, Stop, Verdict
+from rollout_server.core.outcome import End, RewardResult, Stop
 from rollout_server.core.record import Input, Record
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.tools.slots import NoPlace, Places
-from rollout_server.runtime.tools.task import Work
+from rollout_server.runtime.tools.slots import NoFreeSlot, Slots
+from rollout_server.runtime.tools.task import ToolTask
 
 _T = TypeVar("_T")
 
 
-class RolloutOver(BaseException):
+class RolloutEnded(BaseException):
     """The rollout has come to its end: raised out of `play`, past any `except Exception` on the way. Let it pass."""
 
     def __init__(self, end: End) -> None:
@@ -31,7 +31,7 @@ class AgentMistake(Exception):
     """The agent asked for something that makes no sense at this point."""
 
 
-class Course:
+class RunContext:
     """One rollout on its way.
 
     Args:
@@ -44,11 +44,11 @@ class Course:
         state: what the agent keeps of it.
     """
 
-    def __init__(self, rollout: Rollout, threads: Places) -> None:
+    def __init__(self, rollout: Rollout, threads: Slots) -> None:
         self.rollout = rollout
         self.machine = rollout.machine
         self.over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self.verdict = Verdict()
+        self.verdict = RewardResult()
         self.state: dict[str, Any] = {}
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()
@@ -57,12 +57,12 @@ class Course:
         self._waiting: set[asyncio.Task[object]] = set()
 
     async def check(self, conversation: Conversation, *wanted: State) -> None:
-        """Raises `RolloutOver` after the end, and `AgentMistake` where the conversation is in no state that is wanted."""
+        """Raises `RolloutEnded` after the end, and `AgentMistake` where the conversation is in no state that is wanted."""
         if self.over.done() or self.machine.outcome is not None:
             # Code that swallows its end and asks again must neither stop the event loop nor keep it busy.
             await asyncio.sleep(min(1.0, 0.01 * self._ignored))
             self._ignored += 1
-            raise RolloutOver(self.over.result() if self.over.done() else self._outcome_end())
+            raise RolloutEnded(self.over.result() if self.over.done() else self._outcome_end())
         if conversation.state is State.CLOSED:
             raise AgentMistake(
                 f"the conversation is over after turn {conversation.turn}: a compaction took its place, and goes on with the Run "
@@ -76,17 +76,17 @@ class Course:
             )
 
     def record(self, record: Input) -> tuple[Record, ...]:
-        """Writes a record down, from whatever thread. Raises `RolloutOver` after the end."""
+        """Writes a record down, from whatever thread. Raises `RolloutEnded` after the end."""
         if get_ident() != self._thread:
             return self.wait(self._recorded(record))
         if self.machine.outcome is not None:
-            raise RolloutOver(self._outcome_end())
+            raise RolloutEnded(self._outcome_end())
         return self.rollout.record(record)
 
     def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
         """The result of a coroutine, for a thread that is not the event loop's.
 
-        Raises what it raises, `RolloutOver` where the rollout ends meanwhile, and `AgentMistake` on the event loop.
+        Raises what it raises, `RolloutEnded` where the rollout ends meanwhile, and `AgentMistake` on the event loop.
         """
         if get_ident() == self._thread:
             work.close()
@@ -96,11 +96,11 @@ class Course:
             self._loop.call_soon_threadsafe(self._start, work, returned)
         except RuntimeError:  # the loop is closed
             work.close()
-            raise RolloutOver(self._outcome_end()) from None
+            raise RolloutEnded(self._outcome_end()) from None
         try:
             return returned.result()
         except CancelledError:
-            raise RolloutOver(self._outcome_end()) from None
+            raise RolloutEnded(self._outcome_end()) from None
 
     def _start(self, work: Coroutine[Any, Any, _T], returned: Future[_T]) -> None:
         """The task of a coroutine that a thread waits for. It ends with the rollout."""
@@ -123,14 +123,14 @@ class Course:
     async def aside(self, name: str, function: Callable[[], _T]) -> _T:
         """Runs a plain function in a thread. Cancelled, it leaves the thread alone, which keeps its place until it ends (D18).
 
-        Raises what the function raises, and `NoPlace` where all places are held by threads that were left alone.
+        Raises what the function raises, and `NoFreeSlot` where all places are held by threads that were left alone.
         """
         try:
             await self._threads.take()
-        except NoPlace:
+        except NoFreeSlot:
             text = f"{name} cannot run: all {self._threads.limit} threads for plain functions are held by ones that were given up"
-            raise NoPlace(text) from None
-        work = Work(name, (self._threads,))
+            raise NoFreeSlot(text) from None
+        work = ToolTask(name, (self._threads,))
         task = work.start(work.in_thread(function))
         try:
             await asyncio.wait({task})
@@ -139,7 +139,7 @@ class Course:
             raise
         return cast("_T", task.result())
 
-    def decide(self, end: End, verdict: Verdict | None = None) -> None:
+    def decide(self, end: End, verdict: RewardResult | None = None) -> None:
         """This is the end, unless there is one."""
         if not self.over.done():
             self.over.set_result(end)
@@ -148,7 +148,7 @@ class Course:
     def end(self, end: End) -> NoReturn:
         """Ends the rollout."""
         self.decide(end)
-        raise RolloutOver(end)
+        raise RolloutEnded(end)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -14,16 +14,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rollout_server.core.outcome import Category, End, Failure, Stop, Verdict
+from rollout_server.core.outcome import Category, End, Failure, RewardResult, Stop
 from rollout_server.core.record import Ended, ToolReturned, ToolStarted
 from rollout_server.core.spec import Dialect
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
 from rollout_server.runtime.ports import OpenSampler
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.run.context import Course
-from rollout_server.runtime.run.run import RolloutOver, Run
-from rollout_server.runtime.tools.executor import Toolbox, label_of
-from rollout_server.runtime.tools.resources import Workbench
+from rollout_server.runtime.run.context import RunContext
+from rollout_server.runtime.run.run import RolloutEnded, Run
+from rollout_server.runtime.tools.executor import ToolExecutor, label_of
+from rollout_server.runtime.tools.resources import ToolResources
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -36,12 +36,12 @@ class _Crashed(Exception):
     """An agent's code raised something that asyncio would not keep to itself, such as SystemExit."""
 
 
-async def drive(rollout: Rollout, open_sampler: OpenSampler, workbench: Workbench) -> None:
+async def drive(rollout: Rollout, open_sampler: OpenSampler, workbench: ToolResources) -> None:
     """Plays the rollout, has it judged, and records its end. Its tools are run on the workbench."""
     started = rollout.clock.monotonic()
     queued_ms = rollout.queued_ms()
     end: End = Failure(Category.INTERRUPTED, "The server stopped before the rollout had ended; ask for it again")
-    verdict = Verdict()
+    verdict = RewardResult()
     tasks: list[asyncio.Task[Any]] = []
     run: Run | None = None
     try:
@@ -64,14 +64,14 @@ async def drive(rollout: Rollout, open_sampler: OpenSampler, workbench: Workbenc
     await _give_way(tasks)
 
 
-def _open(rollout: Rollout, open_sampler: OpenSampler, workbench: Workbench) -> Run | None:
+def _open(rollout: Rollout, open_sampler: OpenSampler, workbench: ToolResources) -> Run | None:
     try:
         sampler = open_sampler(rollout.uid, rollout.spec, rollout.tools)
         return Run(
-            Course(rollout, workbench.threads),
+            RunContext(rollout, workbench.threads),
             rollout.machine.main,
             sampler,
-            Toolbox(rollout.tools, workbench, rollout.spec.tokenizer),
+            ToolExecutor(rollout.tools, workbench, rollout.spec.tokenizer),
         )
     except Exception:  # a fault of ours, and it must not hold the queue
         _log.exception("no sampler for the rollout", extra=_where(rollout))
@@ -115,14 +115,14 @@ def _natural_stop(rollout: Rollout) -> Stop:
     return stop
 
 
-async def _judge(rollout: Rollout, run: Run, stop: Stop, tasks: list[asyncio.Task[Any]]) -> tuple[End, Verdict]:
+async def _judge(rollout: Rollout, run: Run, stop: Stop, tasks: list[asyncio.Task[Any]]) -> tuple[End, RewardResult]:
     run.close(stop)
     judge = _start(rollout.agent.judge(run.latest), f"judge {rollout.uid}", tasks)
     await _first_of(judge, rollout.ending)
     if not judge.done():
-        return _ended_early(rollout, "reward", judge), Verdict()
+        return _ended_early(rollout, "reward", judge), RewardResult()
     if judge.cancelled() or judge.exception() is not None:
-        return _agent_failed(rollout, "reward", judge), Verdict()
+        return _agent_failed(rollout, "reward", judge), RewardResult()
     return stop, judge.result()
 
 
@@ -193,8 +193,8 @@ def _written(rollout: Rollout, part: str) -> str:
 def _log_other_errors(rollout: Rollout, play: asyncio.Task[Any]) -> None:
     """An agent that failed in its own way while its rollout ended wants to know of it."""
     error = play.exception() if play.done() and not play.cancelled() else None
-    others = error.split(RolloutOver)[1] if isinstance(error, BaseExceptionGroup) else error
-    if others is not None and not isinstance(others, RolloutOver):
+    others = error.split(RolloutEnded)[1] if isinstance(error, BaseExceptionGroup) else error
+    if others is not None and not isinstance(others, RolloutEnded):
         place = raised_at(others)
         text = "agent %s failed as its rollout ended%s"
         _log.error(text, rollout.agent.name, place, exc_info=others, extra=_where(rollout))

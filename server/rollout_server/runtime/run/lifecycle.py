@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
-from rollout_server.runtime.ports import PlaysRuns
+from rollout_server.runtime.ports import AgentProtocol
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class AgentFailed(RuntimeError):
     """An agent could not start. The text names the agent, what it raised, and the line of the author's code."""
 
 
-async def start_agents(agents: Sequence[PlaysRuns], stack: AsyncExitStack) -> None:
+async def start_agents(agents: Sequence[AgentProtocol], stack: AsyncExitStack) -> None:
     """Starts agents in order; `stack` stops those that started, the last one first. Raises `AgentFailed`."""
     if not agents:
         raise AgentFailed("there is no agent to serve")
@@ -42,7 +42,7 @@ async def start_agents(agents: Sequence[PlaysRuns], stack: AsyncExitStack) -> No
         stack.push_async_callback(_stop, agent)
 
 
-async def _started(agent: PlaysRuns) -> None:
+async def _started(agent: AgentProtocol) -> None:
     task = asyncio.create_task(_called(agent.start), name=f"start of agent {agent.name}")
     try:
         done, _ = await asyncio.wait({task}, timeout=PATIENT_SECONDS)
@@ -59,7 +59,7 @@ async def _started(agent: PlaysRuns) -> None:
     await task
 
 
-async def _stop(agent: PlaysRuns) -> None:
+async def _stop(agent: AgentProtocol) -> None:
     """Stops an agent. That it fails is its author's to know, and keeps nobody else from stopping."""
     task = asyncio.create_task(_called(agent.stop), name=f"stop of agent {agent.name}")
     done, _ = await asyncio.wait({task}, timeout=STOP_SECONDS)

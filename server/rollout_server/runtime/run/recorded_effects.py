@@ -14,7 +14,7 @@ from rollout_server.core.conversation import Conversation
 from rollout_server.core.message import JSON, MalformedMessage, parse_json
 from rollout_server.core.record import Observed
 from rollout_server.runtime.aio.source_location import written_at
-from rollout_server.runtime.run.context import AgentMistake, Course
+from rollout_server.runtime.run.context import AgentMistake, RunContext
 
 T = TypeVar("T", bound=JSON)
 
@@ -22,21 +22,21 @@ MOST_CHARACTERS = 1024 * 1024
 """Of the JSON of one result."""
 
 
-def now(course: Course, conversation: Conversation) -> datetime:
+def now(course: RunContext, conversation: Conversation) -> datetime:
     """The time by the rollout's clock."""
     time = datetime.fromtimestamp(course.rollout.clock.wall(), UTC)
     course.record(Observed("now", json.dumps(time.isoformat()), conversation.id))
     return time
 
 
-def random(course: Course, conversation: Conversation) -> Random:
+def random(course: RunContext, conversation: Conversation) -> Random:
     """A generator with a seed of its own."""
     seed = secrets.randbits(53)  # an integer that every reader of JSON keeps
     course.record(Observed("random", str(seed), conversation.id))
     return Random(seed)  # noqa: S311 - for agents, not for secrets
 
 
-async def once(course: Course, conversation: Conversation, function: Callable[[], T | Awaitable[T]]) -> T:
+async def once(course: RunContext, conversation: Conversation, function: Callable[[], T | Awaitable[T]]) -> T:
     """The result of a function as its JSON reads. Raises what it raises, and `AgentMistake` for a result that is no JSON."""
     if inspect.iscoroutinefunction(function):
         result = await function()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rollout_server.core.message import JSON, MalformedMessage, ToolCall, tool_calls
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered, DriftFound, Record
-from rollout_server.runtime.ports import Failed
+from rollout_server.runtime.ports import RolloutFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class Reply:
 
     @classmethod
     def of(cls, answered: Answered) -> Reply:
-        """The reply of an answer. Raises `Failed` for a message that cannot be read."""
+        """The reply of an answer. Raises `RolloutFailed` for a message that cannot be read."""
         turn = answered.turn
         try:
             fields = answered.message.fields()
             return cls(fields, tool_calls(fields), answered.finish_reason, turn, answered)
         except MalformedMessage as error:
             text = f"turn {turn}: the trainer's message is malformed: {error}"
-            raise Failed(Failure(Category.VALIDATION, text, turn)) from None
+            raise RolloutFailed(Failure(Category.VALIDATION, text, turn)) from None
 
     @property
     def content(self) -> str:

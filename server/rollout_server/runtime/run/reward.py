@@ -9,10 +9,10 @@ from numbers import Real
 from typing import TypeAlias, cast
 
 from rollout_server.core.message import MalformedMessage, parse_object
-from rollout_server.core.outcome import Verdict
+from rollout_server.core.outcome import RewardResult
 from rollout_server.core.spec_validation import ID_LENGTH
 
-Judgement: TypeAlias = float | Verdict | None
+Judgement: TypeAlias = float | RewardResult | None
 """What a reward is: a finite number, a number with named parts, or nothing."""
 
 _MOST_SCORES = 1000
@@ -20,12 +20,12 @@ _LONGEST_EXTRA = 1024 * 1024
 """Characters."""
 
 
-def verdict_of(judgement: object, where: str) -> Verdict:
+def verdict_of(judgement: object, where: str) -> RewardResult:
     """The judgement as a verdict. Raises TypeError or ValueError, which begins with `where`, for what is none."""
     if judgement is None:
-        return Verdict()
-    if not isinstance(judgement, Verdict):
-        return Verdict(_number(judgement, where))
+        return RewardResult()
+    if not isinstance(judgement, RewardResult):
+        return RewardResult(_number(judgement, where))
     scores, extra = judgement.scores, judgement.extra_json
     if scores is not None and not (isinstance(scores, Mapping) and len(scores) <= _MOST_SCORES):
         raise TypeError(

@@ -13,32 +13,32 @@ from typing import Any, Literal, NoReturn, TypeVar, Unpack, cast
 
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import SegmentKind
-from rollout_server.core.machine import Over
+from rollout_server.core.machine import LimitReached
 from rollout_server.core.message import JSON, ToolCall
-from rollout_server.core.outcome import Category, End, Failure, Metrics, Stop, Verdict
+from rollout_server.core.outcome import Category, End, Failure, Metrics, RewardResult, Stop
 from rollout_server.core.record import Appended, GivenUp, Masked, Note
 from rollout_server.core.spec import DriftPolicy
-from rollout_server.runtime.ports import Ask, Failed, Fork, Sampler, Tool
+from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed, Sampler, Tool
 from rollout_server.runtime.request import Request
 from rollout_server.runtime.run import saying
 from rollout_server.runtime.run.arguments import SamplingOptions, overridden
-from rollout_server.runtime.run.context import AgentMistake, Course, RolloutOver
+from rollout_server.runtime.run.context import AgentMistake, RolloutEnded, RunContext
 from rollout_server.runtime.run.forking import fork_kind, forkable_tools, written
 from rollout_server.runtime.run.readonly import only_read
 from rollout_server.runtime.run.recorded_effects import T, now, once, random
 from rollout_server.runtime.run.reply import Reply, drift_failure, text_of
 from rollout_server.runtime.run.tool_calls import made, run_calls
-from rollout_server.runtime.tools.executor import Toolbox, ToolResult
+from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 
 R = TypeVar("R")
 
-__all__ = ["AgentMistake", "Reply", "RolloutOver", "Run", "text_of"]
+__all__ = ["AgentMistake", "Reply", "RolloutEnded", "Run", "text_of"]
 
 
 class Run:
     """One conversation of a rollout, as its agent sees it; nearly always the only one."""
 
-    def __init__(self, course: Course, conversation: Conversation, sampler: Sampler, toolbox: Toolbox) -> None:
+    def __init__(self, course: RunContext, conversation: Conversation, sampler: Sampler, toolbox: ToolExecutor) -> None:
         self._course = course
         self._rollout = course.rollout
         self._machine = course.machine
@@ -108,22 +108,24 @@ class Run:
     async def sample(self, **sampling: Unpack[SamplingOptions]) -> Reply:
         """Asks the model for the next message: `await run.sample()`, or `await run.sample(temperature=0.2, max_tokens=64)`.
 
-        The options hold for this turn; the rest is as the request says. Raises `RolloutOver` when a limit is met or the trainer
+        The options hold for this turn; the rest is as the request says. Raises `RolloutEnded` when a limit is met or the trainer
         fails, and `AgentMistake` naming an option that is none or has a wrong value.
         """
         talk, spec = self._conversation, self._rollout.spec
         own = overridden(spec.sampling, sampling, spec.completions.dialect) if sampling else spec.sampling
         await self._course.check(talk)
         asked = self._machine.ask(talk, None if own == spec.sampling else own)
-        if isinstance(asked, Over):
+        if isinstance(asked, LimitReached):
             self._course.end(asked.stop)
         remark, deadline = partial(self._remark, asked.turn), self._rollout.deadline
-        ask = Ask(asked, talk.messages, talk.last_answer, talk.asked, deadline, self._rollout.credentials, remark, own)
+        ask = CompletionRequest(
+            asked, talk.messages, talk.last_answer, talk.asked, deadline, self._rollout.credentials, remark, own
+        )
         self._course.record(asked)
         try:
             with self._course.waiting():
                 answered = await self._sampler.sample(ask)
-        except Failed as failed:
+        except RolloutFailed as failed:
             self._course.end(failed.failure)
         except asyncio.CancelledError:
             self._gave_up(asked.turn)
@@ -134,18 +136,18 @@ class Run:
             self._course.end(drift)
         try:
             return Reply.of(answered)
-        except Failed as failed:
+        except RolloutFailed as failed:
             self._course.end(failed.failure)
 
     async def call(self, calls: Iterable[ToolCall]) -> Sequence[ToolResult]:
         """Runs tool calls at the same time and appends their results in the calls' order.
 
-        Raises `RolloutOver` when a limit is met. A tool that fails answers the model, and so does one that the agent stops
+        Raises `RolloutEnded` when a limit is met. A tool that fails answers the model, and so does one that the agent stops
         waiting for. Raises `AgentMistake` for a call that the model has not made, or that has its result.
         """
         await self._course.check(self._conversation)
         started = self._machine.start_calls(made(calls, self._conversation), self._conversation)
-        if isinstance(started, Over):
+        if isinstance(started, LimitReached):
             self._course.end(started.stop)
         return await run_calls(self._course, self._toolbox, started)
 
@@ -191,7 +193,7 @@ class Run:
         told = self._toolbox.tools if given is None else given
         try:
             sampler = self._sampler.fork(Fork(forked.origin, given))
-        except Failed as failed:
+        except RolloutFailed as failed:
             self._course.end(failed.failure)
         self._course.record(replace(forked, tools=tuple(tool.name for tool in told)))
         toolbox = self._toolbox if given is None else self._toolbox.holding(given)
@@ -248,12 +250,12 @@ class Run:
         stop = self._machine.natural_stop()
         self._course.end(Stop(saying.reason(reason, "finish"), stop.truncated))
 
-    def close(self, end: End, verdict: Verdict | None = None) -> None:
+    def close(self, end: End, verdict: RewardResult | None = None) -> None:
         """From now on nothing can be asked for, not even by a reward. `verdict` goes along with a failure, which none judges."""
         self._course.decide(end, verdict)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> RewardResult:
         """What was said with the end that the rollout was closed with."""
         return self._course.verdict
 
@@ -293,5 +295,5 @@ class Run:
         saying.check_room(self._machine, self._conversation, of)
 
     def _remark(self, turn: int, code: str, text: str) -> None:
-        with suppress(RolloutOver):
+        with suppress(RolloutEnded):
             self._course.record(Note(turn, code, text))

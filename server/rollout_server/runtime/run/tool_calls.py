@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from rollout_server.core.conversation import Conversation
 from rollout_server.core.message import MalformedMessage, ToolCall, tool_calls
 from rollout_server.core.record import ToolReturned, ToolStarted
-from rollout_server.runtime.run.context import AgentMistake, Course
-from rollout_server.runtime.tools.executor import Toolbox, ToolResult
+from rollout_server.runtime.run.context import AgentMistake, RunContext
+from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 
 _AT_ONCE = 16
 """Calls that begin in one round of the event loop, so that other rollouts get their turns in between."""
@@ -48,7 +48,7 @@ def _open_calls(conversation: Conversation) -> Counter[str]:
     return Counter()
 
 
-async def run_calls(course: Course, toolbox: Toolbox, started: Sequence[ToolStarted]) -> Sequence[ToolResult]:
+async def run_calls(course: RunContext, toolbox: ToolExecutor, started: Sequence[ToolStarted]) -> Sequence[ToolResult]:
     """Runs calls that the machine allows. Raises `RolloutOver` where the rollout ends meanwhile."""
     await _begin(course, started)
     if len(started) == 1:
@@ -58,7 +58,7 @@ async def run_calls(course: Course, toolbox: Toolbox, started: Sequence[ToolStar
     return [task.result() for task in tasks]
 
 
-async def _begin(course: Course, started: Sequence[ToolStarted]) -> None:
+async def _begin(course: RunContext, started: Sequence[ToolStarted]) -> None:
     """Writes down that the calls run, a few in each round of the event loop."""
     for number, intent in enumerate(started):
         if number and number % _AT_ONCE == 0:
@@ -71,7 +71,7 @@ async def _begin(course: Course, started: Sequence[ToolStarted]) -> None:
         course.record(intent)
 
 
-async def _call(course: Course, toolbox: Toolbox, intent: ToolStarted) -> ToolResult:
+async def _call(course: RunContext, toolbox: ToolExecutor, intent: ToolStarted) -> ToolResult:
     began = course.rollout.clock.monotonic()
     try:
         with course.waiting():
@@ -85,7 +85,7 @@ async def _call(course: Course, toolbox: Toolbox, intent: ToolStarted) -> ToolRe
     return result
 
 
-async def _run(course: Course, toolbox: Toolbox, intent: ToolStarted) -> ToolResult:
+async def _run(course: RunContext, toolbox: ToolExecutor, intent: ToolStarted) -> ToolResult:
     limit = course.machine.limits.calls_per_turn
     if limit is not None and intent.index >= limit:
         text = f"Error: Too many tool calls in one turn; the first {limit} ran"
@@ -97,7 +97,7 @@ def _given_up(intent: ToolStarted) -> ToolResult:
     return ToolResult(intent.call, "Error: The call was given up before it returned", failed=True)
 
 
-def _return(course: Course, intent: ToolStarted, result: ToolResult, began: float) -> None:
+def _return(course: RunContext, intent: ToolStarted, result: ToolResult, began: float) -> None:
     if course.machine.outcome is not None:
         return
     elapsed, message = 1000 * (course.rollout.clock.monotonic() - began), result.message()

@@ -15,26 +15,26 @@ _EXTRA = 200
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _CachedResult:
     content: Content
     size: int
     until: float | None
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _SharedCall:
     task: asyncio.Task[Content]
     waiting: int = 0
 
 
-class Results:
+class ResultCache:
     """The results used last, up to a number and a size. Calls that are equal and come together run once."""
 
     def __init__(self, entries: int, size: int) -> None:
         self._most, self._largest = entries, size
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._kept: OrderedDict[Hashable, _CachedResult] = OrderedDict()
         self._size = 0
-        self._flights: dict[Hashable, _Flight] = {}
+        self._flights: dict[Hashable, _SharedCall] = {}
 
     async def get(
         self, key: Hashable, key_size: int, seconds: float | None, perform: Callable[[], Coroutine[Any, Any, Content]]
@@ -49,7 +49,7 @@ class Results:
             return kept.content
         flight = self._flights.get(key)
         if flight is None:
-            flight = self._flights[key] = _Flight(asyncio.create_task(perform(), name="call for the cache"))
+            flight = self._flights[key] = _SharedCall(asyncio.create_task(perform(), name="call for the cache"))
             flight.task.add_done_callback(lambda task: self._landed(key, key_size, seconds, task))
         flight.waiting += 1
         try:
@@ -67,7 +67,7 @@ class Results:
             return
         content = task.result()
         self._drop(key)
-        kept = _Kept(content, key_size + _size(content) + _EXTRA, None if seconds is None else _now() + seconds)
+        kept = _CachedResult(content, key_size + _size(content) + _EXTRA, None if seconds is None else _now() + seconds)
         self._kept[key] = kept
         self._size += kept.size
         while self._kept and (len(self._kept) > self._most or self._size > self._largest):

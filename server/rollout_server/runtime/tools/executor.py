@@ -14,13 +14,13 @@ from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCal
 from rollout_server.core.spec import TokenizerName
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
 from rollout_server.runtime.ports import ArgumentError, Content, Tool, ToolError
-from rollout_server.runtime.run.context import RolloutOver
+from rollout_server.runtime.run.context import RolloutEnded
 from rollout_server.runtime.tools.policy import ToolPolicy
-from rollout_server.runtime.tools.protocols import HandledTool, Hands, ToolFailed, Unwritable
-from rollout_server.runtime.tools.resources import Workbench
-from rollout_server.runtime.tools.slots import NoPlace, Places
-from rollout_server.runtime.tools.task import Work
-from rollout_server.runtime.tools.truncate import Most
+from rollout_server.runtime.tools.protocols import ServerRunTool, ToolFailed, ToolRunner, Unwritable
+from rollout_server.runtime.tools.resources import ToolResources
+from rollout_server.runtime.tools.slots import NoFreeSlot, Slots
+from rollout_server.runtime.tools.task import ToolTask
+from rollout_server.runtime.tools.truncate import OutputLimit
 
 _FLOODS = "returned more than a result may have: the model reads its beginning; max_output_tokens says how much of it"
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
@@ -47,25 +47,25 @@ class ToolResult:
         return Message.write({"role": "tool", "content": self.content, "tool_call_id": self.call.id})
 
 
-class Toolbox:
+class ToolExecutor:
     """The tools of one agent in one rollout, whose tokenizer counts what they say."""
 
     def __init__(
-        self, tools: Iterable[Tool], workbench: Workbench | None = None, tokenizer: TokenizerName | None = None
+        self, tools: Iterable[Tool], workbench: ToolResources | None = None, tokenizer: TokenizerName | None = None
     ) -> None:
         self._tools = {tool.name: tool for tool in tools}
-        self._bench = workbench or Workbench()
+        self._bench = workbench or ToolResources()
         self._tokenizer = tokenizer
-        self._places: dict[Hashable, Places] = {}
+        self._places: dict[Hashable, Slots] = {}
 
     @property
     def tools(self) -> Sequence[Tool]:
         """What it holds, in the order in which it was given."""
         return tuple(self._tools.values())
 
-    def holding(self, tools: Iterable[Tool]) -> Toolbox:
+    def holding(self, tools: Iterable[Tool]) -> ToolExecutor:
         """Other tools for another conversation of the rollout, which has its places once."""
-        other = Toolbox(tools, self._bench, self._tokenizer)
+        other = ToolExecutor(tools, self._bench, self._tokenizer)
         other._places = self._places
         return other
 
@@ -78,7 +78,7 @@ class Toolbox:
             if kept is not content and not _bounded(tool):
                 self._bench.complain(_label(call.name, tool), _FLOODS)
             return ToolResult(call, kept, failed=False)
-        except (asyncio.CancelledError, RolloutOver):
+        except (asyncio.CancelledError, RolloutEnded):
             raise
         except BaseException as error:  # the boundary to a tool author's code
             self._complain(call.name, tool, error)
@@ -98,7 +98,7 @@ class Toolbox:
             raise ToolError(f"Invalid arguments for {call.name}: {error}") from None
 
     async def _kept(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
-        if not (isinstance(tool, HandledTool) and tool.policy.cache):
+        if not (isinstance(tool, ServerRunTool) and tool.policy.cache):
             return await self._placed(tool, arguments)
         try:
             canonical = json.dumps(arguments, sort_keys=True, default=str)
@@ -109,8 +109,8 @@ class Toolbox:
 
     async def _placed(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
         """Runs the call as soon as it has all places that it needs."""
-        if not isinstance(tool, HandledTool):
-            work = Work(label_of(tool))
+        if not isinstance(tool, ServerRunTool):
+            work = ToolTask(label_of(tool))
             return await self._timed(tool, ToolPolicy(), work, tool.run(arguments))
         policy, label = tool.policy, label_of(tool)
         async with AsyncExitStack() as stack:
@@ -123,16 +123,16 @@ class Toolbox:
                 for each in places:
                     each.leave()
                 raise
-            work = Work(label, places, worker)
+            work = ToolTask(label, places, worker)
             return await self._timed(tool, policy, work, _attempts(tool, work, arguments))
 
-    async def _take(self, tool: HandledTool) -> list[Places]:
-        taken: list[Places] = []
+    async def _take(self, tool: ServerRunTool) -> list[Slots]:
+        taken: list[Slots] = []
         try:
             for places, of_what in self._wanted(tool):
                 try:
                     await places.take()
-                except NoPlace:
+                except NoFreeSlot:
                     lost = f"{places.lost} calls were given up and never returned"
                     raise ToolError(f"{tool.name} cannot run: all places {of_what} are taken, {lost}") from None
                 taken.append(places)
@@ -142,11 +142,11 @@ class Toolbox:
             raise
         return taken
 
-    def _wanted(self, tool: HandledTool) -> Iterable[tuple[Places, str]]:
+    def _wanted(self, tool: ServerRunTool) -> Iterable[tuple[Slots, str]]:
         limit = tool.policy.concurrency
         if limit is not None:
             yield (
-                self._places.setdefault((tool.definition, tool.name, limit), Places(limit)),
+                self._places.setdefault((tool.definition, tool.name, limit), Slots(limit)),
                 "that it has in this rollout",
             )
         places = self._bench.places(tool)
@@ -156,7 +156,7 @@ class Toolbox:
             yield self._bench.threads, "for plain functions"
 
     async def _timed(
-        self, tool: Tool, policy: ToolPolicy, work: Work, coroutine: Coroutine[Any, Any, Content]
+        self, tool: Tool, policy: ToolPolicy, work: ToolTask, coroutine: Coroutine[Any, Any, Content]
     ) -> Content:
         """The result, unless time is over or nobody waits for it any more: then the work is left to itself."""
         task = work.start(coroutine)
@@ -173,10 +173,10 @@ class Toolbox:
             raise ToolError("The tool was cancelled")
         return task.result()
 
-    def _most(self, tool: Tool | None) -> Most:
+    def _most(self, tool: Tool | None) -> OutputLimit:
         limits = self._bench.limits
-        tokens = tool.policy.max_output_tokens if isinstance(tool, HandledTool) else None
-        return Most(limits.output_bytes, limits.image_bytes, tokens, self._bench.measure, self._tokenizer)
+        tokens = tool.policy.max_output_tokens if isinstance(tool, ServerRunTool) else None
+        return OutputLimit(limits.output_bytes, limits.image_bytes, tokens, self._bench.measure, self._tokenizer)
 
     def _complain(self, name: str, tool: Tool | None, error: BaseException) -> None:
         """Names file and line. The error's own text is not for the log: it may repeat what the model wrote."""
@@ -191,7 +191,7 @@ class Toolbox:
 
 def label_of(tool: Tool) -> str:
     """A tool's name, and where it is defined, for the log."""
-    if isinstance(tool, HandledTool):
+    if isinstance(tool, ServerRunTool):
         return f"tool {tool.name} ({tool.definition})"
     return f"tool {tool.name}{written_at(tool.run)}"
 
@@ -202,10 +202,10 @@ def _label(name: str, tool: Tool | None) -> str:
 
 def _bounded(tool: Tool | None) -> bool:
     """Its author has said how much of a result is wanted."""
-    return isinstance(tool, HandledTool) and tool.policy.max_output_tokens is not None
+    return isinstance(tool, ServerRunTool) and tool.policy.max_output_tokens is not None
 
 
-async def _attempts(tool: HandledTool, hands: Hands, arguments: Mapping[str, JSON]) -> Content:
+async def _attempts(tool: ServerRunTool, hands: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
     for attempt in range(tool.policy.retries):
         try:
             return await tool.run_by(hands, arguments)

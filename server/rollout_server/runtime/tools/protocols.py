@@ -33,7 +33,7 @@ class ToolFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Definition:
+class ToolDefinition:
     """Where a tool's function is defined, so that another process finds it."""
 
     module: str
@@ -45,7 +45,7 @@ class Definition:
         return f"{self.file}:{self.line}"
 
 
-class Hands(Protocol):
+class ToolRunner(Protocol):
     """What runs code elsewhere than on the event loop."""
 
     async def in_thread(self, work: Callable[[], object]) -> object:
@@ -56,7 +56,7 @@ class Hands(Protocol):
 
 
 @runtime_checkable
-class HandledTool(Protocol):
+class ServerRunTool(Protocol):
     """A tool whose code is here, and which leaves to the server how it is run."""
 
     @property
@@ -68,38 +68,38 @@ class HandledTool(Protocol):
         """How its calls are run."""
 
     @property
-    def definition(self) -> Definition:
+    def definition(self) -> ToolDefinition:
         """Where it is defined."""
 
     @property
     def threaded(self) -> bool:
         """Its function is a plain one."""
 
-    async def run_by(self, hands: Hands, arguments: Mapping[str, JSON]) -> Content:
+    async def run_by(self, hands: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
         """Runs one call. Raises as `Tool.run` does."""
 
     def run_here(self, arguments: Mapping[str, JSON]) -> Content:
         """Runs one call in this thread, whatever its policy: what its process does. Raises as `Tool.run` does."""
 
 
-class Worker(Protocol):
+class ToolWorker(Protocol):
     """A place in a process for one call."""
 
     async def call(self, arguments: Mapping[str, JSON]) -> Content:
         """Runs the call, at most once at a time. Cancelled, it kills the process. Raises as the tool does, or `ToolFailed`."""
 
 
-class Processes(Protocol):
+class ToolProcesses(Protocol):
     """Runs tools in processes."""
 
-    def open(self, definition: Definition, policy: ToolPolicy) -> AbstractAsyncContextManager[Worker]:
+    def open(self, definition: ToolDefinition, policy: ToolPolicy) -> AbstractAsyncContextManager[ToolWorker]:
         """Waits until a process has a place and has imported the tool. Raises `ToolFailed`."""
 
     async def close(self) -> None:
         """Ends all of them."""
 
 
-class Measure(Protocol):
+class TokenCounter(Protocol):
     """Knows how long texts are in tokens."""
 
     async def fitting(self, name: TokenizerName, text: str, tokens: int) -> int | None:

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from rollout_server.runtime.tools.cache import Results
-from rollout_server.runtime.tools.protocols import HandledTool, Measure, Processes
-from rollout_server.runtime.tools.slots import Places
+from rollout_server.runtime.tools.cache import ResultCache
+from rollout_server.runtime.tools.protocols import ServerRunTool, TokenCounter, ToolProcesses
+from rollout_server.runtime.tools.slots import Slots
 
 _log = logging.getLogger(__name__)
 _REMEMBERED = 1000
@@ -33,26 +33,29 @@ class ToolLimits:
     cache_bytes: int = 64 * 1024 * 1024
 
 
-class Workbench:
+class ToolResources:
     """Belongs to one server and lives on its event loop. Without `processes` tools that want one fail, and say so."""
 
     def __init__(
-        self, limits: ToolLimits | None = None, processes: Processes | None = None, measure: Measure | None = None
+        self,
+        limits: ToolLimits | None = None,
+        processes: ToolProcesses | None = None,
+        measure: TokenCounter | None = None,
     ) -> None:
         self.limits = limits or ToolLimits()
         self.processes = processes
         self.measure = measure
-        self.threads = Places(self.limits.threads)
-        self.results = Results(self.limits.cache_entries, self.limits.cache_bytes)
-        self._places: dict[Hashable, Places] = {}
+        self.threads = Slots(self.limits.threads)
+        self.results = ResultCache(self.limits.cache_entries, self.limits.cache_bytes)
+        self._places: dict[Hashable, Slots] = {}
         self._said: set[Hashable] = set()
 
-    def places(self, tool: HandledTool) -> Places | None:
+    def places(self, tool: ServerRunTool) -> Slots | None:
         """The places that the tool has on the server; None: no limit. Tools made by one definition share them."""
         limit = tool.policy.server_concurrency
         if limit is None:
             return None
-        return self._places.setdefault((tool.definition, tool.name, limit), Places(limit))
+        return self._places.setdefault((tool.definition, tool.name, limit), Slots(limit))
 
     def complain(self, tool: str, what: str) -> None:
         """Tells the author of a fault of "tool NAME (PLACE)": as a warning once, after that for those who look closely."""

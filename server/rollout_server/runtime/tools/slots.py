@@ -6,11 +6,11 @@ import asyncio
 from collections import deque
 
 
-class NoPlace(Exception):
+class NoFreeSlot(Exception):
     """Every place is held by work that was given up and goes on: waiting for one makes no sense."""
 
 
-class Places:
+class Slots:
     """Lives on one event loop. Places are given in the order in which they were asked for."""
 
     def __init__(self, limit: int) -> None:
@@ -25,9 +25,9 @@ class Places:
         return self._lost
 
     async def take(self) -> None:
-        """Waits for a place. Raises `NoPlace`."""
+        """Waits for a place. Raises `NoFreeSlot`."""
         if self._lost >= self.limit:
-            raise NoPlace
+            raise NoFreeSlot
         if self._free:
             self._free -= 1
             return
@@ -57,7 +57,7 @@ class Places:
         while self._lost >= self.limit and self._waiting:
             given = self._waiting.popleft()
             if not given.done():
-                given.set_exception(NoPlace())
+                given.set_exception(NoFreeSlot())
 
     def find(self) -> None:
         """A holder that was given up has ended after all."""

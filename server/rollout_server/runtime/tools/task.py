@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from rollout_server.core.message import JSON
 from rollout_server.runtime.ports import Content
-from rollout_server.runtime.tools.protocols import ToolFailed, Worker
-from rollout_server.runtime.tools.slots import Places
+from rollout_server.runtime.tools.protocols import ToolFailed, ToolWorker
+from rollout_server.runtime.tools.slots import Slots
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -25,10 +25,10 @@ GRACE_SECONDS = 5.0
 """How long a function may take to give way after its call was given up."""
 
 
-class Work:
+class ToolTask:
     """The hands of one call."""
 
-    def __init__(self, label: str, places: Sequence[Places] = (), worker: Worker | None = None) -> None:
+    def __init__(self, label: str, places: Sequence[Slots] = (), worker: ToolWorker | None = None) -> None:
         """Takes over `places`. `label` names the function in the log, such as "tool add (agent.py:3)"."""
         self._label = label
         self._places = places

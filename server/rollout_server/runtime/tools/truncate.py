@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from rollout_server.core.message import JSON
 from rollout_server.core.spec import TokenizerName
 from rollout_server.runtime.ports import Content, ToolError
-from rollout_server.runtime.tools.protocols import Measure
+from rollout_server.runtime.tools.protocols import TokenCounter
 
 _CHARACTERS_OF_A_TOKEN = 4
 _PARTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Most:
+class OutputLimit:
     """How long a result may be.
 
     Args:
@@ -29,7 +29,7 @@ class Most:
     text_bytes: int
     other_bytes: int
     tokens: int | None = None
-    measure: Measure | None = None
+    measure: TokenCounter | None = None
     tokenizer: TokenizerName | None = None
 
     async def cut(self, content: Content) -> Content:

@@ -4,17 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from rollout_server.testing.checks.rollout_state import Tally, Told
-from rollout_server.testing.checks.turn import Call, Keyed
+from rollout_server.testing.checks.rollout_state import JudgedRollout, TokenCounts
+from rollout_server.testing.checks.turn import CompletionCall, Keyed
 from rollout_server.testing.checks.verdict import RefusalReason
-from rollout_server.testing.outcome_delivery import Notice
+from rollout_server.testing.outcome_delivery import OutcomeNotice
 
 _STATUSES: Final = ("COMPLETED", "ERROR")
 _LATENCIES: Final = ("total_latency_ms", "llm_latency_ms", "tool_latency_ms")
 _COUNTS: Final = ("num_llm_calls", "num_tool_calls", "prompt_tokens", "response_tokens", "max_context_tokens")
 
 
-def call_fault(call: Call, keyed: Keyed, tally: Tally) -> tuple[RefusalReason, str] | None:
+def call_fault(call: CompletionCall, keyed: Keyed, tally: JudgedRollout) -> tuple[RefusalReason, str] | None:
     """What is wrong with a call beside its history, as a reason and a text; None if nothing is."""
     if keyed.fault:
         return RefusalReason.BODY, keyed.fault
@@ -31,7 +31,7 @@ def call_fault(call: Call, keyed: Keyed, tally: Tally) -> tuple[RefusalReason, s
     return (RefusalReason.KEY, fault) if fault else None
 
 
-def _key_fault(key: str, call: Call, tally: Tally) -> str | None:
+def _key_fault(key: str, call: CompletionCall, tally: JudgedRollout) -> str | None:
     if key in tally.turn_keys[:-1]:
         return f"the Idempotency-Key is that of turn {tally.turn_keys.index(key) + 1}: each turn has a key of its own"
     if tally.turn_keys[-1:] == [key]:
@@ -43,7 +43,7 @@ def _key_fault(key: str, call: Call, tally: Tally) -> str | None:
     return None
 
 
-def outcome_fault(notice: Notice, tally: Tally) -> str | None:
+def outcome_fault(notice: OutcomeNotice, tally: JudgedRollout) -> str | None:
     """What is wrong with an outcome that came for the first time; None if nothing is.
 
     What a trainer saw and counted is compared where the completions came in this dialect too.
@@ -81,7 +81,7 @@ def body_fault(body: Mapping[str, Any]) -> str | None:
     return None if known["finish_reason"] == "error" else "finish_reason of an ERROR has to be 'error'"
 
 
-def _counts_fault(metrics: Mapping[str, Any], told: Sequence[Told], *, completed: bool) -> str | None:
+def _counts_fault(metrics: Mapping[str, Any], told: Sequence[TokenCounts], *, completed: bool) -> str | None:
     """How `metrics` differ from what was told, turn by turn.
 
     The last answer of a rollout that failed may never have arrived, or not have been one.

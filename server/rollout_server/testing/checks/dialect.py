@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Dialect(StrEnum):
+class TrainerDialect(StrEnum):
     """What a trainer expects of the calls for completions.
 
     They look alike but for `response_mask`. A trainer that expects a mask refuses a call without one, so one that speaks
@@ -21,6 +21,6 @@ class Dialect(StrEnum):
 
     def has_mask(self, body: Mapping[str, Any], known: bool | None) -> bool:
         """Whether a call is one with a mask; `known` says it of the calls before, None where there were none."""
-        if self is not Dialect.EITHER:
-            return self is Dialect.MASKED
+        if self is not TrainerDialect.EITHER:
+            return self is TrainerDialect.MASKED
         return known if known is not None else "response_mask" in body

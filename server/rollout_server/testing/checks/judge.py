@@ -18,12 +18,12 @@ from typing import Final
 from rollout_server.testing.checks.async_rules import call_fault, outcome_fault
 from rollout_server.testing.checks.mask_check import first_mask_fault, mask_fault
 from rollout_server.testing.checks.renderer import Message, PlainRenderer, UnrenderableError
-from rollout_server.testing.checks.rollout_state import Tally, Told
-from rollout_server.testing.checks.token_mode_check import Continuations
-from rollout_server.testing.checks.turn import Answer, Call, Prompt
-from rollout_server.testing.checks.verdict import Outcome, Refusal, RefusalReason, RefusedError, Verdict
-from rollout_server.testing.outcome_delivery import Conclusion, Notice
-from rollout_server.testing.script import Lie, Reply
+from rollout_server.testing.checks.rollout_state import JudgedRollout, TokenCounts
+from rollout_server.testing.checks.token_mode_check import TokenModeCheck
+from rollout_server.testing.checks.turn import CheckedPrompt, CompletionCall, ScriptedCompletion
+from rollout_server.testing.checks.verdict import DeliveredOutcome, Refusal, RefusalReason, RefusedError, Verdict
+from rollout_server.testing.outcome_delivery import OutcomeDelivery, OutcomeNotice
+from rollout_server.testing.script import Lie, ScriptedReply
 
 ROLLOUTS_KEPT: Final = 4096
 _KEYS_KEPT: Final = 16 * ROLLOUTS_KEPT
@@ -41,23 +41,25 @@ class Judge:
         self, renderer: PlainRenderer, rollouts_kept: int = ROLLOUTS_KEPT, *, reuses_ids: bool = False
     ) -> None:
         self._renderer = renderer
-        self._continuations = Continuations(renderer)
+        self._continuations = TokenModeCheck(renderer)
         self._rollouts_kept = rollouts_kept
         self._reuses_ids = reuses_ids
-        self._tallies: dict[str, Tally] = {}
+        self._tallies: dict[str, JudgedRollout] = {}
         self._owners: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    def check(self, call: Call) -> Prompt:
+    def check(self, call: CompletionCall) -> CheckedPrompt:
         """The prompt that a right call gives. RefusedError for a wrong one, which is then part of the verdict."""
-        tally = self._tallies.get(call.key) or Tally(call.key)
+        tally = self._tallies.get(call.key) or JudgedRollout(call.key)
         over = self._is_over(call, tally)
         begins = tally.next_turn == 1 or over
         try:
-            self._check_keyed(call, Tally(call.key) if over else tally)
+            self._check_keyed(call, JudgedRollout(call.key) if over else tally)
             if call.again or (call.keyed and tally.turn_keys[-1:] == [call.keyed.turn_key]):
                 self._check_again(call, tally)
-                return Prompt(call, tally.last_prompt, tally.last_turn.new_tokens, tally.last_turn.number, repeats=True)
+                return CheckedPrompt(
+                    call, tally.last_prompt, tally.last_turn.new_tokens, tally.last_turn.number, repeats=True
+                )
             return self._first(call) if begins else self._later(call, tally)
         except RefusedError as error:
             self.refuse(call.key, error.refusal)
@@ -66,18 +68,18 @@ class Judge:
     def refuse(self, rollout_id: str, refusal: Refusal) -> None:
         """Notes in the verdict that a call was refused."""
         with self._lock:
-            tally = self._tallies.get(rollout_id) or Tally(rollout_id)
+            tally = self._tallies.get(rollout_id) or JudgedRollout(rollout_id)
             tally.refuse(refusal)
             self._keep(rollout_id, tally)
 
-    def conclude(self, notice: Notice) -> None:
+    def conclude(self, notice: OutcomeNotice) -> None:
         """Takes the delivery of an outcome; RefusedError for one that should not have come, or not like this."""
         with self._lock:
-            tally = self._tallies.get(notice.rollout_id) or Tally(notice.rollout_id)
+            tally = self._tallies.get(notice.rollout_id) or JudgedRollout(notice.rollout_id)
             fault = None
             if tally.conclusion is None:
                 fault = outcome_fault(notice, tally)
-                tally.conclusion = Conclusion(notice)
+                tally.conclusion = OutcomeDelivery(notice)
             fault = tally.conclusion.come(notice) or fault
             self._keep(notice.rollout_id, tally)
         if fault:
@@ -94,7 +96,7 @@ class Judge:
             tally.conclusion.settle(status)
             return tally.verdict() if tally.conclusion.settled else None
 
-    def accept(self, prompt: Prompt, reply: Reply, fault: str = "") -> Answer:
+    def accept(self, prompt: CheckedPrompt, reply: ScriptedReply, fault: str = "") -> ScriptedCompletion:
         """The answer to a checked call; from now on the rollout's next call has to continue it.
 
         `fault` is the kind of failure by which it nevertheless does not arrive, for the verdict.
@@ -102,13 +104,13 @@ class Judge:
         answer = self.answer(prompt, reply)
         with self._lock:
             tally = self._tally(prompt)
-            tally.add(prompt, answer, Told.by(answer, reply))
+            tally.add(prompt, answer, TokenCounts.by(answer, reply))
             if fault:
                 tally.fault(prompt, fault)
             self._keep(prompt.call.key, tally)
         return answer
 
-    def answer(self, prompt: Prompt, reply: Reply) -> Answer:
+    def answer(self, prompt: CheckedPrompt, reply: ScriptedReply) -> ScriptedCompletion:
         """What `accept` would give, without counting it."""
         call = prompt.call
         # Ids that were given may hold more than the template writes: an answer is found behind the template's own prompt.
@@ -121,9 +123,9 @@ class Judge:
             ids = ids[: call.max_tokens]
             message, finish = {"role": "assistant", "content": self._renderer.decode(ids)}, "length"
         logprobs = _logprobs(len(prompt.ids), len(ids))
-        return Answer(message, finish, ids, logprobs, prompt.ids, self._renderer.decode(ids))
+        return ScriptedCompletion(message, finish, ids, logprobs, prompt.ids, self._renderer.decode(ids))
 
-    def record_fault(self, prompt: Prompt, name: str) -> None:
+    def record_fault(self, prompt: CheckedPrompt, name: str) -> None:
         """Notes in the verdict that a checked call is not answered, by what kind of failure."""
         with self._lock:
             tally = self._tally(prompt)
@@ -135,7 +137,7 @@ class Judge:
         with self._lock:
             self._tallies[rollout_id].lied(name)
 
-    def record_replay(self, prompt: Prompt) -> None:
+    def record_replay(self, prompt: CheckedPrompt) -> None:
         """Notes in the verdict that the answer of a turn is given again."""
         with self._lock:
             self._tally(prompt).replayed()
@@ -161,7 +163,7 @@ class Judge:
             tally = self._tallies.get(rollout_id)
             return tally.verdict() if tally else None
 
-    def outcome(self, rollout_id: str) -> Outcome | None:
+    def outcome(self, rollout_id: str) -> DeliveredOutcome | None:
         """What a rollout came to; None where nothing was delivered."""
         with self._lock:
             tally = self._tallies.get(rollout_id)
@@ -172,17 +174,17 @@ class Judge:
         with self._lock:
             return tuple(tally.verdict() for tally in self._tallies.values())
 
-    def _check_again(self, call: Call, tally: Tally) -> None:
+    def _check_again(self, call: CompletionCall, tally: JudgedRollout) -> None:
         if call.again and not tally.asked_alike(call.messages):
             text = f"turn {tally.last_turn.number} is asked for again, but the messages are others"
             raise _refused(tally.last_turn.number, RefusalReason.KEY, text)
 
-    def _first(self, call: Call) -> Prompt:
+    def _first(self, call: CompletionCall) -> CheckedPrompt:
         if call.masked and (fault := first_mask_fault(call.mask)):
             raise _refused(1, RefusalReason.MASK, fault)
-        return Prompt(call, self._ids(call, 1), new_tokens=0, turn=1, begins=True)
+        return CheckedPrompt(call, self._ids(call, 1), new_tokens=0, turn=1, begins=True)
 
-    def _later(self, call: Call, tally: Tally) -> Prompt:
+    def _later(self, call: CompletionCall, tally: JudgedRollout) -> CheckedPrompt:
         turn = tally.next_turn
         if fault := tally.history_fault(call.messages):
             raise _refused(turn, RefusalReason.HISTORY, fault)
@@ -196,9 +198,9 @@ class Judge:
             raise _refused(turn, RefusalReason.SHRUNK, text)
         if call.masked and (fault := mask_fault(call.mask, new_tokens)):
             raise _refused(turn, RefusalReason.MASK, fault)
-        return Prompt(call, ids, new_tokens, turn)
+        return CheckedPrompt(call, ids, new_tokens, turn)
 
-    def _is_over(self, call: Call, tally: Tally) -> bool:
+    def _is_over(self, call: CompletionCall, tally: JudgedRollout) -> bool:
         """Whether the call begins the rollout anew."""
         if call.masked or (call.keyed and tally.masked):
             return not call.mask and tally.is_over_for(call.messages)
@@ -206,7 +208,7 @@ class Judge:
         fresh = call.keyed is not None and call.keyed.turn_key not in tally.turn_keys
         return self._reuses_ids and ended and fresh and not tally.has_answer(call.messages)
 
-    def _check_keyed(self, call: Call, tally: Tally) -> None:
+    def _check_keyed(self, call: CompletionCall, tally: JudgedRollout) -> None:
         if call.keyed is None:
             return
         if found := call_fault(call, call.keyed, tally):
@@ -218,7 +220,7 @@ class Judge:
         while len(self._owners) > _KEYS_KEPT:
             del self._owners[next(iter(self._owners))]
 
-    def _ids(self, call: Call, turn: int) -> list[int]:
+    def _ids(self, call: CompletionCall, turn: int) -> list[int]:
         """What the model sees: the ids that came, if they are right, else the messages rendered."""
         try:
             if call.given is None:
@@ -230,11 +232,11 @@ class Judge:
             raise _refused(turn, RefusalReason.TOKENS, fault)
         return call.given.ids
 
-    def _tally(self, prompt: Prompt) -> Tally:
-        tally = self._tallies.get(prompt.call.key) or Tally(prompt.call.key)
+    def _tally(self, prompt: CheckedPrompt) -> JudgedRollout:
+        tally = self._tallies.get(prompt.call.key) or JudgedRollout(prompt.call.key)
         return tally.anew() if prompt.begins and (tally.next_turn > 1 or tally.conclusion) else tally
 
-    def _keep(self, rollout_id: str, tally: Tally) -> None:
+    def _keep(self, rollout_id: str, tally: JudgedRollout) -> None:
         self._tallies.pop(rollout_id, None)
         self._tallies[rollout_id] = tally
         while len(self._tallies) > self._rollouts_kept:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rollout_server.testing.script import Reply
+from rollout_server.testing.script import ScriptedReply
 
 Message: TypeAlias = Mapping[str, Any]
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
@@ -54,7 +54,9 @@ class PlainRenderer:
         """The ids of the whole prompt, generation prompt included; UnrenderableError if the template refuses."""
         return self._render(messages, tools, generation_prompt=True)
 
-    def answer(self, messages: Sequence[Message], tools: Tools | None, prompt: list[int], reply: Reply) -> list[int]:
+    def answer(
+        self, messages: Sequence[Message], tools: Tools | None, prompt: list[int], reply: ScriptedReply
+    ) -> list[int]:
         """The ids that a model generates when it says `reply` after `prompt`.
 
         They are what the template renders for the reply after the generation prompt, up to and with the end token, so
@@ -108,7 +110,7 @@ class PlainRenderer:
         return len(ended) - shared if self._ends.intersection(ended[shared - 2 : shared]) else 0
 
     def _ids_after_prompt(
-        self, messages: Sequence[Message], tools: Tools | None, prompt: list[int], reply: Reply
+        self, messages: Sequence[Message], tools: Tools | None, prompt: list[int], reply: ScriptedReply
     ) -> list[int]:
         said = [*messages, reply.message]
         whole = self._render(said, tools, generation_prompt=False)

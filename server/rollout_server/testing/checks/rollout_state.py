@@ -7,23 +7,23 @@ from typing import Final
 
 from rollout_server.testing.checks.history_check import Reading, canonical, first_difference, verbatim
 from rollout_server.testing.checks.renderer import Message
-from rollout_server.testing.checks.turn import Answer, Prompt
-from rollout_server.testing.checks.verdict import EARLIER_KEPT, Refusal, Sample, Turn, Verdict
-from rollout_server.testing.outcome_delivery import Conclusion
-from rollout_server.testing.script import Reply
+from rollout_server.testing.checks.turn import CheckedPrompt, ScriptedCompletion
+from rollout_server.testing.checks.verdict import EARLIER_KEPT, JudgedTurn, Refusal, TrainerSample, Verdict
+from rollout_server.testing.outcome_delivery import OutcomeDelivery
+from rollout_server.testing.script import ScriptedReply
 
 _COUNTED: Final = frozenset({"token_ids", "prompt_token_ids", "usage", "choices"})
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TokenCounts:
     """How many tokens of prompt and answer a response spoke of, by its ids or its usage; None where it did not."""
 
     prompt: int | None
     answer: int | None
 
     @classmethod
-    def by(cls, answer: Answer, reply: Reply) -> "Told":
+    def by(cls, answer: ScriptedCompletion, reply: ScriptedReply) -> "TokenCounts":
         """What a reply tells of an answer. Fields that were overridden may say anything."""
         if _COUNTED & set(reply.override):
             return cls(None, None)
@@ -42,7 +42,7 @@ class _Before:
     response_tokens: int
 
 
-class Tally:
+class JudgedRollout:
     """The messages known so far, the last prompt and answer, and the sample accumulated from them."""
 
     def __init__(self, rollout_id: str, earlier: tuple[Verdict, ...] = ()) -> None:
@@ -53,7 +53,7 @@ class Tally:
         self._answers: list[str] = []
         self._ended = False
         self._seen: list[int] = []
-        self._turns: list[Turn] = []
+        self._turns: list[JudgedTurn] = []
         self._refusals: list[Refusal] = []
         self._faults: list[str] = []
         self._prompt_ids: list[int] = []
@@ -62,11 +62,11 @@ class Tally:
         self._logprobs: list[float] = []
         self._before = _Before([], [], ended=False, response_tokens=0)
         self._siblings = self._replays = 0
-        self.told: list[Told] = []
+        self.told: list[TokenCounts] = []
         self.turn_keys: list[str] = []
         self.asked_key = ""
         self.masked: bool | None = None
-        self.conclusion: Conclusion | None = None
+        self.conclusion: OutcomeDelivery | None = None
 
     @property
     def next_turn(self) -> int:
@@ -74,7 +74,7 @@ class Tally:
         return len(self._turns) + 1
 
     @property
-    def last_turn(self) -> Turn:
+    def last_turn(self) -> JudgedTurn:
         """The turn that was answered last; there has to be one."""
         return self._turns[-1]
 
@@ -134,7 +134,7 @@ class Tally:
         """Records a refusal; nothing else changes."""
         self._refusals.append(refusal)
 
-    def fault(self, prompt: Prompt, name: str) -> None:
+    def fault(self, prompt: CheckedPrompt, name: str) -> None:
         """Records a failure of the trainer itself; what comes next is another attempt at the same turn."""
         self._faults.append(f"turn {prompt.turn}: {name}")
         if prompt.call.keyed and prompt.turn == self.next_turn:
@@ -148,14 +148,14 @@ class Tally:
         """Records that an answer was given again."""
         self._replays += 1
 
-    def add(self, prompt: Prompt, answer: Answer, told: Told) -> None:
+    def add(self, prompt: CheckedPrompt, answer: ScriptedCompletion, told: TokenCounts) -> None:
         """Takes an accepted turn into the sample; a sibling in place of the answer that it is one of."""
         if prompt.repeats:
             self._undo()
             self._siblings += 1
         drift = self.drift(prompt.ids) if self._turns else None
         self._before = _Before(self._known, self._seen, self._ended, len(self._response_ids))
-        self._turns.append(Turn(self.next_turn, len(prompt.ids), prompt.new_tokens, len(answer.token_ids), drift))
+        self._turns.append(JudgedTurn(self.next_turn, len(prompt.ids), prompt.new_tokens, len(answer.token_ids), drift))
         if len(self._turns) == 1:
             self._prompt_ids = prompt.ids
         else:
@@ -166,7 +166,7 @@ class Tally:
         self._remember(prompt, answer)
         self.told.append(told)
 
-    def _remember(self, prompt: Prompt, answer: Answer) -> None:
+    def _remember(self, prompt: CheckedPrompt, answer: ScriptedCompletion) -> None:
         keyed = prompt.call.keyed
         self.masked, self.asked_key = prompt.call.masked, ""
         self._read = verbatim if keyed else canonical
@@ -190,7 +190,9 @@ class Tally:
 
     def verdict(self) -> Verdict:
         """All of it as a value."""
-        sample = Sample(tuple(self._prompt_ids), tuple(self._response_ids), tuple(self._mask), tuple(self._logprobs))
+        sample = TrainerSample(
+            tuple(self._prompt_ids), tuple(self._response_ids), tuple(self._mask), tuple(self._logprobs)
+        )
         return Verdict(
             rollout_id=self._rollout_id,
             turns=tuple(self._turns),
@@ -203,7 +205,7 @@ class Tally:
             earlier=self._earlier,
         )
 
-    def anew(self) -> "Tally":
+    def anew(self) -> "JudgedRollout":
         """An empty tally under the same id, which keeps this one's verdict as an earlier one."""
         verdict = dataclasses.replace(self.verdict(), earlier=())
-        return Tally(self._rollout_id, (*self._earlier, verdict))
+        return JudgedRollout(self._rollout_id, (*self._earlier, verdict))

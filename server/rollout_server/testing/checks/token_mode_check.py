@@ -29,7 +29,7 @@ _WORDS: Final = ("one", "two")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PromptPiece:
     """What stands in front of one answer, ``ids[start:stop]`` of a prompt.
 
     `closing` of them, at its start, are declared to end the answer before, which is ``messages[answered]``; None for the
@@ -47,11 +47,11 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GivenPrompt:
     """The ids that a call is to be answered from, and those pieces of them that were not judged yet."""
 
     ids: list[int]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PromptPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,14 @@ class _Wanted:
     closing: int
 
 
-class Continuations:
+class TokenModeCheck:
     """Judges given ids. For the thread that owns the renderer."""
 
     def __init__(self, renderer: PlainRenderer) -> None:
         self._renderer = renderer
         self._forms = (renderer, renderer.in_other_form())
 
-    def fault(self, messages: Sequence[Message], tools: Tools | None, given: Given) -> str | None:
+    def fault(self, messages: Sequence[Message], tools: Tools | None, given: GivenPrompt) -> str | None:
         """What is wrong, in words that name turn, token and the text around it; None if nothing is.
 
         UnrenderableError where the template takes the messages in no form.
@@ -76,7 +76,7 @@ class Continuations:
         return next((fault for fault in found if fault), None)
 
     def _piece_fault(
-        self, messages: Sequence[Message], tools: Tools | None, ids: list[int], piece: Piece
+        self, messages: Sequence[Message], tools: Tools | None, ids: list[int], piece: PromptPiece
     ) -> str | None:
         sent = ids[piece.start : piece.stop]
         wanted = self._wanted(messages, tools, ids, piece)
@@ -92,7 +92,9 @@ class Continuations:
             )
         return self._difference(first.ids, sent, piece)
 
-    def _wanted(self, messages: Sequence[Message], tools: Tools | None, ids: list[int], piece: Piece) -> list[_Wanted]:
+    def _wanted(
+        self, messages: Sequence[Message], tools: Tools | None, ids: list[int], piece: PromptPiece
+    ) -> list[_Wanted]:
         """All that would be right, what the trainer itself would render first."""
         wanted: list[_Wanted] = []
         refusals: list[UnrenderableError] = []
@@ -108,7 +110,7 @@ class Continuations:
             raise refusals[0]
         return wanted
 
-    def _difference(self, wanted: list[int], sent: list[int], piece: Piece) -> str:
+    def _difference(self, wanted: list[int], sent: list[int], piece: PromptPiece) -> str:
         index = next((i for i, (a, b) in enumerate(zip(wanted, sent, strict=False)) if a != b), None)
         at = min(len(wanted), len(sent)) if index is None else index
         before = self._excerpt(sent[max(0, at - _AROUND) : at], tail=True)
@@ -124,7 +126,7 @@ class Continuations:
         text = self._renderer.decode(ids)
         return repr(text[-_LONGEST_EXCERPT:] if tail else text[:_LONGEST_EXCERPT])
 
-    def _text_fault(self, messages: Sequence[Message], sent: list[int], piece: Piece) -> str | None:
+    def _text_fault(self, messages: Sequence[Message], sent: list[int], piece: PromptPiece) -> str | None:
         text, at = self._renderer.decode(sent), 0
         first = 0 if piece.answered is None else piece.answered + 1
         for index in range(first, len(messages)):
@@ -137,7 +139,7 @@ class Continuations:
 
 
 def _appended(
-    renderer: PlainRenderer, messages: Sequence[Message], tools: Tools | None, ids: list[int], piece: Piece
+    renderer: PlainRenderer, messages: Sequence[Message], tools: Tools | None, ids: list[int], piece: PromptPiece
 ) -> list[_Wanted]:
     """The rest of the whole conversation's rendering, where it begins with what is held and breaks off at the answer's end."""
     plain = renderer.prompt(messages, tools)
@@ -153,7 +155,7 @@ def _appended(
 
 
 def _behind_answer(
-    renderer: PlainRenderer, messages: Sequence[Message], tools: Tools | None, ids: list[int], piece: Piece
+    renderer: PlainRenderer, messages: Sequence[Message], tools: Tools | None, ids: list[int], piece: PromptPiece
 ) -> list[_Wanted]:
     """What every rendering has behind the answer, whatever the answer says."""
     if piece.answered is None:

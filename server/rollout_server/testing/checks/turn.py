@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout_server.testing.checks.renderer import Message, Tools
-from rollout_server.testing.checks.token_mode_check import Given
+from rollout_server.testing.checks.token_mode_check import GivenPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Keyed:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CompletionCall:
     """One call for a completion, as received.
 
     `mask` is the `response_mask` of the body, None where there was none. A dialect without masks says `masked=False`:
@@ -33,7 +33,7 @@ class Call:
     masked: bool = True
     keyed: Keyed | None = None
     judged_as: str = ""
-    given: Given | None = None
+    given: GivenPrompt | None = None
     max_tokens: int | None = None
     again: bool = False
 
@@ -44,14 +44,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class CheckedPrompt:
     """A call that was found right: the ids that the model sees, and how many of them are new since the last answer.
 
     `turn` counts from 1. `begins` says that it is the first of a rollout; its `new_tokens` is 0. `repeats` says that the
     turn was answered already: whatever is generated now is a sibling of that answer, and replaces it.
     """
 
-    call: Call
+    call: CompletionCall
     ids: list[int]
     new_tokens: int
     turn: int
@@ -60,7 +60,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScriptedCompletion:
     """What is sent back, before anything is left out of it: one negative logprob, exact as float32, for each token id.
 
     `raw_text` is what the ids decode to.

@@ -47,7 +47,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class JudgedTurn:
     """One answered call.
 
     `prompt_tokens` is the length of the whole rendered prompt, `new_tokens` what of it entered since the last answer
@@ -63,7 +63,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TrainerSample:
     """The training sample that a trainer accumulates: the first prompt, then answers and what came between them.
 
     `response_ids`, `response_mask` and `logprobs` have equal length; the mask is 1 and the logprob negative exactly
@@ -77,7 +77,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DeliveredOutcome:
     """What a rollout came to, as it was delivered first.
 
     `body` as parsed, `key` its ``Idempotency-Key``, `deliveries` how often it came until now. `answered` is the status that
@@ -106,11 +106,11 @@ class Verdict:
     """
 
     rollout_id: str
-    turns: tuple[Turn, ...]
+    turns: tuple[JudgedTurn, ...]
     refusals: tuple[Refusal, ...]
     faults: tuple[str, ...]
-    sample: Sample
-    outcome: Outcome | None = None
+    sample: TrainerSample
+    outcome: DeliveredOutcome | None = None
     siblings: int = 0
     replays: int = 0
     earlier: tuple["Verdict", ...] = ()

@@ -18,16 +18,16 @@ from osmosis.rollout.v1 import message_pb2
 
 from rollout_server.testing.checks.judge import ROLLOUTS_KEPT
 from rollout_server.testing.checks.renderer import Message, Tools
-from rollout_server.testing.checks.turn import Call
+from rollout_server.testing.checks.turn import CompletionCall
 from rollout_server.testing.checks.verdict import Refusal, RefusalReason, RefusedError
 from rollout_server.testing.grpc import wire
 from rollout_server.testing.grpc.grpc_lies import BORROWED, twisted
-from rollout_server.testing.grpc.ledger import SegmentLedger
+from rollout_server.testing.grpc.ledger import HeldSegment
 from rollout_server.testing.grpc.segments import Segments, messages_of
 from rollout_server.testing.grpc.status import StatusError, invalid, status_of_fault
 from rollout_server.testing.grpc.token_mode import Continued, continued
-from rollout_server.testing.model.engine import Answered, Failed
-from rollout_server.testing.model.engine_thread import Desk, ToolsUnavailableError
+from rollout_server.testing.model.engine import CompletedCall, FailedCall
+from rollout_server.testing.model.engine_thread import EngineThread, ToolsUnavailableError
 from rollout_server.testing.script import Fault, FaultKind, Lie
 
 _ANSWERS_KEPT: Final = 16 * ROLLOUTS_KEPT
@@ -51,7 +51,7 @@ class Completions:
     Every request for a completion goes into `requests` first, whatever becomes of it.
     """
 
-    def __init__(self, desk: Desk, requests: "deque[SeenCompletion]", *, replays_keys: bool) -> None:
+    def __init__(self, desk: EngineThread, requests: "deque[SeenCompletion]", *, replays_keys: bool) -> None:
         self._desk = desk
         self._requests = requests
         self._replays_keys = replays_keys
@@ -112,7 +112,7 @@ class Completions:
         before = held.copy()
         messages = messages_of(request, held)
         tokens = self._continued(request, held, messages)
-        call = Call(
+        call = CompletionCall(
             request.rollout_id,
             messages,
             tools=await self._tools(request),
@@ -128,7 +128,7 @@ class Completions:
             raise StatusError(
                 grpc.StatusCode.INVALID_ARGUMENT, error.refusal.reason.name, error.refusal.text
             ) from error
-        if isinstance(result, Failed):
+        if isinstance(result, FailedCall):
             return await _failure(result)
         if result.lost:
             self._lost[request.turn_key] = result.lost
@@ -142,7 +142,7 @@ class Completions:
         return self._told(request, call, result.reply.lie, honest)
 
     def _told(
-        self, request: pb.CompleteRequest, call: Call, lie: Lie | None, honest: pb.CompleteResponse
+        self, request: pb.CompleteRequest, call: CompletionCall, lie: Lie | None, honest: pb.CompleteResponse
     ) -> pb.CompleteResponse:
         """What is sent: the honest answer, or one with a lie in it, of which the verdict then tells."""
         earlier = self._earlier.pop(request.uid, None) or next(reversed(self._earlier.values()), None)
@@ -159,7 +159,7 @@ class Completions:
         return twisted(lie, honest, earlier or honest, request.turn)
 
     def _continued(
-        self, request: pb.CompleteRequest, held: SegmentLedger, messages: Sequence[Message]
+        self, request: pb.CompleteRequest, held: HeldSegment, messages: Sequence[Message]
     ) -> Continued | None:
         """The call's tokens; None in message mode. StatusError as `continued`, which is then part of the verdict."""
         if not request.HasField("new_tokens"):
@@ -183,19 +183,19 @@ class Completions:
 def _taken(
     request: pb.CompleteRequest,
     messages: Sequence[Message],
-    held: SegmentLedger,
+    held: HeldSegment,
     tokens: Continued | None,
-    result: Answered,
-) -> wire.Told:
+    result: CompletedCall,
+) -> wire.ResponseDetails:
     """Takes an answer into its segment."""
     answer = result.answer
     policy = result.reply.policy_version or f"policy-{request.turn}"
     if tokens is None:
         after = held.add(request.turn, messages, answer, policy)
-        return wire.Told(answer, result.reply, policy, after)
+        return wire.ResponseDetails(answer, result.reply, policy, after)
     tokens.enter(held)
     after = held.answered(request.turn, messages, answer, policy)
-    return wire.Told(answer, result.reply, policy, after, tokens.prompt)
+    return wire.ResponseDetails(answer, result.reply, policy, after, tokens.prompt)
 
 
 def _check(request: pb.CompleteRequest) -> None:
@@ -209,7 +209,7 @@ def _check(request: pb.CompleteRequest) -> None:
         raise invalid("turn_key", f"is {request.turn_key!r}, but this turn's key is {key!r}")
 
 
-async def _failure(result: Failed) -> pb.CompleteResponse:
+async def _failure(result: FailedCall) -> pb.CompleteResponse:
     """Commits a scripted fault: raises its status, or returns what HTTP would answer with status 200."""
     fault = result.fault
     await asyncio.sleep(fault.delay)

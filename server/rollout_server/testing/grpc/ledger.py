@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Final
 
 from rollout_server.testing.checks.renderer import Message
-from rollout_server.testing.checks.turn import Answer
+from rollout_server.testing.checks.turn import ScriptedCompletion
 
 _MODEL_BIT: Final = 1 << 31
 
@@ -33,7 +33,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LedgerRun:
     """Tokens of one author in one turn (from 1); `logprobs` and `policy_version` for the model's only."""
 
     turn: int
@@ -49,12 +49,12 @@ class Run:
         bit = _MODEL_BIT if self.by_model else 0
         return [token_id | bit for token_id in self.token_ids]
 
-    def part(self, start: int, stop: int | None = None) -> "Run":
+    def part(self, start: int, stop: int | None = None) -> "LedgerRun":
         """The run without the tokens outside of [start, stop)."""
         return replace(self, token_ids=self.token_ids[start:stop], logprobs=self.logprobs[start:stop])
 
 
-class SegmentLedger:
+class HeldSegment:
     """One segment: runs in order, and a mark after each answer.
 
     `rollout_key` names the rollout to the judge; `typed` says that the segment began with typed messages, `in_tokens` that
@@ -73,10 +73,10 @@ class SegmentLedger:
         self.drifted = False
         self.forgotten = False
         self.begun = False
-        self.before: SegmentLedger | None = None
+        self.before: HeldSegment | None = None
         self.undone = 0
         self.last_was_cut = False
-        self._runs: list[Run] = []
+        self._runs: list[LedgerRun] = []
         self._words: list[int] = []
         self._digest = hashlib.sha256()
 
@@ -95,7 +95,7 @@ class SegmentLedger:
         """The turn that was answered last; 0 before the first one."""
         return self._runs[-1].turn if self._runs else 0
 
-    def copy(self) -> "SegmentLedger":
+    def copy(self) -> "HeldSegment":
         """Another ledger that holds the same."""
         other = copy.copy(self)
         other.messages, other.marks = self.messages[:], self.marks[:]
@@ -103,24 +103,24 @@ class SegmentLedger:
         other.before = None
         return other
 
-    def add(self, turn: int, messages: Sequence[Message], answer: Answer, policy_version: str) -> Mark:
+    def add(self, turn: int, messages: Sequence[Message], answer: ScriptedCompletion, policy_version: str) -> Mark:
         """Takes a turn of message mode in. A prompt that does not extend the ledger replaces what it held."""
         ids = self.ids
         if answer.prompt_ids[: len(ids)] != ids:
             self._clear()
         new = answer.prompt_ids[len(self._words) :]
-        self.append(Run(turn, False, new, reason=Reason.ENVIRONMENT if self._runs else Reason.PROMPT))
+        self.append(LedgerRun(turn, False, new, reason=Reason.ENVIRONMENT if self._runs else Reason.PROMPT))
         return self.answered(turn, messages, answer, policy_version)
 
-    def answered(self, turn: int, messages: Sequence[Message], answer: Answer, policy_version: str) -> Mark:
+    def answered(self, turn: int, messages: Sequence[Message], answer: ScriptedCompletion, policy_version: str) -> Mark:
         """Takes in the answer to what the ledger ends with."""
-        self.append(Run(turn, True, answer.token_ids, answer.logprobs, policy_version=policy_version))
+        self.append(LedgerRun(turn, True, answer.token_ids, answer.logprobs, policy_version=policy_version))
         self.messages = [*messages, answer.message]
         self.last_was_cut = answer.finish_reason == "length"
         self.begun, self.forgotten = True, False
         return self.mark(len(self.messages))
 
-    def append(self, run: Run) -> None:
+    def append(self, run: LedgerRun) -> None:
         """Adds tokens."""
         self._digest.update(_packed(run))
         self._runs.append(run)
@@ -131,7 +131,7 @@ class SegmentLedger:
         self.marks.append(self.extended((), messages))
         return self.marks[-1]
 
-    def extended(self, runs: Sequence[Run], messages: int) -> Mark:
+    def extended(self, runs: Sequence[LedgerRun], messages: int) -> Mark:
         """The checkpoint behind further runs, which are not taken in."""
         digest = self._digest.copy()
         for run in runs:
@@ -142,10 +142,10 @@ class SegmentLedger:
         """Whether the ledger stood at this digest after one of its turns."""
         return any(mark.digest == digest for mark in self.marks)
 
-    def branch(self, digest: bytes, rollout_key: str) -> "SegmentLedger":
+    def branch(self, digest: bytes, rollout_key: str) -> "HeldSegment":
         """A ledger of its own with what this one held at `digest`."""
         turns = next(index for index, mark in enumerate(self.marks, start=1) if mark.digest == digest)
-        branch = SegmentLedger(rollout_key, typed=self.typed, in_tokens=self.in_tokens)
+        branch = HeldSegment(rollout_key, typed=self.typed, in_tokens=self.in_tokens)
         branch.marks = self.marks[:turns]
         for run in self.runs(0, branch.marks[-1].tokens):
             branch.append(run)
@@ -153,7 +153,7 @@ class SegmentLedger:
         branch.last_was_cut = self.last_was_cut and turns == len(self.marks)
         return branch
 
-    def runs(self, offset: int, stop: int | None = None) -> Iterator[Run]:
+    def runs(self, offset: int, stop: int | None = None) -> Iterator[LedgerRun]:
         """The runs from the token at `offset` on and before `stop`, none of them empty."""
         yield from runs_within(self._runs, offset, stop)
 
@@ -163,7 +163,7 @@ class SegmentLedger:
         self._digest = hashlib.sha256()
 
 
-def runs_within(runs: Sequence[Run], offset: int, stop: int | None = None) -> Iterator[Run]:
+def runs_within(runs: Sequence[LedgerRun], offset: int, stop: int | None = None) -> Iterator[LedgerRun]:
     """What lies in [offset, stop), counted in tokens; no empty runs."""
     start = 0
     for run in runs:
@@ -175,6 +175,6 @@ def runs_within(runs: Sequence[Run], offset: int, stop: int | None = None) -> It
             yield run.part(first, last)
 
 
-def _packed(run: Run) -> bytes:
+def _packed(run: LedgerRun) -> bytes:
     words = run.words
     return struct.pack(f"<{len(words)}I", *words)

@@ -7,14 +7,14 @@ from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import message_pb2, token_pb2
 
 from rollout_server.testing.checks.renderer import Message, Tools
-from rollout_server.testing.grpc.ledger import SegmentLedger
+from rollout_server.testing.grpc.ledger import HeldSegment
 from rollout_server.testing.grpc.status import StatusError, base_unknown, invalid, mismatch
 from rollout_server.testing.grpc.wire import message_from_proto, tool_from_proto, tools_digest
 
 
 @dataclass(slots=True)
-class _Rollout:
-    segments: dict[str, SegmentLedger] = field(default_factory=dict)
+class _RolloutSegments:
+    segments: dict[str, HeldSegment] = field(default_factory=dict)
     tools: dict[bytes, Tools] = field(default_factory=dict)
 
 
@@ -22,14 +22,14 @@ class Segments:
     """The last `rollouts_kept` rollouts by uid. The event loop's thread only."""
 
     def __init__(self, rollouts_kept: int) -> None:
-        self._rollouts: dict[str, _Rollout] = {}
+        self._rollouts: dict[str, _RolloutSegments] = {}
         self._rollouts_kept = rollouts_kept
 
     def is_new(self, uid: str) -> bool:
         """Whether no call of this rollout came yet."""
         return uid not in self._rollouts
 
-    def segment(self, request: pb.CompleteRequest) -> SegmentLedger:
+    def segment(self, request: pb.CompleteRequest) -> HeldSegment:
         """The segment that the call continues, or a new one: empty, or what another held at the call's base.
 
         StatusError: BASE_UNKNOWN for a base that no segment of this rollout ever had, LEDGER_MISMATCH where the segment
@@ -53,7 +53,7 @@ class Segments:
         rollout.segments[request.segment_id] = _at_base(branch, request.base)
         return branch
 
-    def parent(self, request: pb.CompleteRequest) -> SegmentLedger | None:
+    def parent(self, request: pb.CompleteRequest) -> HeldSegment | None:
         """The segment that the call's segment comes from, as far as it is known here."""
         return self.find(request.uid, request.origin.parent_id) if request.origin.parent_id else None
 
@@ -71,7 +71,7 @@ class Segments:
         for segment in rollout.segments.values():
             segment.forgotten = True
 
-    def find(self, uid: str, segment_id: str) -> SegmentLedger | None:
+    def find(self, uid: str, segment_id: str) -> HeldSegment | None:
         """A segment that is known."""
         rollout = self._rollouts.get(uid)
         return rollout.segments.get(segment_id) if rollout else None
@@ -95,28 +95,28 @@ class Segments:
             raise StatusError(grpc.StatusCode.FAILED_PRECONDITION, "TOOLS_UNKNOWN", text)
         return rollout.tools[named]
 
-    def _rollout(self, request: pb.CompleteRequest) -> _Rollout:
+    def _rollout(self, request: pb.CompleteRequest) -> _RolloutSegments:
         known = self._rollouts.get(request.uid)
         if known is not None:
             return known
-        rollout = self._rollouts[request.uid] = _Rollout()
+        rollout = self._rollouts[request.uid] = _RolloutSegments()
         while len(self._rollouts) > self._rollouts_kept:
             del self._rollouts[next(iter(self._rollouts))]
         return rollout
 
-    def _open(self, rollout: _Rollout, request: pb.CompleteRequest) -> SegmentLedger:
+    def _open(self, rollout: _RolloutSegments, request: pb.CompleteRequest) -> HeldSegment:
         typed = bool(request.new_messages) and request.new_messages[0].WhichOneof("form") == "chat"
-        ledger = SegmentLedger(_key(rollout, request), typed=typed, in_tokens=request.HasField("new_tokens"))
+        ledger = HeldSegment(_key(rollout, request), typed=typed, in_tokens=request.HasField("new_tokens"))
         rollout.segments[request.segment_id] = ledger
         return ledger
 
 
-def _key(rollout: _Rollout, request: pb.CompleteRequest) -> str:
+def _key(rollout: _RolloutSegments, request: pb.CompleteRequest) -> str:
     """What the judge calls a new conversation: the first one of a rollout goes by the rollout's name."""
     return f"{request.rollout_id}/{request.segment_id}" if rollout.segments else request.rollout_id
 
 
-def messages_of(request: pb.CompleteRequest, ledger: SegmentLedger) -> list[Message]:
+def messages_of(request: pb.CompleteRequest, ledger: HeldSegment) -> list[Message]:
     """The whole conversation: the base's messages and the new ones. StatusError names a message that is none."""
     new = [_message(index, message) for index, message in enumerate(request.new_messages)]
     if not request.HasField("base"):
@@ -126,7 +126,7 @@ def messages_of(request: pb.CompleteRequest, ledger: SegmentLedger) -> list[Mess
     return [*ledger.messages[: request.base.messages], *new]
 
 
-def _at_base(ledger: SegmentLedger, base: token_pb2.Checkpoint) -> SegmentLedger:
+def _at_base(ledger: HeldSegment, base: token_pb2.Checkpoint) -> HeldSegment:
     if not ledger.marks or ledger.forgotten:
         raise base_unknown("the segment is known, but no turn of it was answered or all of it was forgotten")
     mark = ledger.marks[-1]
@@ -139,7 +139,7 @@ def _at_base(ledger: SegmentLedger, base: token_pb2.Checkpoint) -> SegmentLedger
     return ledger
 
 
-def _check_mode(ledger: SegmentLedger, request: pb.CompleteRequest) -> None:
+def _check_mode(ledger: HeldSegment, request: pb.CompleteRequest) -> None:
     if ledger.in_tokens != request.HasField("new_tokens"):
         text = "is missing, but the segment began" if ledger.in_tokens else "came, but the segment began without it"
         raise invalid("new_tokens", text + (" in token mode" if ledger.in_tokens else ""))

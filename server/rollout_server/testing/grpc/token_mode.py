@@ -13,8 +13,8 @@ from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import token_pb2
 
 from rollout_server.testing.checks.renderer import Message
-from rollout_server.testing.checks.token_mode_check import Given, Piece
-from rollout_server.testing.grpc.ledger import Mark, Reason, Run, SegmentLedger, runs_within
+from rollout_server.testing.checks.token_mode_check import GivenPrompt, PromptPiece
+from rollout_server.testing.grpc.ledger import HeldSegment, LedgerRun, Mark, Reason, runs_within
 from rollout_server.testing.grpc.status import invalid, mismatch
 
 _REASONS: Final = {
@@ -39,11 +39,11 @@ _LARGEST_ID: Final = (1 << 31) - 1
 
 
 @dataclass(slots=True)
-class _Turn:
+class _SentTurn:
     """What stands before an answer, and the answer; the last turn of a call has none."""
 
-    before: list[Run] = field(default_factory=list)
-    answer: list[Run] = field(default_factory=list)
+    before: list[LedgerRun] = field(default_factory=list)
+    answer: list[LedgerRun] = field(default_factory=list)
 
     @property
     def number(self) -> int:
@@ -60,12 +60,12 @@ class Continued:
     what the model is to answer now. `prompt` is the checkpoint that base and spans give.
     """
 
-    given: Given
+    given: GivenPrompt
     prompt: Mark
-    turns: tuple[_Turn, ...]
+    turns: tuple[_SentTurn, ...]
     known: tuple[int, ...]
 
-    def enter(self, ledger: SegmentLedger) -> None:
+    def enter(self, ledger: HeldSegment) -> None:
         """Takes it in, with a mark behind each answer."""
         for turn, messages in zip(self.turns, (*self.known, None), strict=True):
             for run in (*turn.before, *turn.answer):
@@ -75,7 +75,7 @@ class Continued:
 
 
 def continued(
-    request: pb.CompleteRequest, ledger: SegmentLedger, parent: SegmentLedger | None, messages: Sequence[Message]
+    request: pb.CompleteRequest, ledger: HeldSegment, parent: HeldSegment | None, messages: Sequence[Message]
 ) -> Continued:
     """What the call's tokens are, against what is held of its segment, and of the one that it comes from.
 
@@ -95,15 +95,15 @@ def continued(
     turns = _turns(fresh)
     answers = _answers(len(turns) - 1, messages)
     pieces = list(_pieces(request.turn, ledger, turns, [*answers, len(messages)]))
-    given = Given(ledger.ids + [token_id for run in fresh for token_id in run.token_ids], ())
+    given = GivenPrompt(ledger.ids + [token_id for run in fresh for token_id in run.token_ids], ())
     unproved = tuple(piece for piece in pieces if piece.stop > proved or piece is pieces[-1])
     return Continued(replace(given, pieces=unproved), prompt, tuple(turns), tuple(index + 1 for index in answers))
 
 
-def _runs(request: pb.CompleteRequest) -> list[Run]:
+def _runs(request: pb.CompleteRequest) -> list[LedgerRun]:
     if request.new_tokens.media:
         raise invalid("new_tokens.media", "this trainer's model reads text only")
-    runs: list[Run] = []
+    runs: list[LedgerRun] = []
     before = _BASE if request.HasField("base") else _START
     for index, span in enumerate(request.new_tokens.spans):
         runs.append(_run(f"new_tokens.spans[{index}]", span))
@@ -116,7 +116,7 @@ def _runs(request: pb.CompleteRequest) -> list[Run]:
     return runs
 
 
-def _run(place: str, span: token_pb2.Span) -> Run:
+def _run(place: str, span: token_pb2.Span) -> LedgerRun:
     by_model = span.author == token_pb2.AUTHOR_MODEL
     if not by_model and span.author != token_pb2.AUTHOR_OTHER:
         raise invalid(f"{place}.author", f"is {span.author}: every token has an author")
@@ -134,21 +134,21 @@ def _run(place: str, span: token_pb2.Span) -> Run:
     logprobs = span.logprobs.values
     if span.HasField("logprobs") and len(logprobs) != len(span.token_ids):
         raise invalid(f"{place}.logprobs", f"has {len(logprobs)} values for {len(span.token_ids)} tokens")
-    return Run(span.turn, by_model, list(span.token_ids), list(logprobs), reason, span.policy_version)
+    return LedgerRun(span.turn, by_model, list(span.token_ids), list(logprobs), reason, span.policy_version)
 
 
-def _turns(runs: Sequence[Run]) -> list[_Turn]:
+def _turns(runs: Sequence[LedgerRun]) -> list[_SentTurn]:
     """The runs by turns; the last one is what is to be answered, and may be empty."""
-    turns = [_Turn()]
+    turns = [_SentTurn()]
     for run in runs:
         last = turns[-1]
         if last.answer and not (run.by_model and run.turn == last.number):
-            turns.append(last := _Turn())
+            turns.append(last := _SentTurn())
         (last.answer if run.by_model else last.before).append(run)
-    return [*turns, _Turn()] if turns[-1].answer else turns
+    return [*turns, _SentTurn()] if turns[-1].answer else turns
 
 
-def _check_turns(turns: Sequence[_Turn], request: pb.CompleteRequest) -> None:
+def _check_turns(turns: Sequence[_SentTurn], request: pb.CompleteRequest) -> None:
     """Each prompt bears the number of its answer, and the numbers grow."""
     numbers = [0, *(turn.number for turn in turns[:-1]), request.turn]
     for turn, last, number in zip(turns, numbers, numbers[1:], strict=False):
@@ -160,7 +160,7 @@ def _check_turns(turns: Sequence[_Turn], request: pb.CompleteRequest) -> None:
 
 
 def _compare(
-    sent: Sequence[Run], ledger: SegmentLedger, parent: SegmentLedger | None, request: pb.CompleteRequest
+    sent: Sequence[LedgerRun], ledger: HeldSegment, parent: HeldSegment | None, request: pb.CompleteRequest
 ) -> int:
     """How many tokens of a whole history are those that are held; StatusError where they are others."""
     words = [word for run in sent for word in run.words]
@@ -181,7 +181,7 @@ def _compare(
     return len(shared)
 
 
-def _check_same(words: Sequence[int], held: Sequence[int], sent: Sequence[Run], ledger: SegmentLedger) -> None:
+def _check_same(words: Sequence[int], held: Sequence[int], sent: Sequence[LedgerRun], ledger: HeldSegment) -> None:
     pairs = enumerate(zip(held, words, strict=False))
     index = next((i for i, (a, b) in pairs if a != b), len(words))
     if index >= len(held):
@@ -194,7 +194,7 @@ def _check_same(words: Sequence[int], held: Sequence[int], sent: Sequence[Run], 
 
 
 def _check_origin(
-    request: pb.CompleteRequest, ledger: SegmentLedger, parent: SegmentLedger | None, *, answered: bool
+    request: pb.CompleteRequest, ledger: HeldSegment, parent: HeldSegment | None, *, answered: bool
 ) -> None:
     origin, with_base = request.origin, request.HasField("base")
     if ledger.begun and request.turn <= ledger.last_turn:
@@ -213,7 +213,7 @@ def _check_origin(
         raise invalid("origin.parent_tokens", f"is {origin.parent_tokens}, the parent has {most}")
 
 
-def _check_after(after: token_pb2.Checkpoint, prompt: Mark, ledger: SegmentLedger) -> None:
+def _check_after(after: token_pb2.Checkpoint, prompt: Mark, ledger: HeldSegment) -> None:
     if after.messages != prompt.messages:
         raise invalid("new_tokens.after.messages", f"is {after.messages}, the conversation has {prompt.messages}")
     if (after.tokens, after.digest) != (prompt.tokens, prompt.digest):
@@ -232,7 +232,9 @@ def _answers(count: int, messages: Sequence[Message]) -> list[int]:
     return said[len(said) - count :]
 
 
-def _pieces(now: int, ledger: SegmentLedger, turns: Sequence[_Turn], messages: Sequence[int]) -> Iterator[Piece]:
+def _pieces(
+    now: int, ledger: HeldSegment, turns: Sequence[_SentTurn], messages: Sequence[int]
+) -> Iterator[PromptPiece]:
     """What stands before each answer; `messages` of the conversation stand before it."""
     start = len(ledger.words)
     answered = ledger.marks[-1].messages - 1 if ledger.marks else None
@@ -240,7 +242,7 @@ def _pieces(now: int, ledger: SegmentLedger, turns: Sequence[_Turn], messages: S
     for turn, before in zip(turns, messages, strict=True):
         stop = start + sum(len(run.token_ids) for run in turn.before)
         closing = sum(len(run.token_ids) for run in turn.before if run.reason is Reason.CLOSING)
-        yield Piece(turn.number if turn.answer else now, start, stop, before, answered, closing, cut)
+        yield PromptPiece(turn.number if turn.answer else now, start, stop, before, answered, closing, cut)
         start, answered, cut = start + turn.size, before, False
 
 

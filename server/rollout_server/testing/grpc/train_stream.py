@@ -21,7 +21,7 @@ from osmosis.rollout.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from rollout_server.testing.checks.stream_rules import TrainRules
 from rollout_server.testing.grpc.completions import Completions, SilenceError
 from rollout_server.testing.grpc.status import StatusError
-from rollout_server.testing.notifier import Bell
+from rollout_server.testing.notifier import Notifier
 
 _LARGEST_MESSAGE: Final = 64 * 1024 * 1024
 _OPTIONS: Final = (
@@ -57,7 +57,7 @@ class TrainStream:
         self._credit = credit
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._rules = TrainRules(credit)
-        self._changed = Bell()
+        self._changed = Notifier()
         self._kept: deque[pb.TrainRequest] = deque()
         self._passing: deque[pb.TrainRequest] = deque()
         self._sent = 0

@@ -14,9 +14,9 @@ from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import message_pb2, token_pb2
 
 from rollout_server.testing.checks.renderer import Message
-from rollout_server.testing.checks.turn import Answer
-from rollout_server.testing.grpc.ledger import Mark, Reason, Run, SegmentLedger
-from rollout_server.testing.script import Reply
+from rollout_server.testing.checks.turn import ScriptedCompletion
+from rollout_server.testing.grpc.ledger import HeldSegment, LedgerRun, Mark, Reason
+from rollout_server.testing.script import ScriptedReply
 
 _REASONS: Final = {
     None: token_pb2.MASK_REASON_UNSPECIFIED,
@@ -50,20 +50,20 @@ def tool_from_proto(tool: message_pb2.Tool) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ResponseDetails:
     """What there is to tell of a turn. `prompt` is the checkpoint in front of the answer, in token mode only."""
 
-    answer: Answer
-    reply: Reply
+    answer: ScriptedCompletion
+    reply: ScriptedReply
     policy_version: str
     after: Mark
     prompt: Mark | None = None
 
 
-def response(told: Told, *, typed: bool, with_logprobs: bool) -> pb.CompleteResponse:
+def response(told: ResponseDetails, *, typed: bool, with_logprobs: bool) -> pb.CompleteResponse:
     """The answer of a turn, without what the reply omits.
 
-    `Reply.override` has no meaning here: it replaces fields of a JSON body.
+    `ScriptedReply.override` has no meaning here: it replaces fields of a JSON body.
     """
     answer, omit = told.answer, told.reply.omit
     filled = pb.CompleteResponse(
@@ -108,14 +108,14 @@ def tools_digest(tools: Iterable[message_pb2.Tool]) -> bytes:
     return digest.digest()
 
 
-def ledger(held: SegmentLedger, offset: int) -> pb.ReadLedgerResponse:
+def ledger(held: HeldSegment, offset: int) -> pb.ReadLedgerResponse:
     """A segment from the token at `offset` on."""
     return pb.ReadLedgerResponse(
         spans=[_span(run) for run in held.runs(offset)], checkpoints=[checkpoint(mark) for mark in held.marks]
     )
 
 
-def _span(run: Run) -> token_pb2.Span:
+def _span(run: LedgerRun) -> token_pb2.Span:
     span = token_pb2.Span(
         author=token_pb2.AUTHOR_MODEL if run.by_model else token_pb2.AUTHOR_OTHER,
         mask_reason=_REASONS[run.reason],

@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rollout_server.testing.checks.dialect import Dialect
-from rollout_server.testing.checks.turn import Call
+from rollout_server.testing.checks.dialect import TrainerDialect
+from rollout_server.testing.checks.turn import CompletionCall
 from rollout_server.testing.checks.verdict import RefusedError
 from rollout_server.testing.http.bearer import Bearer
-from rollout_server.testing.http.broken_responses import Closed, Held, broken
-from rollout_server.testing.http.outcome_receiver import Receiver
+from rollout_server.testing.http.broken_responses import Closed, DelayedResponse, broken
+from rollout_server.testing.http.outcome_receiver import OutcomeReceiver
 from rollout_server.testing.http.wire import (
     completion_body,
     keyed_call,
@@ -28,8 +28,8 @@ from rollout_server.testing.http.wire import (
     summary_body,
     verdict_body,
 )
-from rollout_server.testing.model.engine import Answered, Failed, Result
-from rollout_server.testing.model.engine_thread import Desk, ToolsUnavailableError
+from rollout_server.testing.model.engine import CompletedCall, FailedCall, Result
+from rollout_server.testing.model.engine_thread import EngineThread, ToolsUnavailableError
 from rollout_server.testing.model.script_json import script_from_json
 from rollout_server.testing.script import FaultKind
 
@@ -46,7 +46,7 @@ class SeenRequest:
 class Speech:
     """How a trainer speaks HTTP: in which dialect, and whether it repeats an answered ``Idempotency-Key`` in its answer."""
 
-    dialect: Dialect
+    dialect: TrainerDialect
     echoes_keys: bool
 
 
@@ -54,7 +54,12 @@ class TrainerApp:
     """The endpoints. Every request for a completion goes into `requests` first, whatever becomes of it."""
 
     def __init__(
-        self, desk: Desk, speech: Speech, bearer: Bearer, receiver: Receiver, requests: "deque[SeenRequest]"
+        self,
+        desk: EngineThread,
+        speech: Speech,
+        bearer: Bearer,
+        receiver: OutcomeReceiver,
+        requests: "deque[SeenRequest]",
     ) -> None:
         self._desk = desk
         self._speech = speech
@@ -71,7 +76,7 @@ class TrainerApp:
             Route("/verdict", self._verdict, methods=["GET"]),
             Route("/script", self._put_script, methods=["PUT"]),
         ]
-        if self._speech.dialect is not Dialect.MASKED:
+        if self._speech.dialect is not TrainerDialect.MASKED:
             routes.append(Route("/v1/rollout/completed", self._receiver.receive, methods=["POST"]))
         return Starlette(routes=routes)
 
@@ -97,7 +102,7 @@ class TrainerApp:
         echoed = call.keyed.turn_key if call.keyed and self._speech.echoes_keys else ""
         return _response(body, result, {"idempotency-key": echoed} if echoed else {})
 
-    async def _call(self, body: Any, turn_key: str) -> Call:
+    async def _call(self, body: Any, turn_key: str) -> CompletionCall:
         """The call that a body makes, in the dialect that it is in. ValueError, ToolsUnavailableError."""
         fields, rollout_id = rollout_in(body)
         known = self._desk.judge.is_masked(rollout_id, messages_in(fields))
@@ -128,16 +133,16 @@ class TrainerApp:
 
 
 def _response(body: Mapping[str, Any], result: Result, headers: Mapping[str, str]) -> Response:
-    if isinstance(result, Answered) and result.lost:
-        return Held(Closed(), result.lost.delay)
-    if isinstance(result, Failed):
+    if isinstance(result, CompletedCall) and result.lost:
+        return DelayedResponse(Closed(), result.lost.delay)
+    if isinstance(result, FailedCall):
         fault = result.fault
         if fault.kind not in (FaultKind.EMPTY_CHOICES, FaultKind.NULL_MESSAGE):
-            return Held(broken(fault), None if fault.kind is FaultKind.SILENCE else fault.delay)
+            return DelayedResponse(broken(fault), None if fault.kind is FaultKind.SILENCE else fault.delay)
     with_logprobs = body.get("logprobs") is not False
     completion = completion_body(body["rollout_id"], int(time.time()), result, with_logprobs=with_logprobs)
-    delay = result.fault.delay if isinstance(result, Failed) else result.reply.delay
-    return Held(Response(completion, headers=headers, media_type="application/json"), delay)
+    delay = result.fault.delay if isinstance(result, FailedCall) else result.reply.delay
+    return DelayedResponse(Response(completion, headers=headers, media_type="application/json"), delay)
 
 
 def _detail(status: int, text: str) -> Response:

@@ -19,7 +19,7 @@ _RESET_AT_CLOSE: Final = struct.pack("ii", 1, 0)  # SO_LINGER on, for 0 seconds
 _MISSING_BYTES: Final = 4096
 
 
-class Held(Response):
+class DelayedResponse(Response):
     """Another response, sent after `delay` seconds unless caller or server are gone by then; None: never sent.
 
     `sending` is called when it goes out.

@@ -12,18 +12,18 @@ from starlette.responses import JSONResponse, Response
 from rollout_server.testing.checks.judge import ROLLOUTS_KEPT
 from rollout_server.testing.checks.verdict import RefusedError, Verdict
 from rollout_server.testing.http.bearer import Bearer
-from rollout_server.testing.http.broken_responses import Held, broken
+from rollout_server.testing.http.broken_responses import DelayedResponse, broken
 from rollout_server.testing.http.wire import parsed, rollout_in
-from rollout_server.testing.model.engine_thread import Desk
-from rollout_server.testing.notifier import Bell
-from rollout_server.testing.outcome_delivery import Notice
+from rollout_server.testing.model.engine_thread import EngineThread
+from rollout_server.testing.notifier import Notifier
+from rollout_server.testing.outcome_delivery import OutcomeNotice
 from rollout_server.testing.script import Fault, FaultKind
 
 _DELIVERIES_KEPT: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class ReceivedOutcome:
     """One delivery of an outcome, as it came and as it was met.
 
     `raw` is the body, `body` the same parsed (text where it is not JSON); header names are in lower case. `met` is a status,
@@ -42,22 +42,22 @@ class Delivery:
         return self.headers.get("idempotency-key", "")
 
 
-class Receiver:
+class OutcomeReceiver:
     """Records every delivery, has it judged, and meets it as the rollout's script says. The event loop's thread only.
 
     `settled` hears the verdict of each rollout once, when its outcome is acknowledged or refused for good. `changed` rings
     with every delivery, and when one is settled.
     """
 
-    def __init__(self, desk: Desk, bearer: Bearer, settled: Callable[[Verdict], None]) -> None:
+    def __init__(self, desk: EngineThread, bearer: Bearer, settled: Callable[[Verdict], None]) -> None:
         self._desk = desk
         self._bearer = bearer
         self._settled = settled
-        self._deliveries: dict[str, deque[Delivery]] = {}
+        self._deliveries: dict[str, deque[ReceivedOutcome]] = {}
         self._met: dict[str, int] = {}
-        self.changed = Bell()
+        self.changed = Notifier()
 
-    def deliveries(self, rollout_id: str) -> tuple[Delivery, ...]:
+    def deliveries(self, rollout_id: str) -> tuple[ReceivedOutcome, ...]:
         """What came for one rollout, oldest first, the last `_DELIVERIES_KEPT` of them."""
         return tuple(self._deliveries.get(rollout_id, ()))
 
@@ -74,12 +74,14 @@ class Receiver:
         except ValueError as error:
             status, text = (422, str(error)) if self._bearer.admits(request) else (401, Bearer.REFUSAL)
             return JSONResponse({"detail": text}, status)
-        response, met = self._meet(request, Notice(rollout_id, raw, fields, request.headers.get("idempotency-key", "")))
-        self._keep(rollout_id, Delivery(raw, body, dict(request.headers), met, arrived))
+        response, met = self._meet(
+            request, OutcomeNotice(rollout_id, raw, fields, request.headers.get("idempotency-key", ""))
+        )
+        self._keep(rollout_id, ReceivedOutcome(raw, body, dict(request.headers), met, arrived))
         self.changed.ring()
         return response
 
-    def _meet(self, request: Request, notice: Notice) -> tuple[Response, str]:
+    def _meet(self, request: Request, notice: OutcomeNotice) -> tuple[Response, str]:
         """The answer to a delivery, and how it is told of."""
         if not self._bearer.admits(request):
             return JSONResponse({"detail": Bearer.REFUSAL}, 401), "401"
@@ -94,12 +96,12 @@ class Receiver:
             return self._answer(notice, JSONResponse({"status": "ok"})), "200"
         if fault.kind is FaultKind.STATUS:
             return self._answer(notice, broken(fault), fault.delay), str(fault.status)
-        return Held(broken(fault), _delay(fault)), fault.kind.value
+        return DelayedResponse(broken(fault), _delay(fault)), fault.kind.value
 
-    def _answer(self, notice: Notice, response: Response | None, delay: float = 0.0) -> Response:
+    def _answer(self, notice: OutcomeNotice, response: Response | None, delay: float = 0.0) -> Response:
         """A whole answer; what it settles is settled when it goes out."""
         status = response.status_code if response else 0
-        return Held(response, delay, lambda: self._settle(notice.rollout_id, status))
+        return DelayedResponse(response, delay, lambda: self._settle(notice.rollout_id, status))
 
     def _settle(self, rollout_id: str, status: int) -> None:
         verdict = self._desk.judge.settle(rollout_id, status)
@@ -107,7 +109,7 @@ class Receiver:
             self._settled(verdict)
             self.changed.ring()
 
-    def _keep(self, rollout_id: str, delivery: Delivery) -> None:
+    def _keep(self, rollout_id: str, delivery: ReceivedOutcome) -> None:
         self._deliveries.setdefault(rollout_id, deque(maxlen=_DELIVERIES_KEPT)).append(delivery)
         while len(self._deliveries) > ROLLOUTS_KEPT:
             oldest = next(iter(self._deliveries))

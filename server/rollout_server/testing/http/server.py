@@ -24,7 +24,7 @@ class _OpenProtocol(H11Protocol):
         self.app_state = {**self.app_state, "transport": transport}
 
 
-class _Server(uvicorn.Server):
+class _SignallessServer(uvicorn.Server):
     """Waits for events instead of looking ten times a second, and leaves the signals to the program it runs in."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -57,16 +57,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-class Listener:
+class HttpServer:
     """An HTTP server on a socket of its own, from `open` to `close`."""
 
-    def __init__(self, server: _Server, serving: "asyncio.Task[None]", port: int) -> None:
+    def __init__(self, server: _SignallessServer, serving: "asyncio.Task[None]", port: int) -> None:
         self._server = server
         self._serving = serving
         self.port = port
 
     @classmethod
-    async def open(cls, app: ASGIApp, host: str, port: int) -> "Listener":
+    async def open(cls, app: ASGIApp, host: str, port: int) -> "HttpServer":
         """Binds (port 0: any free one) and serves from now on. OSError if the address cannot be had."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         bound = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -75,7 +75,7 @@ class Listener:
         config = uvicorn.Config(app, http=_OpenProtocol, ws="none", lifespan="off", log_config=None)
         config.access_log = config.date_header = config.server_header = False
         config.timeout_keep_alive = KEEP_ALIVE
-        server = _Server(config)
+        server = _SignallessServer(config)
         serving = asyncio.create_task(server.serve(sockets=[bound]))
         ready = asyncio.create_task(server.ready.wait())
         await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)

@@ -9,9 +9,9 @@ from typing import Any, Final
 import msgspec
 
 from rollout_server.testing.checks.renderer import Tools
-from rollout_server.testing.checks.turn import Answer, Call, Keyed
-from rollout_server.testing.checks.verdict import Outcome, Verdict
-from rollout_server.testing.model.engine import Answered, Result
+from rollout_server.testing.checks.turn import CompletionCall, Keyed, ScriptedCompletion
+from rollout_server.testing.checks.verdict import DeliveredOutcome, Verdict
+from rollout_server.testing.model.engine import CompletedCall, Result
 from rollout_server.testing.script import FaultKind
 
 ID_LENGTH: Final = 256
@@ -25,7 +25,7 @@ def parsed(raw: bytes) -> tuple[Any, str]:
         return raw.decode(errors="replace"), str(error)
 
 
-def masked_call(body: object, tools: Tools | None) -> Call:
+def masked_call(body: object, tools: Tools | None) -> CompletionCall:
     """The call that a parsed body of the synchronous dialect makes; ValueError says what is wrong with it.
 
     Messages stay as they are, unknown keys are ignored.
@@ -37,15 +37,15 @@ def masked_call(body: object, tools: Tools | None) -> Call:
     for index, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
             raise ValueError(f"messages[{index}] has to be an object with a role")
-    return Call(rollout_id, messages, fields.get("response_mask"), tools)
+    return CompletionCall(rollout_id, messages, fields.get("response_mask"), tools)
 
 
-def keyed_call(body: object, turn_key: str, tools: Tools | None) -> Call:
+def keyed_call(body: object, turn_key: str, tools: Tools | None) -> CompletionCall:
     """The same for the asynchronous dialect, where messages are objects of any kind. Other faults are left to the judge."""
     fields, rollout_id = rollout_in(body)
     messages = messages_in(fields)
     keyed = Keyed(turn_key, _parameter_fault(fields))
-    return Call(rollout_id, messages, fields.get("response_mask"), tools, masked=False, keyed=keyed)
+    return CompletionCall(rollout_id, messages, fields.get("response_mask"), tools, masked=False, keyed=keyed)
 
 
 def rollout_in(body: object) -> tuple[dict[str, Any], str]:
@@ -111,7 +111,7 @@ def completion_body(rollout_id: str, created: int, result: Result, *, with_logpr
         "choices": [choice],
         **_extensions(answer, with_logprobs=with_logprobs),
     }
-    if isinstance(result, Answered):
+    if isinstance(result, CompletedCall):
         body |= {"usage": _usage(answer)} if result.reply.usage else {}
         body = {key: value for key, value in body.items() if key not in result.reply.omit} | dict(result.reply.override)
     elif result.fault.kind is FaultKind.EMPTY_CHOICES:
@@ -121,7 +121,7 @@ def completion_body(rollout_id: str, created: int, result: Result, *, with_logpr
     return msgspec.json.encode(body)
 
 
-def _extensions(answer: Answer, *, with_logprobs: bool) -> Mapping[str, Any]:
+def _extensions(answer: ScriptedCompletion, *, with_logprobs: bool) -> Mapping[str, Any]:
     return {
         "token_ids": answer.token_ids,
         "logprobs": answer.logprobs if with_logprobs else None,
@@ -129,7 +129,7 @@ def _extensions(answer: Answer, *, with_logprobs: bool) -> Mapping[str, Any]:
     }
 
 
-def _usage(answer: Answer) -> Mapping[str, int]:
+def _usage(answer: ScriptedCompletion) -> Mapping[str, int]:
     prompt, generated = len(answer.prompt_ids), len(answer.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
@@ -156,6 +156,6 @@ def summary_body(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _outcome_summary(outcome: Outcome) -> dict[str, Any]:
+def _outcome_summary(outcome: DeliveredOutcome) -> dict[str, Any]:
     said = {key: outcome.body.get(key) for key in ("status", "finish_reason", "error_message", "reward")}
     return {**said, "deliveries": outcome.deliveries, "answered": outcome.answered}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 from rollout_server.testing.model.arithmetic import Number, Operation, number, operations
-from rollout_server.testing.script import Reply, tool_call
+from rollout_server.testing.script import ScriptedReply, tool_call
 
 _MARK: Final = "####"
 _INFIX: Final = {"add": "plus", "subtract": "minus", "multiply": "times", "divide": "divided by"}
@@ -20,7 +20,7 @@ _GERUND: Final = {
 class Model(Protocol):
     """What a strict trainer needs of a model: the next answer to a conversation. It runs in the trainer's own thread."""
 
-    def reply(self, messages: Sequence[Mapping[str, object]]) -> Reply: ...
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply: ...
 
 
 class CalculatorModel:
@@ -31,21 +31,21 @@ class CalculatorModel:
     where the system or a user message mentions that form. With nothing to calculate it says so.
     """
 
-    def reply(self, messages: Sequence[Mapping[str, object]]) -> Reply:
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
         """The next answer: a tool call, or a final text."""
         start = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=None)
         plan = operations(text_of(messages[start])) if start is not None else ()
         if start is None or not plan:
-            return Reply(content="Hello! There is nothing to calculate here.")
+            return ScriptedReply(content="Hello! There is nothing to calculate here.")
         answers = [text_of(message) for message in messages[start:] if message.get("role") == "tool"]
         results = [number(answer) for answer in answers]
         if None in results:
-            return Reply(content=f"I could not finish the calculation. {answers[results.index(None)]}")
+            return ScriptedReply(content=f"I could not finish the calculation. {answers[results.index(None)]}")
         known = [result for result in results if result is not None]
         if len(known) < len(plan):
             calls = sum(message.get("role") == "tool" for message in messages)
             return _ask(plan[len(known)], known, call_id=f"call_{calls + 1}")
-        return Reply(content=_told(plan, known, marked=_wants_mark(messages)))
+        return ScriptedReply(content=_told(plan, known, marked=_wants_mark(messages)))
 
 
 def text_of(message: Mapping[str, object]) -> str:
@@ -57,10 +57,10 @@ def text_of(message: Mapping[str, object]) -> str:
     return "".join(part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))
 
 
-def _ask(operation: Operation, known: Sequence[Number], call_id: str) -> Reply:
+def _ask(operation: Operation, known: Sequence[Number], call_id: str) -> ScriptedReply:
     a, b = _operands(operation, known)
     said = "Continuing the calculation." if known else "I'll calculate that for you."
-    return Reply(content=said, tool_calls=(tool_call(call_id, operation.name, json.dumps({"a": a, "b": b})),))
+    return ScriptedReply(content=said, tool_calls=(tool_call(call_id, operation.name, json.dumps({"a": a, "b": b})),))
 
 
 def _operands(operation: Operation, known: Sequence[Number]) -> tuple[Number, Number]:

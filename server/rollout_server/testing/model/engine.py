@@ -6,29 +6,29 @@ from typing import TypeAlias
 
 from rollout_server.testing.checks.judge import ROLLOUTS_KEPT, Judge
 from rollout_server.testing.checks.renderer import UnrenderableError
-from rollout_server.testing.checks.turn import Answer, Call, Prompt
+from rollout_server.testing.checks.turn import CheckedPrompt, CompletionCall, ScriptedCompletion
 from rollout_server.testing.model.calculator import Model
-from rollout_server.testing.script import Fault, FaultKind, Line, Reply, Script
+from rollout_server.testing.script import Fault, FaultKind, Line, Script, ScriptedReply
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class CompletedCall:
     """An answer that counts, and the reply that it came from; `lost` is how its connection ends without it."""
 
-    answer: Answer
-    reply: Reply
+    answer: ScriptedCompletion
+    reply: ScriptedReply
     lost: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class FailedCall:
     """A failure to commit. `answer` is what stands in those that look like completions; it does not count."""
 
-    answer: Answer
+    answer: ScriptedCompletion
     fault: Fault
 
 
-Result: TypeAlias = Answered | Failed
+Result: TypeAlias = CompletedCall | FailedCall
 
 
 class Scripts:
@@ -59,9 +59,9 @@ class Engine:
         self._scripts = scripts
         self._replays_keys = replays_keys
         self._said: dict[str, int] = {}
-        self._last: dict[str, Answered] = {}
+        self._last: dict[str, CompletedCall] = {}
 
-    def complete(self, call: Call) -> Result:
+    def complete(self, call: CompletionCall) -> Result:
         """Judges the call and says the next line; RefusedError for a call that is wrong, which uses up no line."""
         prompt = self._judge.check(call)
         known = self._last.get(call.key)
@@ -79,7 +79,7 @@ class Engine:
             answer = self._judge.accept(prompt, reply, fault=lost.kind.value if lost else "")
         except UnrenderableError as error:
             return self._fail(prompt, Fault.error(500, f"the scripted reply is not one for this template: {error}"))
-        answered = Answered(answer, reply, lost)
+        answered = CompletedCall(answer, reply, lost)
         self._remember(call.key, answered)
         return answered
 
@@ -89,7 +89,7 @@ class Engine:
         self._said.pop(rollout_id, None)
         self._scripts.put(rollout_id, script)
 
-    def _next_line(self, call: Call) -> Line:
+    def _next_line(self, call: CompletionCall) -> Line:
         said = self._said.get(call.rollout_id, 0)
         line = self._scripts.of(call.rollout_id).line(said)
         if line is None:
@@ -97,15 +97,15 @@ class Engine:
         self._said[call.rollout_id] = said + 1
         return line
 
-    def _remember(self, key: str, answered: Answered) -> None:
+    def _remember(self, key: str, answered: CompletedCall) -> None:
         self._last.pop(key, None)
         self._last[key] = answered
         while len(self._last) > ROLLOUTS_KEPT:
             del self._last[next(iter(self._last))]
 
-    def _fail(self, prompt: Prompt, fault: Fault) -> Failed:
+    def _fail(self, prompt: CheckedPrompt, fault: Fault) -> FailedCall:
         what = f"{fault.kind} {fault.status}" if fault.kind is FaultKind.STATUS else fault.kind.value
         self._judge.record_fault(prompt, what)
         if fault.kind in (FaultKind.EMPTY_CHOICES, FaultKind.NULL_MESSAGE):
-            return Failed(self._judge.answer(prompt, Reply(content="")), fault)
-        return Failed(Answer({}, "stop", [], [], prompt.ids), fault)
+            return FailedCall(self._judge.answer(prompt, ScriptedReply(content="")), fault)
+        return FailedCall(ScriptedCompletion({}, "stop", [], [], prompt.ids), fault)

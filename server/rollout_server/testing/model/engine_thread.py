@@ -9,7 +9,7 @@ import httpx
 
 from rollout_server.testing.checks.judge import Judge
 from rollout_server.testing.checks.renderer import Tools
-from rollout_server.testing.checks.turn import Call
+from rollout_server.testing.checks.turn import CompletionCall
 from rollout_server.testing.model.engine import Engine, Result, Scripts
 from rollout_server.testing.script import Script
 
@@ -20,7 +20,7 @@ class ToolsUnavailableError(Exception):
     """The tools could not be fetched from where they were to come from."""
 
 
-class ToolsTold:
+class ToolList:
     """The tools that the trainer was told of: given, or fetched from a gateway once, on first use.
 
     An empty list is no list: templates differ in what they make of one.
@@ -43,11 +43,11 @@ class ToolsTold:
         return self._tools or None
 
 
-class Desk:
+class EngineThread:
     """Takes calls from the event loop to the engine's own thread, where everything that counts tokens happens."""
 
     def __init__(
-        self, judge: Judge, engine: Engine, scripts: Scripts, tools: ToolsTold, thread: ThreadPoolExecutor
+        self, judge: Judge, engine: Engine, scripts: Scripts, tools: ToolList, thread: ThreadPoolExecutor
     ) -> None:
         self.judge = judge
         self.scripts = scripts
@@ -55,7 +55,7 @@ class Desk:
         self._engine = engine
         self._thread = thread
 
-    async def complete(self, call: Call) -> Result:
+    async def complete(self, call: CompletionCall) -> Result:
         """Judges one call and answers it; RefusedError for a wrong one. Calls are taken in the order of arrival."""
         return await self._in_thread(lambda: self._engine.complete(call))
 

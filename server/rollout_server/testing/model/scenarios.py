@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from rollout_server.testing.script import Fault, FaultKind, Line, Reply, Script, tool_call
+from rollout_server.testing.script import Fault, FaultKind, Line, Script, ScriptedReply, tool_call
 
 CALLBACK_KEY: Final = "callback-key-0001"
 _NEVER_STOPS: Final = 100
@@ -30,11 +30,11 @@ class Scenario:
     other_tokenizer: bool = False
 
 
-def _says(content: str | None, *calls: Mapping[str, object]) -> Reply:
-    return Reply(content=content, tool_calls=calls)
+def _says(content: str | None, *calls: Mapping[str, object]) -> ScriptedReply:
+    return ScriptedReply(content=content, tool_calls=calls)
 
 
-def _add(arguments: str | Mapping[str, object] = '{"a": 5, "b": 3}') -> Reply:
+def _add(arguments: str | Mapping[str, object] = '{"a": 5, "b": 3}') -> ScriptedReply:
     return _says("Adding.", tool_call("call_1", "add", arguments))
 
 
@@ -97,17 +97,17 @@ _TOOLS: Final[Mapping[str, Scenario]] = {
         _says("10"),
     ),
     "three_turns_mixed_content": _scenario(
-        Reply(
+        ScriptedReply(
             tool_calls=(tool_call("call_1", "add", '{"a": 5, "b": 3}'),),
             reasoning="Add first …",
             extra={"annotations": []},
         ),
-        Reply(
+        ScriptedReply(
             content="",
             tool_calls=(tool_call("call_ü", "multiply", '{"a": 8, "b": 2}'),),
             extra={"vendor_score": 0.5},
         ),
-        Reply(content="ответ: 16 ✅ \\n \\u0041 </tool_call>", extra={"name": "calcé"}),
+        ScriptedReply(content="ответ: 16 ✅ \\n \\u0041 </tool_call>", extra={"name": "calcé"}),
     ),
     "tool_call_extra_keys": _scenario(
         _says(
@@ -142,15 +142,15 @@ _LOOP: Final[Mapping[str, Scenario]] = {
     "debug_trace": Scenario(_WALKED_THROUGH),
     "debug_trace_error": _scenario(_FIRST, Fault.error(500, "engine died")),
     "finish_reason_ignored": _scenario(
-        Reply(content="Adding.", tool_calls=_add().tool_calls, finish_reason="length"),
-        Reply(content="8", finish_reason="tool_calls"),
+        ScriptedReply(content="Adding.", tool_calls=_add().tool_calls, finish_reason="length"),
+        ScriptedReply(content="8", finish_reason="tool_calls"),
     ),
-    "mask_negative": _scenario(Reply(content="Adding.", tool_calls=_add().tool_calls, surplus=(0,) * 60)),
+    "mask_negative": _scenario(ScriptedReply(content="Adding.", tool_calls=_add().tool_calls, surplus=(0,) * 60)),
     "mask_nothing_new": _scenario(
-        Reply(content="Adding.", tool_calls=_add().tool_calls, surplus=_ANSWERED_ADD), _EIGHT
+        ScriptedReply(content="Adding.", tool_calls=_add().tool_calls, surplus=_ANSWERED_ADD), _EIGHT
     ),
     "mask_token_ids_surplus": _scenario(
-        Reply(content="Adding.", tool_calls=_add().tool_calls, surplus=(0, 1, 2)), _EIGHT
+        ScriptedReply(content="Adding.", tool_calls=_add().tool_calls, surplus=(0, 1, 2)), _EIGHT
     ),
     "max_tokens_total": Scenario(_AGAIN),
     "max_tokens_total_exact": _PLAIN,
@@ -177,10 +177,10 @@ _FAULTS: Final[Mapping[str, Scenario]] = {
     "trainer_empty_choices": _scenario(Fault(kind=FaultKind.EMPTY_CHOICES)),
     "trainer_html": _scenario(Fault.raw("<html><body>gateway</body></html>", "text/html")),
     "trainer_missing_token_ids": _scenario(
-        Reply(content=_FIRST.content, tool_calls=_FIRST.tool_calls, omit=_WITHOUT_IDS)
+        ScriptedReply(content=_FIRST.content, tool_calls=_FIRST.tool_calls, omit=_WITHOUT_IDS)
     ),
     "trainer_missing_token_ids_second_turn": _scenario(
-        _FIRST, Reply(content=_SECOND.content, tool_calls=_SECOND.tool_calls, omit=_WITHOUT_IDS)
+        _FIRST, ScriptedReply(content=_SECOND.content, tool_calls=_SECOND.tool_calls, omit=_WITHOUT_IDS)
     ),
     "trainer_null_message": _scenario(Fault(kind=FaultKind.NULL_MESSAGE)),
     "trainer_other_tokenizer_negative": Scenario(Script((_FIRST, _SECOND, _LAST)), other_tokenizer=True),

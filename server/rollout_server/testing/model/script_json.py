@@ -1,7 +1,7 @@
 """Scripts as JSON, so that another process can set one with ``PUT /script``.
 
 ``{"lines": [{"reply": {"content": "Hello!"}}, {"fault": {"kind": "reset"}}], "repeat_last": false}``: the keys of the script,
-of a reply and of a fault are the fields of `Script`, `Reply` and `Fault`. ``{"then_model": true, "extensions": {"usage": true},
+of a reply and of a fault are the fields of `Script`, `ScriptedReply` and `Fault`. ``{"then_model": true, "extensions": {"usage": true},
 "reception": {"faults": [{"kind": "closed"}]}}`` is one that leaves the lines to the model.
 """
 
@@ -10,9 +10,9 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from rollout_server.testing.script import Extensions, Fault, Line, Reception, Reply, Script
+from rollout_server.testing.script import Extensions, Fault, Line, Reception, Script, ScriptedReply
 
-_Value = TypeVar("_Value", Reply, Fault, Extensions)
+_Value = TypeVar("_Value", ScriptedReply, Fault, Extensions)
 _KEYS: Final = frozenset(field.name for field in dataclasses.fields(Script))
 
 
@@ -37,7 +37,7 @@ def script_from_json(value: object) -> Script:
 def _line(index: int, value: object) -> Line:
     match value:
         case {"reply": dict(fields), **others} if not others:
-            return _convert(f"lines[{index}]", Reply, fields)
+            return _convert(f"lines[{index}]", ScriptedReply, fields)
         case {"fault": dict(fields), **others} if not others:
             return _convert(f"lines[{index}]", Fault, fields)
     raise ValueError(f'lines[{index}] is an object with the one key "reply" or "fault"')
