@@ -150,7 +150,7 @@ def spec_of(name: str, form: Form, url: str, message: Message) -> Spec:
 
 
 async def play(side: Side, spec: Spec, turns: int, heard: str) -> Sequence[Cost]:
-    """What each turn cost, with the same said after each answer. Raises `Failed` where the trainer refuses one."""
+    """What each turn cost, with the same said after each answer. Raises `RolloutFailed` where the trainer refuses one."""
     sampler, messages = side.open(spec), list(spec.messages)
     last: Answered | None = None
     answered, costs = 0, list[Cost]()

@@ -6,7 +6,7 @@ from pathlib import Path
 import rollout_server.testing
 
 TESTING = Path(rollout_server.testing.__file__).parent
-ROOTS = ("trainer", "scenarios", "script_json", "tokenizer.build")
+ROOTS = ("trainer", "model.scenarios", "model.script_json", "tokenizer.build")
 PACKAGE = "rollout_server.testing"
 OURS = ("rollout_server", "rollout_gateway", "rollout_client")
 
@@ -61,7 +61,8 @@ def test_the_strict_trainer_imports_nothing_of_the_server() -> None:
 def test_the_search_sees_all_of_it() -> None:
     modules = closure()
     assert {
-        f"{PACKAGE}.{name}" for name in ("judge", "renderer", "tokenizer", "app", "serving", "completion_service")
+        f"{PACKAGE}.{name}"
+        for name in ("checks.judge", "checks.renderer", "tokenizer", "http.app", "http.server", "grpc.service")
     } <= set(modules)
     assert PACKAGE in modules
     assert len(modules) > 15

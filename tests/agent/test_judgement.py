@@ -52,7 +52,7 @@ async def test_what_is_a_judgement(judgement: object, verdict: RewardResult) -> 
         (float("nan"), ValueError, "returned nan"),
         (float("-inf"), ValueError, "returned -inf"),
         pytest.param(10**400, ValueError, "not a finite number", id="10**400"),
-        (RewardResult(True), TypeError, "in a Verdict returned True"),
+        (RewardResult(True), TypeError, "in a RewardResult returned True"),
         (RewardResult(float("nan")), ValueError, "returned nan"),
         (RewardResult(scores={"style": "good"}), TypeError, "score 'style', returned 'good'"),  # type: ignore[dict-item]
         (RewardResult(scores={"style": float("inf")}), ValueError, "score 'style', returned inf"),

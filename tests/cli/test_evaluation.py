@@ -26,7 +26,7 @@ class Counting(ScriptedModel):
 """
 SOMETIMES = """
 import random
-from rollout_server import Agent, Run, Verdict
+from rollout_server import Agent, Run, RewardResult
 
 
 class Sometimes(Agent):
@@ -37,7 +37,7 @@ class Sometimes(Agent):
             raise LookupError("no such thing")
         if run.metadata["kind"] == "none":
             return None
-        return Verdict(run.metadata["ground_truth"], {"style": 0.5})
+        return RewardResult(run.metadata["ground_truth"], {"style": 0.5})
 """
 
 

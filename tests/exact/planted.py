@@ -37,11 +37,11 @@ class Copy:
 
     def loaded(self, tokenizer: Any) -> Any:
         """`LoadedTokenizer`, as the copy has it."""
-        return self.modules["loaded"].LoadedTokenizer("copy", tokenizer, self.executor)
+        return self.modules["tokenizer"].LoadedTokenizer("copy", tokenizer, self.executor)
 
     def renderer(self, tokenizer: Any, tools: Any = (), **options: Any) -> Any:
         """`Renderer`, as the copy has it."""
-        return self.modules["render"].Renderer(self.loaded(tokenizer), list(tools), {}, **options)
+        return self.modules["renderer"].Renderer(self.loaded(tokenizer), list(tools), {}, **options)
 
 
 @contextmanager

@@ -204,8 +204,8 @@ async def encoded(copy: Copy) -> None:
 
 async def parted(copy: Copy) -> None:
     """The texts around the first token that differs, also in the turns after it."""
-    parting = copy.modules["parting"].Parting(copy.loaded(toy()))
-    prediction = copy.modules["parting"].Prediction
+    parting = copy.modules["drift_excerpt"].DriftExcerpt(copy.loaded(toy()))
+    prediction = copy.modules["drift_excerpt"].Prediction
     ids = [
         pack_tokens(toy().encode(text, add_special_tokens=False)) for text in ("Hello there.", " Tuesday", " Friday")
     ]
@@ -218,49 +218,62 @@ async def parted(copy: Copy) -> None:
 PLANTED: Sequence[tuple[Check, Fault]] = (
     (
         stop_said,
-        Fault("the first stop is always taken", "cut", "if end == first and plain:", "if (text := turn.full[first:]):"),
+        Fault(
+            "the first stop is always taken",
+            "turn_boundary",
+            "if end == first and plain:",
+            "if (text := turn.full[first:]):",
+        ),
     ),
-    (reminded, Fault("the last stop is always taken", "cut", "else _first_stop(turn.full, stop, said)", "else end")),
+    (
+        reminded,
+        Fault("the last stop is always taken", "turn_boundary", "else _first_stop(turn.full, stop, said)", "else end"),
+    ),
     (
         closing_calls,
-        Fault("what ends a call ends an answer", "loaded", " and token_id not in self.probed.inside", ""),
+        Fault("what ends a call ends an answer", "tokenizer", " and token_id not in self.probed.inside", ""),
     ),
     (
         closed_by_several,
-        Fault("the first token behind an answer closes it", "probe", "self._stops[closing[-1]]", "self._stops[own[0]]"),
+        Fault(
+            "the first token behind an answer closes it",
+            "template_probe",
+            "self._stops[closing[-1]]",
+            "self._stops[own[0]]",
+        ),
     ),
     (
         unannounced,
         Fault(
             "any text may follow an answer that is left open",
-            "render",
+            "renderer",
             "stop is None or (first and self.loaded.is_special(first[0]))",
             "True",
         ),
     ),
-    (in_python, Fault("one id too many is dropped behind the stop", "render", "last), ids[1:])", "last), ids[2:])")),
-    (in_python, Fault("the stop itself is kept", "render", "last), ids[1:])", "last), ids[:])")),
+    (in_python, Fault("one id too many is dropped behind the stop", "renderer", "last), ids[1:])", "last), ids[2:])")),
+    (in_python, Fault("the stop itself is kept", "renderer", "last), ids[1:])", "last), ids[:])")),
     (
         judged,
         Fault(
             "one id too many is dropped, by place", "encoding", "self.places[index] + 1 :", "self.places[index] + 2 :"
         ),
     ),
-    (judged, Fault("the tools are left out", "render", "tools=form.given(self._tools)", "tools=None")),
+    (judged, Fault("the tools are left out", "renderer", "tools=form.given(self._tools)", "tools=None")),
     (
         without_tools,
         Fault(
             "the tools stay what they were",
-            "render",
+            "renderer",
             "tools=form.given(self._tools)",
-            "tools=Form().given(self._tools)",
+            "tools=RenderingForm().given(self._tools)",
         ),
     ),
     (
         dated,
         Fault(
             "another date each turn",
-            "render",
+            "renderer",
             "tools=form.given(self._tools)",
             "tools=form.given(self._tools), date=datetime.now()",
         ),
@@ -269,7 +282,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         judged,
         Fault(
             "arguments in the other form",
-            "form",
+            "rendering_form",
             "if arguments is Arguments.PARSED and",
             "if arguments is Arguments.RECEIVED and",
         ),
@@ -278,7 +291,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         grown_long,
         Fault(
             "what stands behind a short history is not compared",
-            "cut",
+            "turn_boundary",
             "if hint is not None and turn.full[first:] == hint and plain:",
             "if hint is not None:",
         ),
@@ -296,7 +309,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         forgotten,
         Fault(
             "the length of some earlier prompt is taken for the last one's",
-            "render",
+            "renderer",
             "if before.messages != turn.messages[: turn.answered]:",
             "if not before.messages:",
         ),
@@ -305,7 +318,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         judged,
         Fault(
             "a cut answer is not closed",
-            "render",
+            "renderer",
             "pack_tokens() if ended else pack_tokens([stop.id])",
             "pack_tokens()",
         ),
@@ -314,20 +327,20 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         judged,
         Fault(
             "an answer is closed twice",
-            "render",
+            "renderer",
             "pack_tokens() if ended else pack_tokens([stop.id])",
             "pack_tokens([stop.id])",
         ),
     ),
     (
         closed,
-        Fault("any special token closes a cut answer", "loaded", "self._ends or cut or any", "self._ends or any"),
+        Fault("any special token closes a cut answer", "tokenizer", "self._ends or cut or any", "self._ends or any"),
     ),
     (
         judged,
         Fault(
             "the count includes what the model wrote",
-            "render",
+            "renderer",
             "prompt.length - before.length - len(last.token_ids)",
             "prompt.length - before.length",
         ),
@@ -336,7 +349,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         judged,
         Fault(
             "a mask of the truth's length",
-            "render",
+            "renderer",
             "return Rendered(truth, longer,",
             "return Rendered(truth, len(truth.environment),",
         ),
@@ -345,7 +358,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         parted,
         Fault(
             "the answer is not held",
-            "parting",
+            "drift_excerpt",
             "(expected if reported is None else reported) + answer",
             "expected if reported is None else reported",
         ),

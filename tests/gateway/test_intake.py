@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
+from rollout_gateway import key_check
 from rollout_gateway.app import create_app
 from rollout_gateway.calls import CallMetadata
 from rollout_gateway.channel import open_channel

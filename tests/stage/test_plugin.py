@@ -47,7 +47,7 @@ class Choosy(Agent):
 TESTS = """
 import pytest
 from weather import Choosy, Torn, Weather
-from rollout_server.testing.script import Lie, Reply
+from rollout_server.testing.script import Lie, ScriptedReply
 
 
 @pytest.mark.parametrize("form", ["tokens", "messages"])
@@ -91,7 +91,7 @@ def test_a_script_that_is_too_short_is_a_failure(serving, scripted_model):
 
 
 def test_a_lie_of_the_trainer_is_noticed(serving, scripted_model):
-    rollout = serving(Weather()).play("?", scripted_model.answers(Reply(content="Warm.", lie=Lie.CHANGED_ID)))
+    rollout = serving(Weather()).play("?", scripted_model.answers(ScriptedReply(content="Warm.", lie=Lie.CHANGED_ID)))
     assert "turn 1" in rollout.failure
     assert rollout.samples == []
 

@@ -220,10 +220,10 @@ def test_loading_prints_nothing() -> None:
     code = (
         "import asyncio\n"
         "from rollout_server.edge.tokens.cache import Tokenizers\n"
-        "from rollout_server.edge.tokens.loader import TokenizerSettings\n"
+        "from rollout_server.edge.tokens.loader import LoaderSettings\n"
         "from rollout_server.core.spec import TokenizerName\n"
         "async def main():\n"
-        f"    tokenizers = Tokenizers(TokenizerSettings(directories={{'toy': {str(TOY_TOKENIZER)!r}}}))\n"
+        f"    tokenizers = Tokenizers(LoaderSettings(directories={{'toy': {str(TOY_TOKENIZER)!r}}}))\n"
         "    await tokenizers.load(TokenizerName('toy'))\n"
         "    await tokenizers.close()\n"
         "    print('true')\n"

@@ -255,16 +255,16 @@ import asyncio
 from rollout_server import tool
 from rollout_server.core.message import ToolCall
 from rollout_server.edge.tools.pool import ProcessPool
-from rollout_server.runtime.tools.executor import Toolbox
-from rollout_server.runtime.tools.resources import Workbench
+from rollout_server.runtime.tools.executor import ToolExecutor
+from rollout_server.runtime.tools.resources import ToolResources
 
 @tool(process=True)
 def double(a: int) -> int:
     return 2 * a
 
 async def main() -> None:
-    bench = Workbench(processes=ProcessPool())
-    print((await Toolbox((double,), bench).run(ToolCall("c", "double", '{"a": 4}'))).text)
+    bench = ToolResources(processes=ProcessPool())
+    print((await ToolExecutor((double,), bench).run(ToolCall("c", "double", '{"a": 4}'))).text)
     await bench.close()
 
 if __name__ == "__main__":

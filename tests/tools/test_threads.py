@@ -126,13 +126,13 @@ def test_a_program_does_not_wait_for_threads_that_were_left_alone() -> None:
 import asyncio, threading
 from rollout_server import tool
 from rollout_server.core.message import ToolCall
-from rollout_server.runtime.tools.executor import Toolbox
+from rollout_server.runtime.tools.executor import ToolExecutor
 
 @tool(timeout=0.05)
 def hold() -> None:
     threading.Event().wait()
 
-print(asyncio.run(Toolbox((hold,)).run(ToolCall("c", "hold", "{}"))).text)
+print(asyncio.run(ToolExecutor((hold,)).run(ToolCall("c", "hold", "{}"))).text)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "Error: hold took longer than 0.05 s\n"

@@ -58,7 +58,7 @@ def message_of(answer: ParsedCompletion, turn: int, *, typed: bool) -> Message:
         raise TypeError(f"parse must return an Answer, not {type(answer).__name__}")
     for call in answer.tool_calls:
         if not isinstance(call, ToolCall):
-            raise TypeError(f"Answer.tool_calls must hold ToolCalls, not {type(call).__name__}")
+            raise TypeError(f"ParsedCompletion.tool_calls must hold ToolCalls, not {type(call).__name__}")
     calls = [
         (call_id, sendable(call.name, "ToolCall.name"), sendable(call.arguments, "ToolCall.arguments"))
         for call_id, call in zip(_ids(answer.tool_calls, turn), answer.tool_calls, strict=True)

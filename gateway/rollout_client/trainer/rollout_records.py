@@ -96,7 +96,7 @@ class Record:
         yield from self.left
 
     def take(self, prompt: TurnPrompt, answer: LedgerRun) -> Mark:
-        """Adds a turn, or leaves everything as it is and raises `Refused`: another one of the segment was first."""
+        """Adds a turn, or leaves everything as it is and raises `RefusedCall`: another one of the segment was first."""
         held, ledger = self.segments.get(prompt.segment_id), prompt.ledger
         replaces = ledger.restarted and ledger.tokens == 0
         if ledger.tokens != prompt.length or (held is not None and held is not ledger and not replaces):

@@ -2,8 +2,8 @@
 
 The header is gRPC's own (a number of up to eight digits and a unit), which HTTP gateways of gRPC services take over. It is
 kept in a context variable for the time of one request, so that no route needs to think of it: `honour_deadline` stands
-before every route, `DeadlineMiddleware` before the stub. A deadline ends a call, never a rollout: a stream that ends so is one whose
-reader left.
+before every route, `DeadlineMiddleware` before the stub. A deadline ends a call, never a rollout: a stream that ends so is
+one whose reader left.
 """
 
 import re

@@ -32,7 +32,7 @@ class LocalServer:
 
 @asynccontextmanager
 async def stage(agents: Sequence[Agent], asked: CompletionFlags, places: int = 1) -> AsyncIterator[LocalServer]:
-    """Serves agents for so many rollouts at a time. Raises `Mistake`, and RuntimeError or OSError where it cannot be."""
+    """Serves agents for so many rollouts at a time. Raises `AuthorError`, and RuntimeError or OSError where it cannot be."""
     chosen = asked.stand_in()
     if chosen is None:
         endpoint = asked.endpoint()

@@ -1,6 +1,7 @@
 """A stage for agents: a real server, a scripted model, and a strict trainer that judges every token. For the tests of authors.
 
-The pytest plugin `pytest_rollout` offers it as fixtures; without pytest, `with Stage(LoopThread(), agent) as stage` does the same.
+The pytest plugin `pytest_rollout` offers it as fixtures. Without pytest, `with LocalStack(LoopThread(), agent) as stack` does
+the same.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Sampler(Protocol):
         """The answer. Raises `RolloutFailed`."""
 
     def fork(self, fork: Fork) -> Sampler:
-        """The sampler of another conversation of the rollout, beside this one. Raises `RolloutFailed` where the trainer knows only one.
+        """Returns the sampler of another conversation of the rollout. Raises `RolloutFailed` where the trainer knows only one.
 
         Never called for a branch or a compaction while `sample` is under way.
         """

@@ -89,7 +89,7 @@ class Conversations:
     async def take(self, given: Given) -> Conversation:
         """A conversation that holds this list, for one chat. Whoever asked for it sets `is_taken` back.
 
-        Raises `RolloutOver` where the trainer knows one conversation only, and `OsmosisValidationError` for an empty list that
+        Raises `RolloutEnded` where the trainer knows one conversation only, and `OsmosisValidationError` for an empty list that
         goes on from none.
         """
         chat = _Chat(given)

@@ -52,7 +52,7 @@ class Subject:
 def check(subject: Subject, more: Sequence[CheckConversation] = ()) -> TemplateReport:
     """Plays the hard conversations and then `more`, and judges what came of it. Takes seconds.
 
-    Raises `Failed` (VALIDATION) for template arguments that are not the template's.
+    Raises `RolloutFailed` (VALIDATION) for template arguments that are not the template's.
     """
     with ThreadPoolExecutor(1) as executor:
         loaded = LoadedTokenizer(subject.name, subject.tokenizer, executor, subject.ends)

@@ -50,7 +50,10 @@ class RenderedConversation:
     """A conversation as it is rendered in one form; each rendering is made once."""
 
     def __init__(self, template: Template, conversation: CheckConversation, form: Arguments) -> None:
-        """Raises `Failed` (VALIDATION) for content that is not text, `MalformedMessage` for numbers that JSON does not have."""
+        """Renders nothing yet.
+
+        Raises `RolloutFailed` (VALIDATION) for content that is not text, `MalformedMessage` for numbers that JSON does not have.
+        """
         wire = (Message.parsed(json.dumps(fields, ensure_ascii=False), fields) for fields in conversation.messages)
         self.messages = tuple(parsed(message, index, form) for index, message in enumerate(wire))
         self._template = template
@@ -60,7 +63,7 @@ class RenderedConversation:
         self._last = Encoded()
 
     def asked(self, count: int) -> str:
-        """The prompt of so many messages. Raises `Failed` where the template refuses them, as all of these do."""
+        """The prompt of so many messages. Raises `RolloutFailed` where the template refuses them, as all of these do."""
         return self._text(count, True)
 
     def ended(self, count: int) -> str:

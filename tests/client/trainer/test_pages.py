@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "trainer.md").read_text()
 SAID = {
     "The loop": r"(4 rollouts, reward \[None, None, None, None\]\n(\d+ of \d+ stop\n){4}){2}",
-    "Tool calls": r"Answer\(content='Adding.', .*'\{\"a\": 1.50\}'.* reasoning='Easy.'\)\nAnswer\(content='', .*name='add'",
+    "Tool calls": r"ParsedCompletion\(content='Adding.', .*'\{\"a\": 1.50\}'.* reasoning='Easy.'\)\n"
+    r"ParsedCompletion\(content='', .*name='add'",
     "Keys and TLS": r"<Trainer of <AsyncClient rollouts.internal:50051>>\n",
     "A trainer that listens": r"<Trainer of <AsyncClient rollouts.internal:50051>>\n",
 }

@@ -321,8 +321,11 @@ def wrong(*_: Any) -> Any:
     [
         (wrong, "hunter2"),
         (lambda text: text, "parse must return an Answer, not str"),
-        (lambda text: ParsedCompletion(None), "Answer.content must be a str"),  # type: ignore[arg-type]
-        (lambda text: ParsedCompletion("", [("add", "{}")]), "Answer.tool_calls must hold ToolCalls, not tuple"),  # type: ignore[list-item]
+        (lambda text: ParsedCompletion(None), "ParsedCompletion.content must be a str"),  # type: ignore[arg-type]
+        (
+            lambda text: ParsedCompletion("", [("add", "{}")]),
+            "ParsedCompletion.tool_calls must hold ToolCalls, not tuple",
+        ),  # type: ignore[list-item]
         (lambda text: ParsedCompletion("", [ToolCall("add", {})]), "ToolCall.arguments must be a str, not dict"),  # type: ignore[arg-type]
     ],
 )

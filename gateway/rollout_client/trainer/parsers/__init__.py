@@ -1,4 +1,4 @@
-"""Parsers of what models write when they call tools: text to `Answer`.
+"""Parsers of what models write when they call tools: text to `ParsedCompletion`.
 
 A call that cannot be read raises nothing: its text stays content, so that the model sees what it wrote. Arguments are kept as
 they were written, character by character.

@@ -77,7 +77,7 @@ def _show(verdict: TemplateReport, *, as_json: bool) -> None:
 
 
 def _read(name: str, revision: str, template: Path | None) -> TokenizerFiles:
-    """Resolves the name as the server does, but a directory may be named too. Raises `Failed`, OSError and ValueError."""
+    """Resolves the name as the server does, but a directory may be named too. Raises `RolloutFailed`, OSError and ValueError."""
     from rollout_server.assembly import tokenizer_settings
     from rollout_server.core.spec import TokenizerName
     from rollout_server.edge.tokens.loader import read_tokenizer

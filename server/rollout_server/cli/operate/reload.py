@@ -26,7 +26,7 @@ _QUIET_MS = 100
 def serve_anew(references: Sequence[str]) -> None:
     """Serves what the command line says, without `--reload`, until SIGTERM or Ctrl-C; again whenever a file changes.
 
-    Raises `Mistake` for references that are none, RuntimeError where nothing watches files.
+    Raises `AuthorError` for references that are none, RuntimeError where nothing watches files.
     """
     from rollout_server.authoring.agent_loader import Reference
 

@@ -41,7 +41,7 @@ class CompletionClient(Protocol):
     async def complete(
         self, messages: Sequence[Message], ask: CompletionRequest, prompt: Tokens | None = None
     ) -> EngineCompletion:
-        """The answer to the conversation; `prompt` is how it was rendered here, in token mode. Raises `Failed`."""
+        """The answer to the conversation; `prompt` is how it was rendered here, in token mode. Raises `RolloutFailed`."""
 
 
 class Chat:
@@ -66,7 +66,7 @@ class Chat:
         return _completed(answer, answer.sampled, attempts)
 
     def read(self, body: bytes, turn: int) -> EngineResponse:
-        """An answer. Raises `Failed`."""
+        """An answer. Raises `RolloutFailed`."""
         return read_completion(body, turn, self._most_calls)
 
     def body(self, messages: Sequence[Message], ask: CompletionRequest) -> bytes:

@@ -41,7 +41,7 @@ class StreamCompletionClient:
     retries: RetryPolicy
 
     async def complete(self, request: Request, call: TurnCall) -> Response:
-        """As `edge.trainer.calling.Completes`."""
+        """As `edge.trainer.grpc_client.TrainerClient`."""
         while True:
             call.attempts += 1
             said = await self._ask(request, call)
@@ -53,7 +53,7 @@ class StreamCompletionClient:
             await asyncio.sleep(pause)
 
     async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> Held | None:
-        """As `edge.trainer.calling.Completes`."""
+        """As `edge.trainer.grpc_client.TrainerClient`."""
         seat = self.streams.seat(uid)
         return await seat.read(segment_id, LEDGER_SECONDS) if seat is not None else None
 

@@ -159,28 +159,28 @@ class TrainerStream:
         return self.asks.answered(turn_key, said)
 
     def want(self, seat: StreamRollout) -> None:
-        """As `Way`."""
+        """As `RolloutStream`."""
         if seat.announced:
             self.asks.want(seat)
             self.stir()
 
     def over(self, errand: PendingCompletion) -> None:
-        """As `Way`."""
+        """As `RolloutStream`."""
         self.asks.over(errand)
         self.stir()
 
     def look(self, seat: StreamRollout) -> None:
-        """As `Way`."""
+        """As `RolloutStream`."""
         self._stirring[seat] = None
         self.stir()
 
     def show(self, reading: LedgerRead) -> None:
-        """As `Way`."""
+        """As `RolloutStream`."""
         self.readings.add(reading)
         self.stir()
 
     def hide(self, reading: LedgerRead) -> None:
-        """As `Way`."""
+        """As `RolloutStream`."""
         self.readings.drop(reading)
 
     def stir(self) -> None:

@@ -120,7 +120,10 @@ class TrainerClient(Protocol):
     """A trainer that is asked, in whichever way."""
 
     async def complete(self, request: Request, call: TurnCall) -> Response:
-        """Asks until there is an answer. Raises `BaseUnknown`, `ToolsUnknown`, `LedgerMismatch`, `MalformedCompletion` or `RolloutFailed`."""
+        """Calls until there is a response.
+
+        Raises `BaseUnknown`, `ToolsUnknown`, `LedgerMismatch`, `MalformedCompletion` or `RolloutFailed`.
+        """
 
     async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> Held | None:
         """A segment as the trainer holds it; None where it does not tell."""

@@ -87,7 +87,7 @@ class MaskedSampler:
         )
 
     def fork(self, fork: Fork) -> MaskedSampler:
-        """Such a trainer keeps one list of messages and tokens for each rollout, and masks count from its end. Raises `RolloutFailed`.
+        """Raises `RolloutFailed`: such a trainer keeps one list of messages and tokens for a rollout, and masks count from its end.
 
         Before the first turn it keeps none yet, so a conversation may take the place of the one that it has not seen.
         """

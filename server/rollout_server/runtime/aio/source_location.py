@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 _CAUSES = 32
-_OURS = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+_OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 _INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 

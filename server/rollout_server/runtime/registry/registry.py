@@ -253,7 +253,7 @@ class RolloutRegistry:
         self._keep(rollout)
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
-        """As `Keeper`."""
+        """As `RolloutOwner`."""
         self._queue.measure(rollout)
         if rollout.outcome is not None and rollout.spec.outcome is not None:
             # At once: an agent that does not give way holds its place, not the outcome.
@@ -261,7 +261,7 @@ class RolloutRegistry:
         self._observer.recorded(rollout, entries)
 
     def released(self, rollout: Rollout) -> None:
-        """As `Keeper`."""
+        """As `RolloutOwner`."""
         if rollout.outcome is not None:
             self._settle(rollout)
 

@@ -29,12 +29,12 @@ def verdict_of(judgement: object, where: str) -> RewardResult:
     scores, extra = judgement.scores, judgement.extra_json
     if scores is not None and not (isinstance(scores, Mapping) and len(scores) <= _MOST_SCORES):
         raise TypeError(
-            f"{where} in a Verdict: scores are a dictionary of at most {_MOST_SCORES} numbers, not {scores!r:.100}"
+            f"{where} in a RewardResult: scores are a dictionary of at most {_MOST_SCORES} numbers, not {scores!r:.100}"
         )
     odd = [key for key in scores or () if not isinstance(key, str) or len(key) > ID_LENGTH]
     if odd:
         raise TypeError(
-            f"{where} in a Verdict: a score's name is a text of at most {ID_LENGTH} characters, not {odd[0]!r:.100}"
+            f"{where} in a RewardResult: a score's name is a text of at most {ID_LENGTH} characters, not {odd[0]!r:.100}"
         )
     try:
         if not isinstance(extra, str):
@@ -44,17 +44,17 @@ def verdict_of(judgement: object, where: str) -> RewardResult:
         if extra:
             parse_object(extra)
     except MalformedMessage as error:
-        raise ValueError(f"{where} in a Verdict: extra_json must be one JSON object: {error}") from None
+        raise ValueError(f"{where} in a RewardResult: extra_json must be one JSON object: {error}") from None
     return replace(
         judgement,
-        reward=None if judgement.reward is None else _number(judgement.reward, f"{where} in a Verdict"),
+        reward=None if judgement.reward is None else _number(judgement.reward, f"{where} in a RewardResult"),
         scores=scores and {key: _number(value, f"{where}, score {key!r},") for key, value in scores.items()},
     )
 
 
 def _number(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{where} returned {value!r}; a finite number, a Verdict or None is needed")
+        raise TypeError(f"{where} returned {value!r}; a finite number, a RewardResult or None is needed")
     try:
         number = float(cast("float", value))
     except OverflowError:

@@ -49,7 +49,7 @@ def _open_calls(conversation: Conversation) -> Counter[str]:
 
 
 async def run_calls(course: RunContext, toolbox: ToolExecutor, started: Sequence[ToolStarted]) -> Sequence[ToolResult]:
-    """Runs calls that the machine allows. Raises `RolloutOver` where the rollout ends meanwhile."""
+    """Runs calls that the machine allows. Raises `RolloutEnded` where the rollout ends meanwhile."""
     await _begin(course, started)
     if len(started) == 1:
         return [await _call(course, toolbox, started[0])]

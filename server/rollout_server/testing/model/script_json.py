@@ -1,8 +1,8 @@
 """Scripts as JSON, so that another process can set one with ``PUT /script``.
 
 ``{"lines": [{"reply": {"content": "Hello!"}}, {"fault": {"kind": "reset"}}], "repeat_last": false}``: the keys of the script,
-of a reply and of a fault are the fields of `Script`, `ScriptedReply` and `Fault`. ``{"then_model": true, "extensions": {"usage": true},
-"reception": {"faults": [{"kind": "closed"}]}}`` is one that leaves the lines to the model.
+of a reply and of a fault are the fields of `Script`, `ScriptedReply` and `Fault`. ``{"then_model": true,
+"extensions": {"usage": true}, "reception": {"faults": [{"kind": "closed"}]}}`` is one that leaves the lines to the model.
 """
 
 import dataclasses
