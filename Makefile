@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 MANIFESTS := $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*.yaml deploy/kubernetes/*/*.yaml))
 PROTOS := $(wildcard protos/osmosis/*/v1/*.proto)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-# Nothing but what the lock names, which is everything. Little of it is ever imported, and compiled then.
+# Nothing but what the lock names, which is everything. Little of it is ever imported: that is compiled once, below.
 LOCKED := install --no-compile --no-deps --require-hashes -r
 UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate
 
@@ -23,6 +23,7 @@ $(BIN)/python:
 $(VENV)/.ready: requirements/dev.lock pyproject.toml | $(BIN)/python
 	$(PIP) $(LOCKED) requirements/dev.lock
 	$(PIP) install --no-deps --no-build-isolation -e .
+	@TRANSFORMERS_VERBOSITY=error $(BIN)/python -c "import rollout_server.cli.commands, rollout_gateway.app; from transformers import AutoTokenizer, GenerationConfig"
 	@touch $@
 
 .venv-%/.ready: requirements/%.lock | $(BIN)/python

@@ -88,7 +88,11 @@ class Server:
         self._metrics = MetricsObserver()
 
     async def __aenter__(self) -> Self:
-        """Starts. Raises RuntimeError or OSError where a port cannot be had, `AgentFailed` where an agent cannot start."""
+        """Starts.
+
+        Raises RuntimeError or OSError where a port cannot be had or a tokenizer that the settings name cannot be loaded, and
+        `AgentFailed` where an agent cannot start.
+        """
         try:
             await self._start()
         except BaseException:
@@ -149,6 +153,7 @@ class Server:
         settings, stack = self.settings, self._stack
         tokenizers = Tokenizers(tokenizer_settings(settings))
         stack.push_async_callback(tokenizers.close)
+        await tokenizers.load_named()
         lookup = CheckedLookup(rules)
         stack.push_async_callback(lookup.close)
         client = await asyncio.to_thread(http_client, lookup, settings)  # which reads certificates

@@ -47,6 +47,18 @@ class Tokenizers:
             loading.add_done_callback(lambda done: self._loaded(key, done))
         return await asyncio.shield(self._loading[key])
 
+    async def load_named(self) -> None:
+        """Loads the tokenizers that the settings name, as many as are kept. Raises RuntimeError where one cannot be loaded.
+
+        Called before a server is ready: importing transformers and loading a tokenizer take seconds, which the first rollout
+        would wait for.
+        """
+        for name, directory in list(self._settings.directories.items())[: self._settings.cache_size]:
+            try:
+                await self.load(TokenizerName(name))
+            except RolloutFailed as error:  # whose text goes to callers, and names no directory
+                raise RuntimeError(f"{error}: {directory}") from None
+
     async def close(self) -> None:
         """Waits for what is being rendered. Loads are left to themselves: they may hang in the network."""
         self._loaders.shutdown(wait=False)

@@ -1,0 +1,36 @@
+"""Tokenizers that the settings name are loaded before a server is ready."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from rollout_server.app import Server
+from rollout_server.calculator import Calculator
+from rollout_server.settings import Settings
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+from rollout_server.testing.trainer import StrictTrainer
+
+from tests.gateway.running import http_client
+from tests.system.bodies import body
+
+
+def settings(directory: Path) -> Settings:
+    return Settings(_env_file=None, http_port=0, grpc_port=0, tokenizers={"named": directory}, tokenizers_offline=True)
+
+
+async def test_the_first_rollout_finds_them_loaded(tmp_path: Path) -> None:
+    directory = tmp_path / "tokenizer"
+    shutil.copytree(TOY_TOKENIZER, directory)
+    async with StrictTrainer(TOY_TOKENIZER) as trainer, Server([Calculator()], settings(directory)) as server:
+        shutil.rmtree(directory)
+        async with http_client(f"http://127.0.0.1:{server.http_port}") as client:
+            answer = await client.post("/rollout", json=body("r", trainer.url) | {"tokenizer_name": "named"})
+    assert answer.json()["status"] == "COMPLETED"
+
+
+async def test_one_that_cannot_be_loaded_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"'named'.*/missing"):
+        async with Server([Calculator()], settings(tmp_path / "missing")):
+            pass
