@@ -24,8 +24,8 @@ class TokenizerSettings(BaseSettings):
     tokenizers: Paths = Field(
         {},
         validation_alias=named("ROLLOUT_TOKENIZERS"),
-        description=f"NAME=DIRECTORY,...: where the tokenizers of these names are; the directory {TOY!r} is the built-in one. They are "
-        "loaded before the server is ready.",
+        description=f"NAME=DIRECTORY,...: where the tokenizers of these names are; the directory {TOY!r} is the built-in one. "
+        "They are loaded before the server is ready.",
     )
     templates: Paths = Field(
         {},
