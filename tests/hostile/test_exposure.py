@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -421,8 +422,7 @@ def reached(address: str, port: int) -> bool:
 @pytest.mark.parametrize("host", ["", "0.0.0.0"])
 async def test_rollout_serve_is_reached_where_it_was_told_to_listen(tmp_path: Path, host: str) -> None:
     """A socket of 127.0.0.1 is not reached at 127.0.0.2; one of all addresses is."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        metrics = free.getsockname()[1]
+    metrics = random.randint(10_000, 30_000)  # a system hands out others: those of tests beside this one
     env = environment(ROLLOUT_METRICS_PORT=str(metrics), **({"ROLLOUT_SERVER_HOST": host} if host else {}))
     async with started(Serving, "serve", "--http-port", "0", "--grpc-port", "0", cwd=tmp_path, env=env) as serving:
         for port in (serving.http_port, serving.grpc_port, metrics):

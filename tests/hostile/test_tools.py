@@ -15,14 +15,11 @@ from pathlib import Path
 
 import pytest
 from rollout_server import tool
-from rollout_server.core.message import JSON, ToolCall
 from rollout_server.edge.tools import process as tool_process
-from rollout_server.edge.tools.pool import ProcessPool
-from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 from rollout_server.runtime.tools.policy import CPU_SECONDS, MEMORY_BYTES, ToolPolicy
-from rollout_server.runtime.tools.resources import ToolResources
 
-from tests.tools.test_processes import gone, numbers_in, parent_of, wait_until_gone
+from tests.tools import test_processes
+from tests.tools.test_processes import gone, numbers_in, parent_of, state_of, wait_until_gone
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="subreapers and prctl are Linux's")
 ROOT = Path(__file__).parents[2]
@@ -91,16 +88,11 @@ def eat(size: int) -> int:
     return len(bytes(size))
 
 
-class Bench:
-    """A toolbox with processes of its own."""
+class Bench(test_processes.Bench):
+    """With these tools."""
 
     def __init__(self) -> None:
-        self.pool = ProcessPool()
-        self.bench = ToolResources(processes=self.pool)
-        self.box = ToolExecutor((leave, leave_fresh, spy, limits, eat), self.bench)
-
-    async def __call__(self, name: str, **arguments: JSON) -> ToolResult:
-        return await self.box.run(ToolCall("c", name, json.dumps(arguments)))
+        super().__init__(tools=(leave, leave_fresh, spy, limits, eat))
 
 
 @pytest.fixture
@@ -177,10 +169,13 @@ async def test_a_supervisor_that_its_tool_has_stopped_is_killed(
     marks = tmp_path / "marks"
     running = asyncio.create_task(run("leave", how="session", then="stop", marks=str(marks)))
     (stray,) = await asyncio.to_thread(numbers_in, marks)
+    supervisor = parent_of(parent_of(stray))
+    while state_of(supervisor) != "T":  # noqa: ASYNC110 - nobody says when
+        await asyncio.sleep(0.01)
     running.cancel()
     await run.bench.close()
     assert run.pool.alive == 0
-    os.kill(stray, signal.SIGKILL)
+    os.kill(stray, signal.SIGKILL)  # nobody was left who could
 
 
 @linux

@@ -23,9 +23,11 @@ from rollout_server.sdk import (
     RolloutResult,
     as_agent,
 )
+from rollout_server.sdk.testing import create_mock_trainer_app
 from rollout_server.settings import Settings
 from rollout_server.testing.checks.dialect import TrainerDialect
 from rollout_server.testing.http.app import SeenRequest
+from rollout_server.testing.http.server import HttpServer
 from rollout_server.testing.script import Script
 from rollout_server.testing.trainer import StrictTrainer
 
@@ -98,15 +100,20 @@ class Place:
         played = self.masked(rollout_id, **changes) if dialect == "masked" else self.plain(rollout_id, **changes)
         return await played
 
-    async def plain_at(self, url: str, rollout_id: str) -> dict[str, Any]:
-        """One of the asynchronous dialect with another trainer, one of `rollout_server.sdk.testing`."""
-        assert (await self.start(rollout_id, server_url=url)).status_code == 202
-        async with httpx.AsyncClient(base_url=url, trust_env=False) as client, asyncio.timeout(60):
-            while True:
-                told = (await client.get(f"/v1/rollout/completed/{self.id(rollout_id)}")).json()
-                if told:
-                    return dict(told)
-                await asyncio.sleep(0.01)
+    async def mocked(self, rollout_id: str) -> dict[str, Any]:
+        """One of the asynchronous dialect with a mock trainer, which takes any list of messages."""
+        listener = await HttpServer.open(create_mock_trainer_app(), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listener.port}"
+        try:
+            assert (await self.start(rollout_id, server_url=url)).status_code == 202
+            async with httpx.AsyncClient(base_url=url, trust_env=False) as client, asyncio.timeout(60):
+                while True:
+                    told = (await client.get(f"/v1/rollout/completed/{self.id(rollout_id)}")).json()
+                    if told:
+                        return dict(told)
+                    await asyncio.sleep(0.01)
+        finally:
+            await listener.close()
 
     async def over_grpc(self, rollout_id: str, **spec: Any) -> Outcome:
         """One rollout whose trainer speaks gRPC: the outcome, with its samples."""

@@ -30,6 +30,11 @@ ANSWERS = st.fixed_dictionaries(
 )
 
 
+def appended_to(following: Following, messages: list[Any]) -> list[Any] | None:
+    """What came after the conversation so far; None where the list does not go on from it."""
+    return messages[following.known :] if following.follows(messages) else None
+
+
 def written_anew(answer: dict[str, Any]) -> dict[str, Any]:
     """The same, as another JSON writer has it, without what says nothing and with nulls of its own."""
     anew: dict[str, Any] = json.loads(json.dumps(answer, sort_keys=True))
@@ -42,12 +47,12 @@ def written_anew(answer: dict[str, Any]) -> dict[str, Any]:
 @given(st.lists(ENVIRONMENT, max_size=3), st.lists(st.tuples(ANSWERS, st.lists(ENVIRONMENT, max_size=3)), max_size=4))
 def test_what_is_appended_is_found(start: list[Any], turns: list[tuple[Any, list[Any]]]) -> None:
     following, shown = Following(start), list(start)
-    assert following.new_messages(shown) == []
+    assert appended_to(following, shown) == []
     for answer, appended in turns:
         following.answered(copy.deepcopy(shown), answer)
         for form in (answer, written_anew(answer)):
-            assert following.new_messages([*shown, form, *appended]) == appended
-        assert following.new_messages(shown) is None
+            assert appended_to(following, [*shown, form, *appended]) == appended
+        assert not following.follows(shown)
         shown = [*shown, written_anew(answer), *appended]
 
 
@@ -58,8 +63,8 @@ def test_a_change_anywhere_is_seen(start: list[Any], answer: dict[str, Any], dra
     changed = copy.deepcopy([*start, answer])
     message = changed[drawn.draw(st.integers(0, len(changed) - 1))]
     message[drawn.draw(st.sampled_from(["content", "name", "role"]))] = "something else entirely"
-    assert following.new_messages(changed) is None
-    assert following.new_messages([*start, answer][1:]) is None
+    assert not following.follows(changed)
+    assert not following.follows([*start, answer][1:])
 
 
 def answered(**answer: Any) -> Following:
@@ -85,23 +90,20 @@ CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": 
 def test_arguments_are_compared_by_what_they_say(change: dict[str, Any], same: bool) -> None:
     following = answered(content="Adding.", tool_calls=[CALL])
     call = CALL | {"function": {**CALL["function"], **change}}  # type: ignore[dict-item]
-    found = following.new_messages([{"role": "assistant", "content": "Adding.", "tool_calls": [call]}])
-    assert (found is not None) is same
+    assert following.follows([{"role": "assistant", "content": "Adding.", "tool_calls": [call]}]) is same
 
 
 def test_a_key_that_was_dropped_is_taken_as_unchanged_until_it_has_been_seen() -> None:
     following = answered(content="Yes.", reasoning_content="Hm.")
     bare = {"role": "assistant", "content": "Yes."}
     full = {**bare, "reasoning_content": "Hm."}
-    assert following.new_messages([bare]) == []
-    assert following.new_messages([full]) == []
+    assert appended_to(following, [bare]) == []
+    assert appended_to(following, [full]) == []
     following.answered([full], {"role": "assistant", "content": "Also."})
-    assert following.new_messages([bare, {"role": "assistant", "content": "Also."}]) is None
-    assert following.new_messages([full, {"role": "assistant", "content": "Also."}]) == []
+    assert not following.follows([bare, {"role": "assistant", "content": "Also."}])
+    assert appended_to(following, [full, {"role": "assistant", "content": "Also."}]) == []
 
 
 def test_calls_that_were_dropped_are_another_answer() -> None:
-    assert (
-        answered(content="Adding.", tool_calls=[CALL]).new_messages([{"role": "assistant", "content": "Adding."}])
-        is None
-    )
+    following = answered(content="Adding.", tool_calls=[CALL])
+    assert not following.follows([{"role": "assistant", "content": "Adding."}])

@@ -10,8 +10,6 @@ from osmosis.rollout.v1 import token_pb2
 from rollout_server.core.outcome import Failure
 from rollout_server.runtime.run.run import RolloutEnded
 from rollout_server.sdk import OsmosisValidationError, RolloutContext, RolloutResult
-from rollout_server.sdk.testing import create_mock_trainer_app
-from rollout_server.testing.http.server import HttpServer
 
 from tests.sdk.calculator_agent import SCHEMAS
 from tests.sdk.conftest import OpenPlace
@@ -107,11 +105,7 @@ async def test_a_rewritten_history_opens_a_segment(open_place: OpenPlace, tokens
 async def test_a_trainer_that_only_derives_masks_is_shown_another_history(open_place: OpenPlace) -> None:
     """The dialect demands append-only lists; a trainer that takes others gets them, and a strict one says what is wrong."""
     place = await open_place(Loop(compacting))
-    listener = await HttpServer.open(create_mock_trainer_app(), "127.0.0.1", 0)
-    try:
-        lenient = await place.plain_at(f"http://127.0.0.1:{listener.port}", "lenient")
-    finally:
-        await listener.close()
+    lenient = await place.mocked("lenient")
     assert lenient["status"] == "COMPLETED"
     assert [message["role"] for message in lenient["final_messages"]] == ["user", "assistant", "user", "assistant"]
     strict = await place.plain("strict")

@@ -13,8 +13,6 @@ import pytest_asyncio
 from osmosis.rollout.v1 import token_pb2
 from osmosis.rollout.v1.outcome_pb2 import Outcome
 from rollout_server.sdk import OsmosisRolloutError, RolloutContext, RolloutResult, create_tool_result
-from rollout_server.sdk.testing import create_mock_trainer_app
-from rollout_server.testing.http.server import HttpServer
 from rollout_server.testing.script import ScriptedReply
 
 from tests.sdk.calculator_agent import SCHEMAS
@@ -97,11 +95,7 @@ async def test_the_asynchronous_dialect_is_asked_for_each_and_told_the_chosen_on
 
 async def test_ids_that_a_trainer_reports_show_no_drift_in_branches(open_place: OpenPlace) -> None:
     place = await open_place(Loop(best_of_three))
-    listener = await HttpServer.open(create_mock_trainer_app(), "127.0.0.1", 0)
-    try:
-        told = await place.plain_at(f"http://127.0.0.1:{listener.port}", "ids")
-    finally:
-        await listener.close()
+    told = await place.mocked("ids")
     assert (told["status"], told["metrics"]["num_llm_calls"]) == ("COMPLETED", 5), told
     warnings = [(warning["code"], warning["turn"]) for warning in told["extra_fields"]["warnings"]]
     assert sorted(warnings) == [("conversation_unnamed", 3), ("conversation_unnamed", 4)]
@@ -151,6 +145,72 @@ async def test_tool_results_that_branches_share_count_once(open_place: OpenPlace
     metrics = told["metrics"]
     assert (told["status"], metrics["num_tool_calls"], metrics["tool_latency_ms"]) == ("COMPLETED", 1, 3.0), told
     assert [len(each) for each in trainer.lists()] == [1, 3, 3, 3]
+
+
+async def test_each_branch_may_have_another_result_of_a_call(open_place: OpenPlace, trainer: LenientTrainer) -> None:
+    trainer.calls["Add."] = [
+        {"id": name, "type": "function", "function": {"name": "add", "arguments": "{}"}} for name in "cd"
+    ]
+
+    async def play(ctx: RolloutContext) -> RolloutResult:
+        messages, _ = await say(ctx, user("Add."))
+        messages.append(create_tool_result("c", "8"))
+        lists = [[*messages, create_tool_result("d", str(number))] for number in range(3)]
+        results = await asyncio.gather(*map(ctx.chat, lists))
+        return ctx.complete([*lists[0], results[0].message])
+
+    told = await trainer.play(await open_place(Loop(play, SCHEMAS)), "results")
+    assert (told["status"], told["metrics"]["num_tool_calls"]) == ("COMPLETED", 4), told
+    assert sorted(each[3:] for each in trainer.lists()[1:]) == [["0"], ["1"], ["2"]]
+
+
+# A chat may be given up wherever it waits: so many rounds of the event loop after it began.
+ROUNDS = 8
+
+
+async def test_a_chat_that_is_given_up_early_leaves_the_others_theirs(
+    open_place: OpenPlace, trainer: LenientTrainer
+) -> None:
+    async def play(ctx: RolloutContext) -> RolloutResult:
+        async def give_up(rounds: int) -> None:
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            chats[1].cancel()
+
+        for rounds in range(ROUNDS):
+            chats: list[asyncio.Task[Any]] = []
+            giving_up = asyncio.create_task(give_up(rounds))  # before the chats, so that it goes first in each round
+            chats += [asyncio.create_task(ctx.chat([user(f"{rounds}")])) for _ in range(3)]
+            results = await asyncio.gather(*chats, return_exceptions=True)
+            await giving_up
+            assert isinstance(results[1], asyncio.CancelledError)
+            assert [each.message["content"].split()[2] for each in (results[0], results[2])] == [f"{rounds}"] * 2
+        return ctx.complete([])
+
+    told = await trainer.play(await open_place(Loop(play)), "early", max_turns=5 * ROUNDS)
+    assert told["status"] == "COMPLETED", told
+
+
+async def test_what_a_chat_that_is_given_up_has_appended_is_not_appended_again(
+    open_place: OpenPlace, trainer: LenientTrainer
+) -> None:
+    trainer.calls["Add."] = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+
+    async def play(ctx: RolloutContext) -> RolloutResult:
+        for rounds in range(ROUNDS):
+            messages, _ = await say(ctx, user(f"{rounds}"), user("Add."))
+            messages += [create_tool_result("c", "8"), user("And?")]
+            chat = asyncio.create_task(ctx.chat(messages))
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            chat.cancel()
+            await asyncio.wait([chat])
+            await say(ctx, *messages)
+        return ctx.complete([])
+
+    told = await trainer.play(await open_place(Loop(play, SCHEMAS)), "again", max_turns=5 * ROUNDS)
+    assert told["status"] == "COMPLETED", told
+    assert {tuple(each[3:]) for each in trainer.lists() if len(each) > 2} == {("8", "And?")}
 
 
 @pytest.mark.parametrize("tokens", [None, "toy"])

@@ -11,8 +11,12 @@ import httpx
 import pytest
 import pytest_asyncio
 from fastapi import FastAPI
+from rollout_server.core.message import Message
+from rollout_server.core.spec import Dialect, Sampling, Spec, Target
+from rollout_server.runtime.request import Request
 from rollout_server.sdk import (
     OsmosisLLMClient,
+    OsmosisValidationError,
     RolloutContext,
     RolloutRequest,
     RolloutResult,
@@ -21,6 +25,8 @@ from rollout_server.sdk import (
     osmosis_rubric,
 )
 from rollout_server.sdk.core.schemas import OpenAIFunctionToolSchema
+from rollout_server.sdk.http import read_completion
+from rollout_server.sdk.request_view import request_of
 from rollout_server.sdk.testing import RolloutCompletionTracker, create_mock_trainer_app, fake_token_ids
 from rollout_server.testing.script import ScriptedReply, tool_call
 
@@ -213,6 +219,24 @@ async def test_the_client_reads_answers_that_hold_no_more_than_a_message(trainer
     assert result.usage == {"prompt_tokens": 10, "completion_tokens": 7}
 
 
+async def test_the_client_names_a_count_that_is_no_number() -> None:
+    body = b'{"choices": [{"message": {}}], "usage": {"prompt_tokens": "ten"}}'
+    with pytest.raises(OsmosisValidationError, match=r"usage\.prompt_tokens"):
+        read_completion(body)
+
+
+async def test_a_source_that_is_no_asynchronous_request_is_not_taken_for_one() -> None:
+    """Over gRPC a caller may write any object there."""
+    spec = Spec(
+        "r",
+        (Message.write(user("Hello")),),
+        Target("http://t", Dialect.HTTP_PLAIN),
+        sampling=Sampling(temperature=0.5),
+        source_json='{"completion_params": ["top_p"]}',
+    )
+    assert request_of(Request(spec)).completion_params["temperature"] == 0.5
+
+
 async def answer_of(app: FastAPI, *messages: dict[str, Any]) -> dict[str, Any]:
     """What a mock trainer answers."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://mock") as client:
@@ -326,11 +350,15 @@ async def test_rubrics_are_checked_functions() -> None:
     for wrong in (("please", None), (5, None, {}), ("please", 5, {})):
         with pytest.raises(TypeError, match="is missing or has a wrong type"):
             rubric(*wrong)
-    for refused in (one, two, exact_with_default):
+    for refused in (one, two, exact_with_default, listed):
         with pytest.raises(TypeError):
             osmosis_rubric(refused)
     assert osmosis_rubric(three)("a", "b", {}) == 0.0
 
 
 def exact_with_default(solution_str: str, ground_truth: str = "", extra_info: Any = None) -> float:
+    return 0.0
+
+
+def listed(solution_str: list[str], ground_truth: str, extra_info: Any) -> float:
     return 0.0

@@ -84,6 +84,7 @@ async def test_a_long_history_costs_no_more_than_a_short_one(plain, executor, st
         pytest.param(
             "{%- if messages | length > 40 -%}{{- ' again' -}}{%- endif -%}", id="a count it cannot see at load"
         ),
+        pytest.param("{%- if messages | length > 41 -%}{{- ' again' -}}{%- endif -%}", id="one that is met at first"),
         pytest.param(
             "{%- if '/brief' in (messages | map(attribute='content') | join) -%}{{- ' now' -}}{%- endif -%}",
             id="a switch",
@@ -159,3 +160,54 @@ async def test_a_message_that_the_usual_stop_does_not_announce(ours, plain) -> N
     for ids in ([5], naive.ids("<|im_start|>")):
         rendered = await Renderer(loaded, [], {}).append(packed(ASKED, SAID, late), answered(SAID, ids), 1)
         assert rendered.predicted == Prediction(pack_tokens(), pack_tokens(naive.ids(behind)))
+
+
+async def test_what_the_template_leaves_out_is_named_behind_a_short_history_too(ours, plain) -> None:
+    silent = CHATML.replace("for message in messages", "for message in messages if message.role != 'system'")
+    loaded, naive = ours("toy", silent), plain("toy")
+    renderer, messages = Renderer(loaded, [], {}), packed(ASKED)
+    for _ in range(4):
+        asked = len(messages)
+        messages += packed(SAID, SYSTEM, MORE)
+        rendered = await renderer.append(messages, answered(SAID, naive.ids("<|im_end|>")), asked)
+        assert list(rendered.unseen) == [asked + 1]
+
+
+async def test_a_template_that_repeats_the_question_which_a_short_history_lacks(ours, plain) -> None:
+    """A text that stands for the question is in no prompt, and no reason to give the short form up."""
+    again = (
+        "{{- '<|im_start|>assistant\n' -}}{%- for message in messages if message.role == 'user' -%}"
+        "{{- message.content if loop.first -}}{%- endfor -%}"
+    )
+    loaded, naive = ours("toy", CHATML.replace("{{- '<|im_start|>assistant\n' -}}", again)), plain("toy")
+    assert loaded.probed.short_form
+    turn = packed(SYSTEM, SAID, MORE), answered(SAID, naive.ids("<|im_end|>")), 1
+    rendered = await Renderer(loaded, [], {}).append(*turn)
+    assert rendered.predicted.environment == pack_tokens(naive.ids(APPENDED + MORE["content"]))
+    assert not rendered.short_form_dropped
+
+
+async def test_a_fork_proves_its_short_form_on_its_own(ours, plain) -> None:
+    brief = "{%- if '/brief' in (messages | map(attribute='content') | join) -%}{{- ' now' -}}{%- endif -%}"
+    loaded = ours("toy", CHATML.replace("{{- '<|im_start|>assistant\n' -}}", "{{- '<|im_start|>assistant' -}}" + brief))
+    stop = plain("toy").ids("<|im_end|>")
+    renderer, messages = Renderer(loaded, [], {}), packed(ASKED)
+    for turn in range(5):
+        asked = len(messages)
+        messages += packed(SAID, {**MORE, "content": "Twice, /brief"} if turn == 2 else MORE)
+        last, each = answered(SAID, stop), ([renderer] if turn < 4 else [renderer.fork(), renderer])
+        found = [(await renderer.append(messages, last, asked)).short_form_dropped for renderer in each]
+    assert found == [True, True]
+
+
+async def test_a_line_that_the_model_and_the_template_end_is_ended_twice(ours, plain) -> None:
+    """No special token closes the answer, so nobody can say that the two are the same."""
+    bare = (
+        "{%- for message in messages -%}{{- message.role ~ ': ' ~ message.content ~ '\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
+    )
+    loaded, naive = ours("toy", bare), plain("toy")
+    assert loaded.probed.final is None
+    for last in ([5], naive.ids("\n")):
+        rendered = await Renderer(loaded, [], {}).append(packed(ASKED, SAID, MORE), answered(SAID, last), 1)
+        assert rendered.predicted.environment == pack_tokens(naive.ids(f"\nuser: {MORE['content']}\nassistant: "))

@@ -9,8 +9,9 @@ from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.tokens.drift_excerpt import DriftExcerpt
 from rollout_server.edge.tokens.rendering_form import Arguments, RenderingForm, parsed
+from rollout_server.edge.tokens.template_literals import Literals
 from rollout_server.edge.tokens.template_probe import StopToken, probe
-from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, text_after_answer
+from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, text_after_answer, unseen_messages
 from rollout_server.runtime.ports import RolloutFailed
 
 from tests.tokens.conftest import call, packed
@@ -20,6 +21,7 @@ STOP = "<stop>"
 ASKED = {"role": "user", "content": "Five and three?"}
 SAID = {"role": "assistant", "content": "Eight."}
 MORE = {"role": "user", "content": "And twice that?"}
+HEARD = {"role": "tool", "content": "8"}
 
 
 def template(
@@ -226,6 +228,27 @@ def test_the_token_that_closes_an_answer_is_the_last_of_those_behind_it(
     assert (probed.calls.text, probed.final) == (expected, probed.calls)
 
 
+def test_answers_that_end_with_the_token_of_the_next_message() -> None:
+    """As GLM's do; what ends a call is part of the answer then."""
+
+    def each(message: Fields) -> str:
+        calls = "".join(f"{each['function']}</call>" for each in message.get("tool_calls") or ())
+        return f"<{message['role']}>{message['content']}{calls}"
+
+    special = dict(enumerate(("<user>", "<assistant>", "<tool>", "</call>"), 1))
+    probed = probe(template(each, prompt="<assistant>"), special)
+    assert (probed.final, probed.calls) == (
+        StopToken("<user>", 1, opens_next=True),
+        StopToken("<tool>", 3, opens_next=True),
+    )
+    assert probed.inside == {4}
+
+
+def test_a_generation_prompt_that_ends_as_answers_do() -> None:
+    closed = template(lambda m: f"{m['content'] or m['tool_calls']}</call>{STOP}", prompt=f"assistant:{STOP}")
+    assert probe(closed, {7: "</call>", 8: STOP}).final == StopToken(STOP, 8)
+
+
 def left_open(messages: Sequence[Fields], generation_prompt: bool) -> str:
     """Closes final answers only: calls and what tools answered to them stand in one message."""
     each = (f"{m['tool_calls']}|" if m.get("tool_calls") else f"{m['content']}{STOP}" for m in messages)
@@ -353,6 +376,16 @@ def test_a_short_form_holds_where_what_it_keeps_decides_the_environment(
     assert (probed.final, probed.refusal, probed.short_form) == (StopToken(STOP, 8), "", holds)
 
 
+@pytest.mark.parametrize(("numbers", "holds"), [((5,), False), ((2,), True)])
+def test_templates_are_tried_with_as_many_messages_as_their_numbers(numbers: tuple[int, ...], holds: bool) -> None:
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        text = "".join(f"{m['content'] or m['tool_calls']}{STOP}" for m in messages)
+        again = sum(message["role"] == "tool" for message in messages) > 5
+        return text + ("again:" if again else "assistant:") * generation_prompt
+
+    assert probe(render, {8: STOP}, literals=Literals(numbers=numbers)).short_form is holds
+
+
 def test_a_template_that_shows_no_answers_closes_none() -> None:
     assert probe(template(lambda message: f"{message['role']}|", prompt="|"), {8: "|"}).final is None
 
@@ -437,3 +470,46 @@ def test_a_stop_in_the_parts_of_an_answer() -> None:
     said = {"role": "assistant", "content": [{"type": "text", "text": "Eight"}, {"type": "text", "text": f"{STOP}?"}]}
     assert environment(template(each), ASKED, said) == "\nassistant:"
     assert environment(template(each), ASKED, said, MORE) == f"\nAnd twice that?{STOP}\nassistant:"
+
+
+@pytest.mark.parametrize(("more", "text"), [([], ""), ([MORE], f"user:And twice that?{STOP}\n")])
+def test_the_stop_of_an_empty_answer_may_begin_as_the_prompt_goes_on(more: list[Fields], text: str) -> None:
+    render = template(prompt="assistant:<think>")
+    assert environment(render, ASKED, {**SAID, "content": ""}, *more) == f"\n{text}assistant:<think>"
+
+
+def test_no_place_where_tool_results_are_not_shown() -> None:
+    deaf = template(lambda m: f"{m['role']}:{'' if m['role'] == 'tool' else m['content']}{STOP}\n")
+    assert environment(deaf, ASKED, SAID, HEARD) is None
+
+
+def test_a_reminder_behind_an_answer_that_the_template_strips() -> None:
+    def each(message: Fields) -> str:
+        reminder = f"Stay brief.{STOP}" if message["role"] == "assistant" else ""
+        return f"{message['role']}:{message['content'].strip()}{STOP}\n{reminder}"
+
+    expected = f"\nStay brief.{STOP}user:And twice that?{STOP}\nassistant:"
+    assert environment(template(each), ASKED, {**SAID, "content": "Eight.\n"}, MORE) == expected
+
+
+def test_a_stop_in_an_argument_behind_which_the_template_writes_syntax() -> None:
+    def each(message: Fields) -> str:
+        calls = [each["function"]["arguments"] for each in message.get("tool_calls") or ()]
+        written = "".join(f"<parameter={name}>{value}</parameter>" for each in calls for name, value in each.items())
+        return f"{message['role']}:{message['content']}{written}{STOP}\n"
+
+    function = {"name": "add", "arguments": {"a": f"5{STOP}"}}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    assert environment(template(each), ASKED, called, HEARD) == f"\ntool:8{STOP}\nassistant:"
+
+
+def test_a_message_in_another_spelling_is_seen_and_one_in_front_of_everything_is_not() -> None:
+    spelled = rendered(template(lambda m: f"{m['content'].replace(' ', '_')}{STOP}\n"), [ASKED, SAID, MORE], 1)
+    assert unseen_messages(spelled, f"\nAnd_twice_that?{STOP}\nassistant:") == []
+    kind = {"role": "system", "content": "Be kind."}
+    in_front = template(
+        lambda m: "" if m["role"] == "system" else f"{m['content']}{STOP}\n",
+        head=lambda messages: "".join(m["content"] for m in messages if m["role"] == "system"),
+    )
+    turn = rendered(in_front, [ASKED, SAID, kind, MORE], 1)
+    assert unseen_messages(turn, f"\nAnd twice that?{STOP}\nassistant:") == [2]

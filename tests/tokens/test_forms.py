@@ -61,12 +61,14 @@ def test_the_form_with_other_arguments_differs_in_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2.5", "llama3", "mistral-small-3.2"])
-async def test_parsed_arguments_are_learnt_from_the_first_prompt_with_calls(ours, plain, family) -> None:
+@pytest.mark.parametrize("known", [True, False])
+async def test_parsed_arguments_are_learnt_from_the_first_prompt_with_calls(ours, plain, family, known) -> None:
+    """Also where nothing explained the prompt before."""
     naive, ids = plain(family), [ours(family).probed.calls.id]
     renderer = Renderer(ours(family), TOOLS, {})
     first, second = [ASKED], [ASKED, CALLED, HEARD]
     predicted = (await renderer.predict(packed(*first), None, 0)).predicted
-    await renderer.learn(predicted, pack_tokens(naive.prompt(first, TOOLS)))
+    await renderer.learn(predicted, pack_tokens(naive.prompt(first, TOOLS) if known else [1, 2, 3]))
     rendered = await renderer.predict(packed(*second), answered(CALLED, ids), 1)
     reported = pack_tokens(naive.prompt(objects(second), TOOLS))
     assert await renderer.learn(rendered.predicted, reported) == rendered.predicted

@@ -51,6 +51,7 @@ def test_every_new_shape_is_compared() -> None:
         [{**CALLED, "content": ""}, HEARD],
         [{**CALLED, "content": "Let me see."}, HEARD],
         [{**CALLED, "reasoning_content": "Let me see."}, HEARD],
+        [{**CALLED, "tool_calls": [call("")]}, HEARD],
         [
             {**CALLED, "tool_calls": [call('{"a": 5}'), call('{"a": 6}', call_id="other")]},
             HEARD,
@@ -59,6 +60,7 @@ def test_every_new_shape_is_compared() -> None:
         [CALLED, {**HEARD, "tool_call_id": "of an earlier call"}],
         [CALLED, HEARD, SYSTEM],
         [CALLED, {**HEARD, "content": ""}],
+        [CALLED, {**HEARD, "content": " "}],
         [CALLED, {**HEARD, "content": [{"type": "text", "text": "8"}]}],
         [SAID, ASKED],
     ]
@@ -74,15 +76,52 @@ def test_a_string_of_the_template_is_a_new_shape_in_each_role() -> None:
     proof, messages = ShortFormProof(Literals(frozenset({"/brief"}))), [ASKED]
     usual, heard = [CALLED, HEARD], [CALLED, {**HEARD, "content": "a/brief/file"}]
     assert due(proof, messages, usual, usual, usual, heard, usual, usual) == [True, True, False, True, True, False]
+    assert due(proof, messages, heard) == [False]  # contents of tool results change in each turn
     switch, asked = [SAID, {**ASKED, "content": "Hello /brief"}], [SAID, ASKED]
     due(proof, messages, asked, asked)
     # It comes, it is the last question, which a short history keeps, and then it is dropped.
     assert due(proof, messages, asked, switch, asked, asked, asked) == [False, True, True, True, False]
+    assert due(proof, messages, switch, asked, asked) == [True, True, False]
 
 
 def test_passing_a_number_of_the_template_is_a_new_shape() -> None:
-    compared = due(ShortFormProof(Literals(numbers=(10, 20))), [ASKED], *[[CALLED, HEARD]] * 12)
-    assert [turn for turn, each in enumerate(compared, 1) if each] == [1, 2, 5, 10]
+    compared = due(ShortFormProof(Literals(numbers=(9, 20))), [ASKED], *[[CALLED, HEARD]] * 12)
+    assert [turn for turn, each in enumerate(compared, 1) if each] == [1, 2, 4, 5, 10]  # at 9 messages, 11 and 21
+
+
+def test_calls_and_parts_are_counted_up_to_three() -> None:
+    def called(number: int) -> list[Any]:
+        return [{**CALLED, "tool_calls": [call("{}", call_id=f"c{index}") for index in range(number)]}, HEARD]
+
+    def heard(number: int) -> list[Any]:
+        return [CALLED, {**HEARD, "content": [{"type": "text", "text": "8"}] * number}]
+
+    for shape in (called, heard):
+        proof, messages = ShortFormProof(Literals()), [ASKED]
+        assert due(proof, messages, *map(shape, (1, 1, 2, 3)))[2:] == [True, True]
+        due(proof, messages, shape(1))
+        assert due(proof, messages, shape(3), shape(4)) == [True, False]
+
+
+def test_a_question_of_another_kind_is_compared_when_it_is_dropped() -> None:
+    usual, asked = [CALLED, HEARD], [SAID, ASKED]
+    messages = [ASKED, SAID, {**ASKED, "name": "ann"}]
+    compared = due(ShortFormProof(Literals()), messages, usual, usual, usual, asked, asked, asked)
+    assert compared == [True, True, False, True, True, False]
+
+
+def test_a_late_system_message_is_compared_when_it_is_dropped() -> None:
+    proof, messages, late = ShortFormProof(Literals()), [SYSTEM, ASKED], [CALLED, HEARD, SYSTEM]
+    due(proof, messages, *[[CALLED, HEARD]] * 3)
+    assert due(proof, messages, late, late, late) == [True, True, False]
+
+
+def test_what_a_fork_has_seen_is_new_to_the_other() -> None:
+    proof, messages = ShortFormProof(Literals(frozenset({"/brief"}))), [ASKED]
+    due(proof, messages, *[[CALLED, HEARD]] * 3)
+    heard = [CALLED, {**HEARD, "content": "/brief"}]
+    assert due(proof.fork(), list(messages), heard) == [True]
+    assert due(proof, messages, heard) == [True]
 
 
 def test_a_fork_goes_on_with_what_was_proved() -> None:
@@ -98,9 +137,10 @@ def test_a_fork_goes_on_with_what_was_proved() -> None:
 def test_the_literals_of_a_template_are_those_of_its_expressions() -> None:
     from jinja2 import Environment
 
-    text = (
-        "Never this 99.{% if 'this' in messages[0].content and messages | length > 12 %}{{ '' ~ \"that\" }}{% endif %}"
-    )
-    assert literals([text, "{{ 'more' }}"], Environment()) == Literals(frozenset({"this", "that", "more"}), (12,))
+    text = "Never this 99.{% if 'this' in messages[0].content and messages | length > 12 - 2 + 1 %}{{ '' ~ \"that\" }}{% endif %}"
+    assert literals([text, "{{ 'more' }}"], Environment()) == Literals(frozenset({"this", "that", "more"}), (2, 12))
     assert literals(["{% if %}"], Environment()) is None
-    assert literals(["{{ '" + "' ~ '".join(str(number) for number in range(1000)) + "' }}"], Environment()) is None
+    assert literals([f"{{{{ {'(' * 10_000}1{')' * 10_000} }}}}"], Environment()) is None
+    for quote in ("'", ""):
+        many = f"{quote} ~ {quote}".join(str(number) for number in range(1000))
+        assert literals([f"{{{{ {quote}{many}{quote} }}}}"], Environment()) is None

@@ -9,13 +9,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 from rollout_server import tool
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.edge.tools.pool import PoolLimits, ProcessPool
+from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 from rollout_server.runtime.tools.resources import ToolResources
 
@@ -27,10 +28,10 @@ TOOLS = tuple(value for value in vars(offered).values() if hasattr(value, "polic
 class Bench:
     """A toolbox whose processes are its own."""
 
-    def __init__(self, limits: PoolLimits | None = None) -> None:
+    def __init__(self, limits: PoolLimits | None = None, tools: Sequence[Tool] = TOOLS) -> None:
         self.pool = ProcessPool(limits)
         self.bench = ToolResources(processes=self.pool)
-        self.box = ToolExecutor(TOOLS, self.bench)
+        self.box = ToolExecutor(tools, self.bench)
 
     async def __call__(self, name: str, **arguments: JSON) -> ToolResult:
         return await self.box.run(ToolCall("c", name, json.dumps(arguments)))
@@ -49,7 +50,7 @@ def wait_until_gone(*numbers: int) -> None:
     for number in numbers:
         try:
             while True:
-                state, parent, *_ = Path(f"/proc/{number}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+                state, parent, *_ = _status(number)
                 if state == "Z" and int(parent) != os.getpid():  # whoever inherits orphans may leave them so
                     break
                 time.sleep(0.01)
@@ -57,9 +58,18 @@ def wait_until_gone(*numbers: int) -> None:
             continue
 
 
+def _status(number: int) -> list[str]:
+    return Path(f"/proc/{number}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+
+
+def state_of(number: int) -> str:
+    """R, S, T, Z, as `ps` shows it."""
+    return _status(number)[0]
+
+
 def parent_of(number: int) -> int:
     """The process above a tool's, by which the server knows it."""
-    return int(Path(f"/proc/{number}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[1])
+    return int(_status(number)[1])
 
 
 def numbers_in(path: Path) -> list[int]:
@@ -255,6 +265,7 @@ import asyncio
 from rollout_server import tool
 from rollout_server.core.message import ToolCall
 from rollout_server.edge.tools.pool import ProcessPool
+from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.tools.executor import ToolExecutor
 from rollout_server.runtime.tools.resources import ToolResources
 

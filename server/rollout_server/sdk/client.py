@@ -118,7 +118,7 @@ class OsmosisLLMClient:
         key = f"{self.rollout_id}/0/{self._turn}"
         posted = await self._post("/v1/chat/completions", body if texts is None else body | {"stop": texts}, key)
         completion = read_completion(posted.body)
-        usage = completion.usage or {}
+        usage = completion.usage.model_dump(exclude_unset=True) if completion.usage is not None else {}
         prompt = usage.get("prompt_tokens") or len(completion.prompt_token_ids or ())
         generated = usage.get("completion_tokens") or len(completion.token_ids or ())
         self._count(posted, prompt, generated)

@@ -43,10 +43,12 @@ class Conversation:
         """Adds the messages of a list that follows, those before `stop`; results of tool calls took `tool_ms` together."""
         added = given[self.following.known : stop]
         # The calls of a turn count as returned together, when their messages come: so their time is the sum of what was recorded.
-        left = await append_results(self.run, self.calls, added, tool_ms)
+        left, calls = await append_results(self.run, self.calls, added, tool_ms)
+        # At once: whoever asked may stop waiting below, and what is recorded must not be appended again.
+        self.following.held(given, stop - len(left))
+        self.calls = () if left else calls
         await self.run.append(*left)
         self.following.held(given, stop)
-        self.calls = ()
 
     async def branch(self) -> Conversation:
         """One that goes on from where this one is."""
@@ -130,10 +132,11 @@ class Conversations:
         common = sum(1 for _ in takewhile(lambda same: len({*same}) == 1, texts))
         await shared.append(chat.given, max(common, shared.following.known), self._time())
         for other in others:
-            other.conversation = await shared.branch()
-            other.conversation.is_taken = True
-            self._all.append(other.conversation)
-            self._waiting.remove(other)
+            branch = await shared.branch()
+            self._all.append(branch)
+            if other in self._waiting:  # it has not been given up meanwhile
+                self._waiting.remove(other)
+                other.conversation, branch.is_taken = branch, True
         shared.is_taken = True
         chat.conversation = shared
         return shared

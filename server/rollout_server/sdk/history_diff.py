@@ -47,10 +47,6 @@ class Following:
             return False
         return self._answer is None or _is_same(self._answer, given[seen])
 
-    def new_messages(self, given: Sequence[MessageDict]) -> Sequence[MessageDict] | None:
-        """What came after the last answer; None where the list is not the conversation so far with something appended."""
-        return given[self.known :] if self.follows(given) else None
-
     def held(self, given: Sequence[MessageDict], stop: int) -> None:
         """The conversation holds the first messages of a list that follows it, those before `stop`."""
         if stop > self.known:

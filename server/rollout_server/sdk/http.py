@@ -73,11 +73,18 @@ class Choice(BaseModel):
     finish_reason: str | None = "stop"
 
 
+class Usage(BaseModel, extra="allow"):
+    """The counts of a completion's tokens that metrics need; the others are passed on."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
 class Completion(BaseModel):
     """What a client reads of a completion; trainers need not send the rest."""
 
     choices: list[Choice]
-    usage: dict[str, Any] | None = None
+    usage: Usage | None = None
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
     prompt_token_ids: list[int] | None = None

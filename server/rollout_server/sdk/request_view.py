@@ -32,7 +32,7 @@ def request_of(request: Request) -> RolloutRequest:
         rollout_id=spec.rollout_id,
         server_url=spec.completions.url,
         messages=[copied(message) for message in request.messages],
-        completion_params=_parameters(spec.sampling) if parameters is None else dict(parameters),
+        completion_params=dict(parameters) if isinstance(parameters, Mapping) else _parameters(spec.sampling),
         tool_server_url=source.get("tool_server_url", tools),
         max_turns=_TURNS if spec.limits.turns is None else spec.limits.turns,
         max_tokens_total=_TOKENS if spec.limits.generated_tokens is None else spec.limits.generated_tokens,

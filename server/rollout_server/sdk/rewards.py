@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import Parameter
-from types import NoneType
-from typing import Any, ParamSpec, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, ParamSpec, Union, get_args, get_origin, get_type_hints
 
 __all__ = ["osmosis_reward", "osmosis_rubric"]
 
@@ -39,7 +39,8 @@ def osmosis_rubric(function: Callable[P, float]) -> Callable[P, float]:
     """
     parameters, hints = _signature(function)
     for parameter in parameters[:2]:
-        kinds = {*(get_args(hints.get(parameter.name)) or (hints.get(parameter.name),))}
+        hint = hints.get(parameter.name)
+        kinds = {*get_args(hint)} if get_origin(hint) in (Union, UnionType) else {hint}
         if kinds - ({NoneType} if parameter.name == "ground_truth" else set()) != {str}:
             raise TypeError(f"{function.__name__}: {parameter.name} must be annotated as str")
         if parameter.default is not Parameter.empty:

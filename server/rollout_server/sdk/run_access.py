@@ -13,18 +13,18 @@ from rollout_server.runtime.run.run import Reply, Run
 
 async def append_results(
     run: Run, calls: Sequence[ToolCall], messages: Sequence[Mapping[str, JSON]], elapsed_ms: float
-) -> Sequence[Mapping[str, JSON]]:
+) -> tuple[Sequence[Mapping[str, JSON]], Sequence[ToolCall]]:
     """Appends the results of tool calls that the loop ran itself, as results of these calls: so events and metrics know them.
 
-    Returns the messages that are left: those from the first on that answers none of the calls.
+    Returns the messages that are left, from the first on that answers none of the calls, and the calls that none answers.
     """
     answering = list(_answering(calls, messages))
     if not answering:
-        return messages
+        return messages, calls
     await run.append()  # raises where nothing can be appended
     started = run._machine.start_calls(answering, run._conversation)
     if isinstance(started, LimitReached):
-        return messages
+        return messages, calls
     for intent in started:
         run._course.record(intent)
     for intent, message in zip(started, messages, strict=False):
@@ -33,7 +33,8 @@ async def append_results(
             intent.turn, intent.index, intent.call, Message.write(message), failed, elapsed_ms, intent.segment_id
         )
         run._course.record(returned)
-    return messages[len(started) :]
+    answered = {call.id for call in answering}
+    return messages[len(started) :], [call for call in calls if call.id not in answered]
 
 
 def usage_of(run: Run, reply: Reply) -> dict[str, int]:

@@ -42,17 +42,15 @@ def _named(pattern: str, **other: str) -> dict[str, str]:
     return {role: pattern.format(other.get(role, role)) for role in roles}
 
 
+def _lines(heads: Mapping[str, str], stop: str, words: Words) -> Framing:
+    """All messages end with the same token and a line break."""
+    return Framing(heads, f"{stop}\n", stop=stop, calls_stop=stop, after="\n", words=words)
+
+
 _ROLES: Final = tuple(f"<|{role}|>" for role in ("system", "user", "assistant", "observation", "tool"))
 
 FRAMINGS: Final[Mapping[str, Framing]] = {
-    "chatml": Framing(
-        heads=_named("<|im_start|>{}\n"),
-        tail="<|im_end|>\n",
-        stop="<|im_end|>",
-        calls_stop="<|im_end|>",
-        after="\n",
-        words=Words(("<|im_start|>", "<|im_end|>"), eos="<|im_end|>"),
-    ),
+    "chatml": _lines(_named("<|im_start|>{}\n"), "<|im_end|>", Words(("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")),
     "headers": Framing(
         heads=_named("<|start_header|>{}<|end_header|>\n\n", tool="ipython"),
         tail="<|eot|>",
@@ -60,14 +58,7 @@ FRAMINGS: Final[Mapping[str, Framing]] = {
         calls_stop="<|eom|>",
         words=Words(("<|start_header|>", "<|end_header|>", "<|eot|>", "<|eom|>")),
     ),
-    "stripping": Framing(
-        heads=_named("<|{}|>\n"),
-        tail="<|end|>\n",
-        stop="<|end|>",
-        calls_stop="<|end|>",
-        after="\n",
-        words=Words((*_ROLES, "<|end|>"), frozenset({*_ROLES, "<|end|>"})),
-    ),
+    "stripping": _lines(_named("<|{}|>\n"), "<|end|>", Words((*_ROLES, "<|end|>"), frozenset({*_ROLES, "<|end|>"}))),
     "channels": Framing(
         heads={**_named("<|start|>{}<|message|>"), "assistant": "<|start|>assistant"},
         tail="<|end|>",

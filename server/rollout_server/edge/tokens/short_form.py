@@ -8,7 +8,7 @@ therefore only used while it was compared, in the same rollout, with the full re
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Final, TypeAlias
@@ -82,7 +82,9 @@ class ShortFormProof:
         self._note(self._dropped, self._newly_dropped(messages, answered))
         self._note(self._following, following)
         self._looked_at = answered
-        passed = bisect_right(self._literals.numbers, len(messages))
+        # Up to a number, at it and beyond it: a template may compare in any way.
+        numbers, count = self._literals.numbers, len(messages)
+        passed = bisect_left(numbers, count), bisect_right(numbers, count)
         said = frozenset(
             word for message in following if message.get("role") != "tool" for word in self._words(message)
         )
@@ -145,7 +147,6 @@ class ShortFormProof:
 def _kind(message: Fields, answer: Fields | None) -> Kind:
     """Role, kinds of content and reasoning, calls and names of fields; of a tool result also whether `answer` called it."""
     calls = message.get("tool_calls")
-    number = len(calls) if isinstance(calls, list) else 0
     linked = answer is not None and message.get("tool_call_id") in _call_ids(answer)
     thoughts = tuple(_content_kind(message.get(name)) for name in _REASONING)
     arguments = tuple(_arguments_kind(call) for call in (calls if isinstance(calls, list) else [])[:_MANY])
@@ -153,7 +154,6 @@ def _kind(message: Fields, answer: Fields | None) -> Kind:
         str(message.get("role")),
         _content_kind(message.get("content")),
         thoughts,
-        min(number, _MANY),
         arguments,
         frozenset(message),
         linked,

@@ -83,7 +83,8 @@ def environment_text(turn: RenderedTurn, stop: str, hint: str | None = None) -> 
     if end == first and plain:
         return text
     said = _end_of_answer(turn, calls_only=not plain)
-    closed = None if said is None else _first_stop(turn.full, stop, said)
+    # What stands behind the answer may begin as the mark's own syntax does, so this place may be within its stop.
+    closed = None if said is None else _first_stop(turn.full, stop, max(0, said - len(stop) + 1))
     return turn.full[closed:] if closed is not None and start < closed <= end else None
 
 
