@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from decimal import Decimal
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Final, TypeVar, cast
@@ -174,13 +175,22 @@ def number(value: object, where: str) -> float:
 
 
 def duration(value: object, where: str) -> Duration:
-    """Seconds, or a timedelta."""
-    seconds = value.total_seconds() if isinstance(value, timedelta) else number(value, where)
-    if abs(seconds) > _LONGEST_DURATION:
+    """A Duration of seconds or of a timedelta, exact to the nanosecond: 2.3 is 2 s and 300,000,000 ns."""
+    if isinstance(value, timedelta):
+        nanos = value // timedelta(microseconds=1) * 1000
+    else:
+        # Decimal reads the number as it is written. In binary 2.3 * 1e9 is 2299999999.9999995.
+        nanos = round(Decimal(repr(number(value, where))).scaleb(9))
+    if abs(nanos) > _LONGEST_DURATION * 1_000_000_000:
         raise ValueError(f"{where} must be at most {_LONGEST_DURATION} s")
     made = Duration()
-    made.FromNanoseconds(round(seconds * 1_000_000_000))
+    made.FromNanoseconds(nanos)
     return made
+
+
+def duration_seconds(duration: Duration) -> float:
+    """The seconds of a Duration."""
+    return duration.ToNanoseconds() / 1_000_000_000
 
 
 def _integer(value: object, least: int, most: int, where: str) -> int:

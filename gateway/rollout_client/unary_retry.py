@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Generic, TypeVar
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from grpc import StatusCode
 from osmosis.rollout.v1.rollout_service_pb2 import (
@@ -20,7 +18,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import (
 )
 
 from rollout_client.errors import DeadlineExceeded, NotFinished, RolloutError, Unavailable
-from rollout_client.proto_fields import build, fill
+from rollout_client.proto_fields import build, duration, fill
 from rollout_client.retry import Attempts, Retry
 from rollout_client.selection import selection
 
@@ -81,9 +79,7 @@ class Waiting(Exchange[WaitRolloutRequest, WaitRolloutResponse]):
     def request(self) -> WaitRolloutRequest:
         """A poll."""
         self._poll = min(self._longest, self._left())
-        timeout = Duration()
-        timeout.FromMilliseconds(math.ceil(1000 * self._poll))
-        self._request.timeout.CopyFrom(timeout)
+        self._request.timeout.CopyFrom(duration(self._poll, "timeout"))
         return self._request
 
     def timeout(self) -> float:

@@ -7,6 +7,7 @@ import math
 from collections import UserDict
 from datetime import timedelta
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -15,7 +16,7 @@ from google.protobuf.message import Message as AnyMessage
 from osmosis.rollout.v1 import event_pb2, message_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import Credentials, Limits, Sampling, SelectionFields, StartFields, Target, Tokenizer
-from rollout_client.proto_fields import build, keywords, words
+from rollout_client.proto_fields import build, duration, duration_seconds, keywords, words
 from rollout_client.requests import Detail, View, get_request, watch_request
 from rollout_client.selection import DeliveryState, State, selection, selection_to_cancel
 from rollout_client.spec import Dialect, rollout_spec, start_request
@@ -306,6 +307,29 @@ def test_nothing_selected_is_not_everything() -> None:
         selection_to_cancel(None, {"uids": []})
     with pytest.raises(TypeError, match="unknown argument 'sate'"):
         selection({"sate": "running"})
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds", "nanos"),
+    [
+        (2.3, 2, 300_000_000),
+        (0.1 + 0.2, 0, 300_000_000),
+        (-2.3, -2, -300_000_000),
+        (1e-9, 0, 1),
+        (100_000_000.3, 100_000_000, 300_000_000),
+        (7, 7, 0),
+        (Fraction(23, 10), 2, 300_000_000),
+        (timedelta(days=100_000, microseconds=1), 8_640_000_000, 1000),
+    ],
+)
+def test_seconds_are_exact_to_the_nanosecond(given: Any, seconds: int, nanos: int) -> None:
+    made = duration(given, "time")
+    assert (made.seconds, made.nanos) == (seconds, nanos)
+    assert duration_seconds(made) == pytest.approx(given.total_seconds() if isinstance(given, timedelta) else given)
+
+
+def test_two_point_three_seconds_come_back_as_they_were_sent() -> None:
+    assert duration_seconds(spec_of(limits={"time": 2.3}).limits.time) == 2.3
 
 
 def test_a_mapping_of_any_kind_makes_a_message() -> None:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import grpc
 from google.protobuf.any_pb2 import Any as Packed
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from osmosis.rollout.v1.completion_service_pb2 import LedgerMismatch
 
+from rollout_client.error_details import STATUS_KEY
 from rollout_client.errors import DOMAIN
+from rollout_client.proto_fields import duration
 from rollout_client.trainer.ledger import Mark
 
-DETAILS = "grpc-status-details-bin"
 # Details travel in HTTP/2 trailers, which hold 8 KB.
 _MOST_MARKS = 64
 _LONGEST_TEXT = 1000  # characters
@@ -46,7 +45,7 @@ class RefusedCall(Exception):
             packed = Packed()
             packed.Pack(detail)
             status.details.append(packed)
-        return ((DETAILS, status.SerializeToString()),)
+        return ((STATUS_KEY, status.SerializeToString()),)
 
 
 def invalid(field: str, text: str) -> RefusedCall:
@@ -73,8 +72,7 @@ def mismatch(text: str, marks: Sequence[Mark]) -> RefusedCall:
 
 def later(seconds: float) -> RefusedCall:
     """Nothing was generated; ask again."""
-    nanos = math.ceil(seconds * 1e9)
-    delay = Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+    delay = duration(seconds, "seconds")
     text = f"the trainer cannot generate now; ask again in {seconds:g} s"
     return RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "TRY_AGAIN_LATER", text, RetryInfo(retry_delay=delay))
 

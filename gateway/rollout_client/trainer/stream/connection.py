@@ -24,6 +24,7 @@ from osmosis.rollout.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
 from rollout_client.async_calls import AsyncCalls
 from rollout_client.errors import NotPossible, RolloutError, ServerFault, Unavailable, failure_of
+from rollout_client.proto_fields import duration_seconds
 from rollout_client.retry import Attempts, Retry
 from rollout_client.trainer.stream.inbox import Inbox
 from rollout_client.trainer.stream.outbox import StreamOutbox
@@ -145,7 +146,7 @@ class Connection:
             raise NotPossible(grpc.StatusCode.FAILED_PRECONDITION, text, reason=EXPIRED)
         if not self._stream_id:
             self._stream_id = welcome.stream_id
-            self._attempts = Attempts(self._patient(welcome.grace.seconds + welcome.grace.nanos / 1e9))
+            self._attempts = Attempts(self._patient(duration_seconds(welcome.grace)))
         self._connected = True
         self._attempts.connected()
         self._inbox.begin()

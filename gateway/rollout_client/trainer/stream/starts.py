@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutResponse
 from osmosis.rollout.v1.trainer_service_pb2 import TrainRefusal
 
-from rollout_client.errors import RolloutError, told
+from rollout_client.errors import RolloutError, refusal_error
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Starts:
         """A start was refused."""
         start = self._starts.get(refusal.start_sequence)
         if start is not None and not start.accepted.done():
-            start.accepted.set_exception(told(refusal.code, refusal.message, "REFUSED"))
+            start.accepted.set_exception(refusal_error(refusal.code, refusal.message, "REFUSED"))
 
     def fail(self, failure: RolloutError) -> None:
         """Nothing comes any more."""
