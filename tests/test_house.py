@@ -104,6 +104,8 @@ ROOMS: dict[str, set[str]] = {
     # The gateway only translates.
     "rollout_gateway": {"rollout_gateway", "rollout_client.error_details", "osmosis", THIRD},
     "rollout_client": {"rollout_client", "osmosis", THIRD},
+    # Writes the client for threads.
+    "unasync": set(),
 }
 
 # Generated messages outside edge/rpc, where wire turns them into values: a client needs its stub, a journal has its own package.

@@ -124,12 +124,12 @@ class Settings:
         pairs |= _pairs(self.call_metadata) | _pairs(more or {})
         return str(pairs[REQUEST_ID]), tuple(pairs.items())
 
-    def time(self, timeout: float | None) -> float:
+    def call_timeout(self, timeout: float | None) -> float:
         """Seconds that a call has."""
         return self.timeout if timeout is None else seconds(timeout, "timeout")
 
 
-def unlimited(timeout: float | None) -> float:
+def timeout_or_infinity(timeout: float | None) -> float:
     """Seconds that something has which lasts as long as a rollout, unless it is told otherwise."""
     return math.inf if timeout is None else seconds(timeout, "timeout")
 

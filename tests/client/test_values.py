@@ -17,8 +17,16 @@ from osmosis.rollout.v1 import event_pb2, message_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import Credentials, Limits, Sampling, SelectionFields, StartFields, Target, Tokenizer
 from rollout_client.proto_fields import build, duration, duration_seconds, keywords, words
-from rollout_client.requests import Detail, View, get_request, watch_request
-from rollout_client.selection import DeliveryState, State, selection, selection_to_cancel
+from rollout_client.requests import (
+    DeliveryState,
+    Detail,
+    Pages,
+    State,
+    View,
+    cancel_selection,
+    get_request,
+    watch_request,
+)
 from rollout_client.spec import Dialect, rollout_spec, start_request
 
 HELLO = {"role": "user", "content": "Grüße 🌍"}
@@ -157,14 +165,16 @@ def test_protos_are_taken_for_what_they_are() -> None:
 
 def test_one_text_is_a_list_of_one_where_texts_are_listed() -> None:
     assert list(spec_of(sampling={"stop": "</s>"}).sampling.stop) == ["</s>"]
-    chosen = selection({"state": "running", "uid": "u", "caller": "me", "delivery_states": ["pending", "expired"]})
+    chosen = build(
+        pb.Selection, {"state": "running", "uid": "u", "caller": "me", "delivery_states": ["pending", "expired"]}
+    )
     assert chosen == pb.Selection(
         states=[pb.ROLLOUT_STATE_RUNNING],
         uids=["u"],
         callers=["me"],
         delivery_states=[pb.DELIVERY_STATE_PENDING, pb.DELIVERY_STATE_EXPIRED],
     )
-    assert selection({"states": "queued"}) == pb.Selection(states=[pb.ROLLOUT_STATE_QUEUED])
+    assert build(pb.Selection, {"states": "queued"}) == pb.Selection(states=[pb.ROLLOUT_STATE_QUEUED])
 
 
 class Number(float):
@@ -299,14 +309,14 @@ def test_views_and_details_are_words() -> None:
 
 
 def test_nothing_selected_is_not_everything() -> None:
-    assert selection_to_cancel(None, {"all": True}).all
-    assert list(selection_to_cancel("u", {}).uids) == ["u"]
+    assert cancel_selection(None, {"all": True}).all
+    assert list(cancel_selection("u", {}).uids) == ["u"]
     with pytest.raises(ValueError, match="nothing is selected"):
-        selection_to_cancel(None, {})
+        cancel_selection(None, {})
     with pytest.raises(ValueError, match="nothing is selected"):
-        selection_to_cancel(None, {"uids": []})
+        cancel_selection(None, {"uids": []})
     with pytest.raises(TypeError, match="unknown argument 'sate'"):
-        selection({"sate": "running"})
+        Pages(1, "basic", {"sate": "running"})
 
 
 @pytest.mark.parametrize(

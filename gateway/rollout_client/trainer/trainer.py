@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Required, Self, TypedDict, TypeVar, Unpa
 from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
-from rollout_client.async_client import AsyncClient
+from rollout_client._async.client import AsyncClient
 from rollout_client.errors import RolloutError
 from rollout_client.spec import Limits, Sampling, Target, Tokenizer
 from rollout_client.trainer.completion import Parse, plain

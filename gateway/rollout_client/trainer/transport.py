@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from osmosis.rollout.v1.rollout_service_pb2 import ROLLOUT_STATE_FINISHED, Rollout
 
-from rollout_client.async_client import AsyncClient
+from rollout_client._async.client import AsyncClient
 from rollout_client.errors import NotFound
 from rollout_client.spec import Credentials, Target
 from rollout_client.trainer.server import Listener

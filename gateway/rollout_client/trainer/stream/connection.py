@@ -22,7 +22,7 @@ from osmosis.rollout.v1.trainer_service_pb2 import (
 )
 from osmosis.rollout.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
-from rollout_client.async_calls import AsyncCalls
+from rollout_client.channels import AsyncChannel, rpc_result
 from rollout_client.errors import NotPossible, RolloutError, ServerFault, Unavailable, failure_of
 from rollout_client.proto_fields import duration_seconds
 from rollout_client.retry import Attempts, Retry
@@ -43,22 +43,22 @@ class Connection:
     """Carries what is put into `outbox` there, and what comes back to `receive`, from `open` to `close`.
 
     Args:
-        calls: of a client.
+        channel: of a client.
         credit: completion requests that may be under way at once.
         outbox: what is sent.
         receive: is called with each item but the first, once and in order.
     """
 
     def __init__(
-        self, calls: AsyncCalls, credit: int, outbox: StreamOutbox, receive: Callable[[TrainResponse], None]
+        self, channel: AsyncChannel, credit: int, outbox: StreamOutbox, receive: Callable[[TrainResponse], None]
     ) -> None:
-        self._calls = calls
+        self._channel = channel
         self._credit = min(credit, _MOST_CREDIT)
         self._outbox = outbox
         self._receive = receive
         self._inbox = Inbox()
         self._stream_id = ""
-        self._attempts = Attempts(calls.settings.retry)
+        self._attempts = Attempts(channel.settings.retry)
         self._welcome = asyncio.Event()
         self._connected = self._closing = False
         self._task: asyncio.Task[None] | None = None
@@ -96,24 +96,22 @@ class Connection:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _carry(self) -> None:
-        settings = self._calls.settings
+        settings = self._channel.settings
         while not self._closing:
             request_id, metadata = settings.metadata(None)
-            stub = TrainerServiceStub(self._calls.channel)
+            stub = TrainerServiceStub(self._channel.grpc_channel)
             call: _Call = stub.Train(metadata=metadata)
             failure: RolloutError = Unavailable(grpc.StatusCode.UNAVAILABLE, "the server ended the stream")
             try:
-                await self._use(call)
+                await rpc_result(self._use(call))
             except grpc.RpcError as error:
                 failure = failure_of(error, request_id)
-            except asyncio.CancelledError:
-                self._calls.cancelled()
-                raise
             finally:
                 self._connected = False
                 call.cancel()
             if not self._closing:
-                await self._calls.pause(self._attempts.failed(_judged(failure)))
+                self._channel.check()
+                await self._channel.pause(self._attempts.on_failure(_stream_failure(failure)))
 
     async def _use(self, call: _Call) -> None:
         """Carries items over one connection, until it ends."""
@@ -148,7 +146,7 @@ class Connection:
             self._stream_id = welcome.stream_id
             self._attempts = Attempts(self._patient(duration_seconds(welcome.grace)))
         self._connected = True
-        self._attempts.connected()
+        self._attempts.on_connect()
         self._inbox.begin()
         self._outbox.begin(welcome.last_seen)
         self._outbox.stir()
@@ -159,7 +157,7 @@ class Connection:
             if not self._inbox.take(item.sequence):
                 continue
             if item.sequence:
-                self._attempts.progressed()
+                self._attempts.on_progress()
                 self._outbox.stir()
             if item.HasField("acknowledge"):
                 self._outbox.taken(item.acknowledge.sequence)
@@ -184,12 +182,12 @@ class Connection:
 
     def _patient(self, grace: float) -> Retry:
         """How a stream is resumed: for as long as the server keeps it, with several attempts in that time."""
-        retry = self._calls.settings.retry
+        retry = self._channel.settings.retry
         longest = min(retry.longest, grace / 4)
         return replace(retry, patience=max(retry.patience, grace), first=min(retry.first, longest), longest=longest)
 
 
-def _judged(failure: RolloutError) -> RolloutError:
+def _stream_failure(failure: RolloutError) -> RolloutError:
     """A failure, as what it means for the stream."""
     if failure.reason in _RESUMABLE:
         return Unavailable(grpc.StatusCode.UNAVAILABLE, failure.message, request_id=failure.request_id)

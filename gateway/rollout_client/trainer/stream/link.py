@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout, StartRolloutRequest
 
-from rollout_client.async_client import AsyncClient
+from rollout_client._async.client import AsyncClient
 from rollout_client.errors import RolloutError, Unavailable
 from rollout_client.retry import Attempts
 from rollout_client.spec import rollout_spec
@@ -44,13 +44,13 @@ class StreamLink:
 
     async def start(self, fields: Mapping[str, Any], name: str, n: int) -> Mapping[str, str]:
         request = StartRolloutRequest(request_id=name, spec=rollout_spec({**fields, "rollout_id": name}))
-        calls = self._client._calls
-        attempts = Attempts(calls.settings.retry)
+        channel = self._client._channel
+        attempts = Attempts(channel.settings.retry)
         while True:
             try:
                 return await (await self._running()).start(request, names(name, n))
             except RolloutError as failure:
-                await calls.pause(attempts.failed(failure))
+                await channel.pause(attempts.on_failure(failure))
 
     async def ended(self, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
         return await asyncio.shield(outcome)
@@ -74,7 +74,7 @@ class StreamLink:
         async with self._opening:
             if self._stream is None or self._stream.connection.over.done():
                 largest = (await self._client.server_info()).max_request_bytes
-                stream = Stream(self._client._calls, self._side, largest)
+                stream = Stream(self._client._channel, self._side, largest)
                 await stream.connection.open()
                 self._stream = stream
                 task = asyncio.create_task(self._watch(stream))

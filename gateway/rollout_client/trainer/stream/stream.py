@@ -15,7 +15,7 @@ from osmosis.rollout.v1.trainer_service_pb2 import (
     TrainStart,
 )
 
-from rollout_client.async_calls import AsyncCalls
+from rollout_client.channels import AsyncChannel
 from rollout_client.errors import RolloutError
 from rollout_client.trainer.outcomes import Outcomes
 from rollout_client.trainer.rollout_records import Records
@@ -41,18 +41,18 @@ class Stream:
     """One stream, from its first connection to its end.
 
     Args:
-        calls: of a client.
+        channel: of a client.
         side: the trainer's.
         largest: bytes that the server takes in one item; 0: not known.
     """
 
-    def __init__(self, calls: AsyncCalls, side: Side, largest: int) -> None:
+    def __init__(self, channel: AsyncChannel, side: Side, largest: int) -> None:
         self._side = side
         self._outbox = StreamOutbox(largest)
         self._starts = Starts()
         self._asks = PendingRequests(side.turns, self._outbox)
         self._running: dict[str, str] = {}
-        self.connection = Connection(calls, side.credit, self._outbox, self._receive)
+        self.connection = Connection(channel, side.credit, self._outbox, self._receive)
 
     @property
     def running(self) -> Mapping[str, str]:
