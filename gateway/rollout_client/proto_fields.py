@@ -55,7 +55,7 @@ def fill(message: AnyMessage, fields: Mapping[str, object], where: str = "") -> 
             _set(message, field, [value] if one_of_many else value, where + key)
 
 
-def words(kind: EnumDescriptor) -> Mapping[str, int]:
+def enum_values(kind: EnumDescriptor) -> Mapping[str, int]:
     """The values of an enum by their words: ROLLOUT_VIEW_FULL is "full"."""
     prefix = kind.values_by_number[0].name.removesuffix(_UNSPECIFIED)
     return {value.name.removeprefix(prefix).lower(): value.number for value in kind.values if value.number != 0}
@@ -95,7 +95,7 @@ def _item(field: FieldDescriptor, value: object, where: str) -> object:
     if field.message_type is not None:
         return _message(GetMessageClass(field.message_type), value, where)
     if field.enum_type is not None:
-        return _word(field.enum_type, value, where)
+        return _enum_number(field.enum_type, value, where)
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         return json_text(value, where) if field.name.endswith(_JSON) else text(value, where)
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
@@ -202,8 +202,8 @@ def _integer(value: object, least: int, most: int, where: str) -> int:
     return given
 
 
-def _word(kind: EnumDescriptor, value: object, where: str) -> int:
-    known = words(kind)
+def _enum_number(kind: EnumDescriptor, value: object, where: str) -> int:
+    known = enum_values(kind)
     if not isinstance(value, str):
         raise TypeError(f"{where} must be one of {', '.join(known)}, not {_kind(value)}")
     if value not in known:

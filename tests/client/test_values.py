@@ -16,7 +16,7 @@ from google.protobuf.message import Message as AnyMessage
 from osmosis.rollout.v1 import event_pb2, message_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import Credentials, Limits, Sampling, SelectionFields, StartFields, Target, Tokenizer
-from rollout_client.proto_fields import build, duration, duration_seconds, keywords, words
+from rollout_client.proto_fields import build, duration, duration_seconds, enum_values, keywords
 from rollout_client.requests import (
     DeliveryState,
     Detail,
@@ -72,7 +72,7 @@ def test_the_keywords_of_a_start_are_those_of_the_spec_and_of_what_goes_beside_i
     ],
 )
 def test_the_words_are_those_of_the_contract(literal: Any, enum: EnumDescriptor) -> None:
-    assert set(get_args(literal)) == set(words(enum))
+    assert set(get_args(literal)) == set(enum_values(enum))
 
 
 def test_every_field_of_a_spec_arrives() -> None:

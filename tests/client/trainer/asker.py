@@ -18,9 +18,8 @@ from osmosis.rollout.v1.outcome_service_pb2_grpc import OutcomeServiceStub
 from rollout_client.error_details import find_detail, rich_status
 from rollout_client.errors import RolloutError, failure_of
 from rollout_client.trainer import Parse, Serving, parsers
-from rollout_client.trainer.outcomes import Outcomes
 from rollout_client.trainer.prompts import Render
-from rollout_client.trainer.rollout_records import Records
+from rollout_client.trainer.rollout_records import Outcomes, Records
 from rollout_client.trainer.server import Listener
 from rollout_client.trainer.turns import Model, Turns
 
