@@ -16,6 +16,7 @@ from rollout_client._async.client import AsyncClient
 from rollout_client._async.events import AsyncEventStream, AsyncRunStream
 from rollout_client._sync.client import Client
 from rollout_client._sync.events import EventStream, RunStream
+from rollout_client.chat_messages import messages
 from rollout_client.connection import Tls
 from rollout_client.errors import (
     Busy,
@@ -36,7 +37,6 @@ from rollout_client.errors import (
 )
 from rollout_client.event_cursor import Started
 from rollout_client.requests import SelectionFields
-from rollout_client.results import messages
 from rollout_client.retry import Retry
 from rollout_client.samples import SampleSpan, TrainingSample, samples
 from rollout_client.spec import Credentials, Limits, Sampling, SpecFields, StartFields, Target, Tokenizer

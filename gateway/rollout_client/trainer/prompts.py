@@ -16,7 +16,7 @@ from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import token_pb2
 from osmosis.rollout.v1.message_pb2 import Tool
 
-from rollout_client.results import messages
+from rollout_client.chat_messages import messages
 from rollout_client.trainer.errors import RefusedCall, base_unknown, invalid_field, ledger_mismatch
 from rollout_client.trainer.generation import MODEL_BIT, token_ids
 from rollout_client.trainer.ledger import LedgerCheckpoint, LedgerRun, SegmentLedger, runs_from_spans

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
-from rollout_client.results import messages
+from rollout_client.chat_messages import messages
 from rollout_client.samples import TrainingSample, samples
 from rollout_client.spec import MessageLike
 from rollout_client.trainer.rollout_records import Record

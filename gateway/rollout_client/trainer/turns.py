@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1.message_pb2 import Message
 
-from rollout_client.results import messages
+from rollout_client.chat_messages import messages
 from rollout_client.trainer.completion import Parse, to_message, utf8_text
 from rollout_client.trainer.errors import RefusedCall, internal_error, invalid_field, try_again_later
 from rollout_client.trainer.generation import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from rollout_client.trainer.completion import Parse, ParsedCompletion, ToolCall
-from rollout_client.trainer.parsers.reading import (
+from rollout_client.trainer.parsers.json_reader import (
     MOST_FAILURES,
     object_members,
     parsed_completion,

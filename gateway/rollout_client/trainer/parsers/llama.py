@@ -10,7 +10,7 @@ import re
 from typing import Final
 
 from rollout_client.trainer.completion import ParsedCompletion, ToolCall
-from rollout_client.trainer.parsers.reading import (
+from rollout_client.trainer.parsers.json_reader import (
     json_value,
     object_members,
     parsed_completion,
