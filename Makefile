@@ -11,7 +11,7 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs, each of which would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments demo up down test bench bench-tokens bench-dialects mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 deploy-checks docs protos release-protos lock clean
+.PHONY: help setup environments demo up down test bench bench-tokens bench-dialects mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 deploy-checks docs protos sync-client release-protos lock clean
 
 help: ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,6 +37,9 @@ protos: .venv-protos/.ready ## Write generated/ from protos/
 	find generated -name '*_pb2*' -delete
 	PATH="$(CURDIR)/.venv-protos/bin:$$PATH" .venv-protos/bin/python -m grpc_tools.protoc -I protos \
 		--python_out=generated --grpc_python_out=generated --mypy_out=quiet:generated --mypy_grpc_out=quiet:generated $(PROTOS)
+
+sync-client: setup ## Write the client for threads from the one for event loops
+	$(BIN)/python gateway/unasync.py
 
 release-protos: setup ## Replace the image that buf breaking compares with (only at a release, or before the first one)
 	$(BIN)/buf build -o protos/released.binpb

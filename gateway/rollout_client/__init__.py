@@ -12,9 +12,11 @@ from osmosis.rollout.v1.outcome_pb2 import Outcome
 from osmosis.rollout.v1.rollout_service_pb2 import Agent, GetServerInfoResponse, Rollout
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 
-from rollout_client.async_client import AsyncClient
-from rollout_client.async_events import AsyncEventStream, AsyncRunStream
-from rollout_client.client import Client
+from rollout_client._async.client import AsyncClient
+from rollout_client._async.events import AsyncEventStream, AsyncRunStream
+from rollout_client._sync.client import Client
+from rollout_client._sync.events import EventStream, RunStream
+from rollout_client.chat_messages import messages
 from rollout_client.connection import Tls
 from rollout_client.errors import (
     Busy,
@@ -34,11 +36,9 @@ from rollout_client.errors import (
     Unavailable,
 )
 from rollout_client.event_cursor import Started
-from rollout_client.events import EventStream, RunStream
-from rollout_client.results import messages
+from rollout_client.requests import SelectionFields
 from rollout_client.retry import Retry
 from rollout_client.samples import SampleSpan, TrainingSample, samples
-from rollout_client.selection import SelectionFields
 from rollout_client.spec import Credentials, Limits, Sampling, SpecFields, StartFields, Target, Tokenizer
 
 __all__ = [

@@ -49,7 +49,7 @@ class Tls:
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Reads the files. Raises OSError for one that cannot be read, ValueError for one that is no PEM."""
-        read = {name: _read(getattr(self, name), name) for name in ("ca", "certificate", "key")}
+        read = {name: _read_pem(getattr(self, name), name) for name in ("ca", "certificate", "key")}
         return grpc.ssl_channel_credentials(read["ca"], read["key"], read["certificate"])
 
 
@@ -80,7 +80,7 @@ class Settings:
             if not _VISIBLE.fullmatch(self.api_key):
                 raise ValueError("api_key must be printable ASCII without white space around it, and not empty")
         seconds(self.timeout, "timeout")
-        _pairs(self.call_metadata)
+        _metadata_pairs(self.call_metadata)
         scheme = target(self.address)[1] if self.address is not None else "a channel"
         if self.tls is not None and scheme in ("grpc", "a channel"):
             raise ValueError(f"tls is given, but the address is {scheme}, which has its own; use grpcs: or host:port")
@@ -121,15 +121,15 @@ class Settings:
         pairs: dict[str, str | bytes] = {REQUEST_ID: uuid.uuid4().hex}
         if self.api_key is not None:
             pairs[AUTHORIZATION] = f"Bearer {self.api_key}"
-        pairs |= _pairs(self.call_metadata) | _pairs(more or {})
+        pairs |= _metadata_pairs(self.call_metadata) | _metadata_pairs(more or {})
         return str(pairs[REQUEST_ID]), tuple(pairs.items())
 
-    def time(self, timeout: float | None) -> float:
+    def call_timeout(self, timeout: float | None) -> float:
         """Seconds that a call has."""
         return self.timeout if timeout is None else seconds(timeout, "timeout")
 
 
-def unlimited(timeout: float | None) -> float:
+def timeout_or_infinity(timeout: float | None) -> float:
     """Seconds that something has which lasts as long as a rollout, unless it is told otherwise."""
     return math.inf if timeout is None else seconds(timeout, "timeout")
 
@@ -179,7 +179,7 @@ def target(address: str) -> tuple[str, str]:
     return f"{parts.netloc.rstrip(':')}:443" if port is None else parts.netloc, scheme
 
 
-def _pairs(metadata: CallMetadata) -> dict[str, str | bytes]:
+def _metadata_pairs(metadata: CallMetadata) -> dict[str, str | bytes]:
     """Metadata as gRPC takes it. Values stand in no error: some are secrets."""
     if not isinstance(metadata, Mapping):
         raise TypeError(f"call_metadata must be a mapping, not {type(metadata).__name__}")
@@ -197,7 +197,7 @@ def _pairs(metadata: CallMetadata) -> dict[str, str | bytes]:
     return pairs
 
 
-def _read(pem: Pem | None, name: str) -> bytes | None:
+def _read_pem(pem: Pem | None, name: str) -> bytes | None:
     if pem is None:
         return None
     if isinstance(pem, str) and "-----BEGIN" in pem:

@@ -9,22 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Final, cast
 
-from google.protobuf.message import DecodeError, Message
-from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
-from google.rpc.status_pb2 import Status
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo
 from grpc import StatusCode
+
+from rollout_client.error_details import FailedCall, find_detail, retry_after, rich_status
 
 if TYPE_CHECKING:
     import grpc
     from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
 DOMAIN: Final = "rollout.osmosis"
-_DETAILS: Final = "grpc-status-details-bin"
 # gRPC's own words for a message over the limit of either side; RESOURCE_EXHAUSTED means "later" everywhere else.
 _OVERSIZE: Final = "message larger than max"
-_Detail = TypeVar("_Detail", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +93,10 @@ class RolloutError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Errors travel between processes, as those of workers do."""
-        return _revived, (type(self), self.message, dict(self.__dict__))
+        return _unpickled, (type(self), self.message, dict(self.__dict__))
 
 
-def _revived(kind: type[RolloutError], message: str, state: Mapping[str, object]) -> RolloutError:
+def _unpickled(kind: type[RolloutError], message: str, state: Mapping[str, object]) -> RolloutError:
     error = kind.__new__(kind, message)
     error.__dict__.update(state)
     return error
@@ -161,7 +159,7 @@ class ServerFault(RolloutError):
     """A fault of the server's; its text is in the server's log under `request_id`."""
 
 
-_KINDS: Final[Mapping[StatusCode, type[RolloutError]]] = MappingProxyType(
+_ERROR_CLASSES: Final[Mapping[StatusCode, type[RolloutError]]] = MappingProxyType(
     {
         StatusCode.INVALID_ARGUMENT: InvalidRequest,
         StatusCode.UNAUTHENTICATED: Unauthenticated,
@@ -183,71 +181,40 @@ _CODES: Final[Mapping[int, StatusCode]] = MappingProxyType({each.value[0]: each 
 _BROKEN: Final = frozenset({StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.CANCELLED})
 
 
-class _Ended(Protocol):
-    """The part of grpc.Call and grpc.aio.AioRpcError that is the same."""
-
-    def code(self) -> StatusCode: ...
-    def details(self) -> str | None: ...
-    def trailing_metadata(self) -> Any: ...
-
-
 def failure_of(error: grpc.RpcError, request_id: str) -> RolloutError:
     """The exception for a call that failed; `request_id` is the one that was sent with it."""
-    ended = cast(_Ended, error)
-    details = _rich_status(ended)
-    told = _unpacked(details, ErrorInfo())
-    if told is not None and (told.domain != DOMAIN or not told.reason):
-        told = None
-    code, message = ended.code(), ended.details() or ""
-    retry, bad = _unpacked(details, RetryInfo()), _unpacked(details, BadRequest())
-    failure = _kind(code, message, from_server=told is not None)(
+    call = cast(FailedCall, error)
+    status = rich_status(call)
+    info, bad = find_detail(status, ErrorInfo()), find_detail(status, BadRequest())
+    if info is not None and (info.domain != DOMAIN or not info.reason):
+        info = None
+    code, message = call.code(), call.details() or ""
+    failure = _error_class(code, message, from_server=info is not None)(
         code,
         message,
-        reason=told.reason if told is not None else "",
+        reason=info.reason if info is not None else "",
         fields=tuple(FieldError(each.field, each.description) for each in bad.field_violations) if bad else (),
-        retry_after=max(0.0, retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9) if retry else None,
-        request_id=(told.metadata["request_id"] if told is not None else "") or request_id,
+        retry_after=retry_after(status),
+        request_id=(info.metadata["request_id"] if info is not None else "") or request_id,
     )
-    if isinstance(failure, EventsGone) and told is not None:
-        failure.oldest, failure.newest = (_number(told.metadata[key]) for key in ("oldest", "newest"))
+    if isinstance(failure, EventsGone) and info is not None:
+        failure.oldest, failure.newest = (_number(info.metadata[key]) for key in ("oldest", "newest"))
     return failure
 
 
-def told(code: int, message: str, reason: str) -> RolloutError:
+def refusal_error(code: int, message: str, reason: str) -> RolloutError:
     """The exception for what a server refused within a stream, with a google.rpc.Code and a word of ours as the reason."""
     status = _CODES.get(code, StatusCode.UNKNOWN)
     later = 0.0 if status is StatusCode.RESOURCE_EXHAUSTED else None
-    return _kind(status, message, from_server=True)(status, message, reason=reason, retry_after=later)
+    return _error_class(status, message, from_server=True)(status, message, reason=reason, retry_after=later)
 
 
-def _kind(code: StatusCode, message: str, *, from_server: bool) -> type[RolloutError]:
+def _error_class(code: StatusCode, message: str, *, from_server: bool) -> type[RolloutError]:
     if not from_server and code in _BROKEN:
         return Unavailable
     if not from_server and code is StatusCode.RESOURCE_EXHAUSTED and _OVERSIZE in message:
         return TooLarge
-    return _KINDS.get(code, RolloutError)
-
-
-def _rich_status(ended: _Ended) -> Status:
-    """The status with its details; an empty one where there is none that can be read."""
-    for key, value in ended.trailing_metadata() or ():
-        if key == _DETAILS and isinstance(value, bytes):
-            try:
-                return Status.FromString(value)
-            except DecodeError:
-                break
-    return Status()
-
-
-def _unpacked(status: Status, into: _Detail) -> _Detail | None:
-    for detail in status.details:
-        if detail.Is(into.DESCRIPTOR):
-            try:
-                detail.Unpack(into)
-            except DecodeError:
-                return None
-            return into
-    return None
+    return _ERROR_CLASSES.get(code, RolloutError)
 
 
 def _number(text: str) -> int | None:

@@ -44,49 +44,49 @@ class Started:
     attached: bool
     tools: tuple[Tool, ...]
 
+    @classmethod
+    def from_response(cls, response: StartRolloutResponse) -> Started:
+        """The rollout of a response to a start."""
+        return cls(response.rollout, response.attached, tuple(response.tools))
+
     @property
     def uid(self) -> str:
         """The rollout's id on the server."""
         return self.rollout.uid
 
 
-def started_of(response: StartRolloutResponse) -> Started:
-    """What a start was answered."""
-    return Started(response.rollout, response.attached, tuple(response.tools))
+class StreamState:
+    """What a stream of events knows of its rollout."""
 
-
-class Reader:
-    """What a stream of events tells of its rollout."""
-
-    _following: Following
+    _cursor: EventCursor
 
     @property
     def uid(self) -> str:
         """The rollout's id on the server; empty until a rollout that is to be started has started."""
-        return self._following.uid
+        return self._cursor.uid
 
     @property
     def last_sequence(self) -> int:
         """The sequence number of the last event that came; 0: none did."""
-        return self._following.last_sequence
+        return self._cursor.last_sequence
 
     @property
     def outcome(self) -> Outcome | None:
         """The outcome, in as much detail as the events were asked for; None until `finished` has come."""
-        return self._following.outcome
+        return self._cursor.outcome
 
 
-class Following:
+class EventCursor:
     """The reader of one rollout's events.
 
     Args:
-        ask: how to watch; its uid is empty until the rollout has started.
+        watch: how to watch; its uid is empty until the rollout has started.
         attempts: for how long to go on without progress.
         run: how to start the rollout, for one that is to be started.
     """
 
-    def __init__(self, ask: WatchRolloutRequest, attempts: Attempts, run: RunRolloutRequest | None = None) -> None:
-        self._ask = ask
+    def __init__(self, watch: WatchRolloutRequest, attempts: Attempts, run: RunRolloutRequest | None = None) -> None:
+        self._watch = watch
         self._attempts = attempts
         self._run = run
         self._seen = False
@@ -97,12 +97,12 @@ class Following:
     @property
     def uid(self) -> str:
         """The rollout's; empty until it has started."""
-        return self._ask.uid
+        return self._watch.uid
 
     @property
     def last_sequence(self) -> int:
         """Of the last event seen."""
-        return self._ask.after_sequence
+        return self._watch.after_sequence
 
     def run_request(self) -> RunRolloutRequest | None:
         """What starts the rollout; None once it has started, then it is watched."""
@@ -110,46 +110,46 @@ class Following:
 
     def watch_request(self) -> WatchRolloutRequest:
         """What goes on after the last event seen."""
-        return self._ask
+        return self._watch
 
     def timeout(self) -> float | None:
         """Seconds that the next call has."""
         return self._attempts.timeout
 
-    def connected(self) -> None:
+    def on_connect(self) -> None:
         """The server has answered, if not yet with an item."""
-        self._attempts.connected()
+        self._attempts.on_connect()
 
-    def took(self, item: RunRolloutResponse | WatchRolloutResponse) -> RolloutEvent | None:
+    def take(self, item: RunRolloutResponse | WatchRolloutResponse) -> RolloutEvent | None:
         """The event in an item; None where there is none, or it was seen before."""
-        self._attempts.progressed()
+        self._attempts.on_progress()
         if isinstance(item, RunRolloutResponse) and item.HasField("started"):
-            self.started = started_of(item.started)
-            self._ask.uid = self.started.uid
+            self.started = Started.from_response(item.started)
+            self._watch.uid = self.started.uid
             return None
         event = item.event
         # Those with the number 0 are not recorded, and come when they come.
         if event.sequence:
-            if event.sequence <= self._ask.after_sequence:
+            if event.sequence <= self._watch.after_sequence:
                 return None
-            self._ask.after_sequence = event.sequence
+            self._watch.after_sequence = event.sequence
         self._seen = True
         if event.HasField("finished"):
             self.outcome = event.finished.outcome
             self.over = True
         return event
 
-    def failed(self, failure: RolloutError) -> float:
+    def on_failure(self, failure: RolloutError) -> float:
         """Seconds to pause after a cut; raises the failure where it is final."""
         try:
-            return self._attempts.failed(failure)
+            return self._attempts.on_failure(failure)
         except RolloutError:
             self.over = True
             raise
 
-    def ended(self, request_id: str) -> float:
+    def on_end(self, request_id: str) -> float:
         """Seconds to pause after a stream that ended by itself. Without an event it is over: none comes after the last one."""
         if not self._seen and self.run_request() is None:
             self.over = True
             return 0.0
-        return self.failed(Unavailable(StatusCode.UNAVAILABLE, _EARLY, request_id=request_id))
+        return self.on_failure(Unavailable(StatusCode.UNAVAILABLE, _EARLY, request_id=request_id))

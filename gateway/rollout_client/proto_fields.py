@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from decimal import Decimal
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Final, TypeVar, cast
@@ -54,7 +55,7 @@ def fill(message: AnyMessage, fields: Mapping[str, object], where: str = "") -> 
             _set(message, field, [value] if one_of_many else value, where + key)
 
 
-def words(kind: EnumDescriptor) -> Mapping[str, int]:
+def enum_values(kind: EnumDescriptor) -> Mapping[str, int]:
     """The values of an enum by their words: ROLLOUT_VIEW_FULL is "full"."""
     prefix = kind.values_by_number[0].name.removesuffix(_UNSPECIFIED)
     return {value.name.removeprefix(prefix).lower(): value.number for value in kind.values if value.number != 0}
@@ -94,7 +95,7 @@ def _item(field: FieldDescriptor, value: object, where: str) -> object:
     if field.message_type is not None:
         return _message(GetMessageClass(field.message_type), value, where)
     if field.enum_type is not None:
-        return _word(field.enum_type, value, where)
+        return _enum_number(field.enum_type, value, where)
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         return json_text(value, where) if field.name.endswith(_JSON) else text(value, where)
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
@@ -174,13 +175,22 @@ def number(value: object, where: str) -> float:
 
 
 def duration(value: object, where: str) -> Duration:
-    """Seconds, or a timedelta."""
-    seconds = value.total_seconds() if isinstance(value, timedelta) else number(value, where)
-    if abs(seconds) > _LONGEST_DURATION:
+    """A Duration of seconds or of a timedelta, exact to the nanosecond: 2.3 is 2 s and 300,000,000 ns."""
+    if isinstance(value, timedelta):
+        nanos = value // timedelta(microseconds=1) * 1000
+    else:
+        # Decimal reads the number as it is written. In binary 2.3 * 1e9 is 2299999999.9999995.
+        nanos = round(Decimal(repr(number(value, where))).scaleb(9))
+    if abs(nanos) > _LONGEST_DURATION * 1_000_000_000:
         raise ValueError(f"{where} must be at most {_LONGEST_DURATION} s")
     made = Duration()
-    made.FromNanoseconds(round(seconds * 1_000_000_000))
+    made.FromNanoseconds(nanos)
     return made
+
+
+def duration_seconds(duration: Duration) -> float:
+    """The seconds of a Duration."""
+    return duration.ToNanoseconds() / 1_000_000_000
 
 
 def _integer(value: object, least: int, most: int, where: str) -> int:
@@ -192,8 +202,8 @@ def _integer(value: object, least: int, most: int, where: str) -> int:
     return given
 
 
-def _word(kind: EnumDescriptor, value: object, where: str) -> int:
-    known = words(kind)
+def _enum_number(kind: EnumDescriptor, value: object, where: str) -> int:
+    known = enum_values(kind)
     if not isinstance(value, str):
         raise TypeError(f"{where} must be one of {', '.join(known)}, not {_kind(value)}")
     if value not in known:

@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias, TypedDict
 
 from osmosis.rollout.v1.rollout_service_pb2 import (
     AcknowledgeOutcomeRequest,
     CancelRolloutsRequest,
     GetRolloutRequest,
+    ListRolloutsRequest,
+    ListRolloutsResponse,
     ListToolsRequest,
+    Rollout,
     RunRolloutRequest,
+    Selection,
     WaitRolloutRequest,
     WatchRolloutRequest,
 )
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 
-from rollout_client.connection import unlimited
-from rollout_client.event_cursor import Following
-from rollout_client.proto_fields import build, text
+from rollout_client.connection import timeout_or_infinity
+from rollout_client.event_cursor import EventCursor
+from rollout_client.proto_fields import build, fill, text
 from rollout_client.retry import Attempts, Retry
-from rollout_client.selection import selection_to_cancel
 from rollout_client.spec import start_request
-from rollout_client.unary_retry import Waiting
+from rollout_client.unary_retry import LongPoll
 
 View: TypeAlias = Literal["basic", "messages", "samples", "full"]
 Detail: TypeAlias = Literal["basic", "messages", "full", "outcome"]
+State: TypeAlias = Literal["queued", "running", "finished"]
+DeliveryState: TypeAlias = Literal["pending", "acknowledged", "refused", "expired"]
+
+
+class SelectionFields(TypedDict, total=False):
+    """Conditions that a rollout meets, all of them. Of a list one is enough; its singular takes one value.
+
+    `labels` are among a rollout's. `all` selects every rollout of the caller's, and `callers` other than oneself need an admin key.
+    """
+
+    uid: str
+    uids: Sequence[str]
+    rollout_id: str
+    rollout_ids: Sequence[str]
+    group_id: str
+    agent: str
+    state: State
+    states: State | Sequence[State]
+    labels: Mapping[str, str]
+    all: bool
+    delivery_state: DeliveryState
+    delivery_states: DeliveryState | Sequence[DeliveryState]
+    caller: str
+    callers: Sequence[str]
 
 
 def run_request(
@@ -41,18 +68,20 @@ def watch_request(uid: str, after_sequence: int, detail: Detail) -> WatchRollout
     return build(WatchRolloutRequest, {"uid": text(uid, "uid"), "after_sequence": after_sequence, "detail": detail})
 
 
-def following(asked: RunRolloutRequest | WatchRolloutRequest, timeout: float | None, retry: Retry) -> Following:
+def event_cursor(request: RunRolloutRequest | WatchRolloutRequest, timeout: float | None, retry: Retry) -> EventCursor:
     """The reader of a stream."""
-    attempts = Attempts(retry, unlimited(timeout))
-    if isinstance(asked, WatchRolloutRequest):
-        return Following(asked, attempts)
-    watch = WatchRolloutRequest(after_sequence=asked.after_sequence, detail=asked.detail)
-    return Following(watch, attempts, asked)
+    attempts = Attempts(retry, timeout_or_infinity(timeout))
+    if isinstance(request, WatchRolloutRequest):
+        return EventCursor(request, attempts)
+    watch = WatchRolloutRequest(after_sequence=request.after_sequence, detail=request.detail)
+    return EventCursor(watch, attempts, request)
 
 
-def waiting(uid: str, view: View, timeout: float | None, retry: Retry) -> Waiting:
+def long_poll(uid: str, view: View, timeout: float | None, retry: Retry) -> LongPoll:
     """A wait for a rollout's end."""
-    return Waiting(build(WaitRolloutRequest, {"uid": text(uid, "uid"), "view": view}), unlimited(timeout), retry)
+    return LongPoll(
+        build(WaitRolloutRequest, {"uid": text(uid, "uid"), "view": view}), timeout_or_infinity(timeout), retry
+    )
 
 
 def get_request(uid: str, view: View) -> GetRolloutRequest:
@@ -62,7 +91,15 @@ def get_request(uid: str, view: View) -> GetRolloutRequest:
 
 def cancel_request(uid: str | None, fields: Mapping[str, object], reason: str) -> CancelRolloutsRequest:
     """Ends rollouts."""
-    return build(CancelRolloutsRequest, {"selection": selection_to_cancel(uid, fields), "reason": reason})
+    return build(CancelRolloutsRequest, {"selection": cancel_selection(uid, fields), "reason": reason})
+
+
+def cancel_selection(uid: str | None, fields: Mapping[str, object]) -> Selection:
+    """The rollouts to end: at least one condition."""
+    chosen = build(Selection, {"uid": uid, **fields} if uid is not None else fields)
+    if chosen == Selection():
+        raise ValueError("nothing is selected; give a uid or a condition, or all=True for all rollouts of yours")
+    return chosen
 
 
 def acknowledge_request(uid: str) -> AcknowledgeOutcomeRequest:
@@ -73,3 +110,18 @@ def acknowledge_request(uid: str) -> AcknowledgeOutcomeRequest:
 def tools_request(agent: str) -> ListToolsRequest:
     """Reads an agent's tools."""
     return build(ListToolsRequest, {"agent": agent})
+
+
+class Pages:
+    """Rollouts page by page. Pure: whoever iterates asks for `request` and calls `take` with the response."""
+
+    def __init__(self, page_size: int, view: str, fields: Mapping[str, object]) -> None:
+        self.request = build(ListRolloutsRequest, {"page_size": page_size, "view": view})
+        self.request.selection.CopyFrom(build(Selection, fields))
+        self.more = True
+
+    def take(self, page: ListRolloutsResponse) -> Iterator[Rollout]:
+        """The rollouts of a page."""
+        fill(self.request, {"page_token": page.next_page_token})
+        self.more = bool(page.next_page_token)
+        return iter(page.rollouts)

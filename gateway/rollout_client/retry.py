@@ -84,22 +84,22 @@ class Attempts:
         """The same for gRPC, where None is no limit."""
         return self.left if self.left < _LONGEST_TIMEOUT else None
 
-    def connected(self) -> None:
+    def on_connect(self) -> None:
         """A stream came about. It is progress if it holds."""
         self._connected_since = self._clock()
 
-    def progressed(self) -> None:
+    def on_progress(self) -> None:
         """Something arrived, so the next failure is the first in a row."""
         self._failures, self._last = 0, None
 
-    def failed(self, failure: RolloutError) -> float:
+    def on_failure(self, failure: RolloutError) -> float:
         """Seconds to pause before the next attempt. Raises the failure where there is to be none.
 
         Where a call's time ends while the server fails, the server's failure is raised: it says more.
         """
         now = self._clock()
         if self._connected_since is not None and now - self._connected_since >= self._retry.longest:
-            self.progressed()
+            self.on_progress()
         self._connected_since = None
         if isinstance(failure, DeadlineExceeded) and self._last is not None:
             raise self._last

@@ -17,7 +17,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 from osmosis.rollout.v1.token_pb2 import Author, MaskReason, Sample, Segment, SegmentKind
 from osmosis.rollout.v1.token_pb2 import SampleSpan as SpanProto
 
-from rollout_client.proto_fields import words
+from rollout_client.proto_fields import enum_values
 
 MODEL: Final = "model"
 PROMPT: Final = "prompt"
@@ -26,14 +26,14 @@ ENVIRONMENT: Final = "environment"
 _OTHER: Final = "unspecified"
 
 
-def _words(kind: EnumDescriptor) -> Mapping[int, str]:
-    return MappingProxyType({number: word for word, number in words(kind).items()})
+def _enum_names(kind: EnumDescriptor) -> Mapping[int, str]:
+    return MappingProxyType({number: word for word, number in enum_values(kind).items()})
 
 
-AUTHORS: Final = _words(Author.DESCRIPTOR)
-MASK_REASONS: Final = _words(MaskReason.DESCRIPTOR)
-SEGMENT_KINDS: Final = _words(SegmentKind.DESCRIPTOR)
-_CATEGORIES: Final = _words(FailureCategory.DESCRIPTOR)
+AUTHORS: Final = _enum_names(Author.DESCRIPTOR)
+MASK_REASONS: Final = _enum_names(MaskReason.DESCRIPTOR)
+SEGMENT_KINDS: Final = _enum_names(SegmentKind.DESCRIPTOR)
+_CATEGORIES: Final = _enum_names(FailureCategory.DESCRIPTOR)
 
 
 @dataclass(frozen=True, slots=True)

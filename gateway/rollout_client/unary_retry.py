@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from grpc import StatusCode
 from osmosis.rollout.v1.rollout_service_pb2 import (
     ROLLOUT_STATE_FINISHED,
-    ListRolloutsRequest,
-    ListRolloutsResponse,
     Rollout,
     WaitRolloutRequest,
     WaitRolloutResponse,
 )
 
 from rollout_client.errors import DeadlineExceeded, NotFinished, RolloutError, Unavailable
-from rollout_client.proto_fields import build, fill
+from rollout_client.proto_fields import duration
 from rollout_client.retry import Attempts, Retry
-from rollout_client.selection import selection
 
 _LONGEST_POLL: Final = 30.0
 _SHORTEST_POLL: Final = 1.0
@@ -32,7 +27,7 @@ _A = TypeVar("_A", bound=Message)
 
 
 class Exchange(Generic[_Q, _A]):
-    """One request and its answer."""
+    """One request and its response."""
 
     def __init__(self, request: _Q, attempts: Attempts) -> None:
         self._request = request
@@ -46,16 +41,16 @@ class Exchange(Generic[_Q, _A]):
         """Seconds that the next attempt has."""
         return self._attempts.timeout
 
-    def is_answered(self, answer: _A) -> bool:
-        """Whether this was the answer, or another request is to be sent."""
+    def is_complete(self, response: _A) -> bool:
+        """Whether this was the last response, or another request is to be sent."""
         return True
 
-    def failed(self, failure: RolloutError) -> float:
+    def on_failure(self, failure: RolloutError) -> float:
         """Seconds to pause after a failure; raises it where it is final."""
-        return self._attempts.failed(failure)
+        return self._attempts.on_failure(failure)
 
 
-class Waiting(Exchange[WaitRolloutRequest, WaitRolloutResponse]):
+class LongPoll(Exchange[WaitRolloutRequest, WaitRolloutResponse]):
     """A wait for a rollout's end, by one long poll after another.
 
     A poll is shorter than what proxies let a call take, and after a failure the polls begin short again: each that is
@@ -81,27 +76,25 @@ class Waiting(Exchange[WaitRolloutRequest, WaitRolloutResponse]):
     def request(self) -> WaitRolloutRequest:
         """A poll."""
         self._poll = min(self._longest, self._left())
-        timeout = Duration()
-        timeout.FromMilliseconds(math.ceil(1000 * self._poll))
-        self._request.timeout.CopyFrom(timeout)
+        self._request.timeout.CopyFrom(duration(self._poll, "timeout"))
         return self._request
 
     def timeout(self) -> float:
         """The poll's time, and some more for the answer's way."""
         return self._poll + _SLACK
 
-    def is_answered(self, answer: WaitRolloutResponse) -> bool:
+    def is_complete(self, response: WaitRolloutResponse) -> bool:
         """Whether the rollout has finished. Raises `NotFinished` once the time is over."""
-        self._attempts.progressed()
+        self._attempts.on_progress()
         self._longest = min(2 * self._longest, _LONGEST_POLL)
-        self._rollout = answer.rollout
-        if answer.rollout.state == ROLLOUT_STATE_FINISHED:
+        self._rollout = response.rollout
+        if response.rollout.state == ROLLOUT_STATE_FINISHED:
             return True
         if self._left() <= 0:
             raise self._not_finished()
         return False
 
-    def failed(self, failure: RolloutError) -> float:
+    def on_failure(self, failure: RolloutError) -> float:
         """As for any request, but a poll that gets no answer in its own time is a server that cannot be reached."""
         self._longest = _SHORTEST_POLL
         if isinstance(failure, DeadlineExceeded):
@@ -109,7 +102,7 @@ class Waiting(Exchange[WaitRolloutRequest, WaitRolloutResponse]):
             failure = Unavailable(code, f"no answer within {self.timeout():g} s", request_id=request_id)
         if failure.retryable and self._left() <= 0:
             raise self._not_finished(failure)
-        return min(self._attempts.failed(failure), self._left())
+        return min(self._attempts.on_failure(failure), self._left())
 
     def _left(self) -> float:
         return max(0.0, self._deadline - self._clock())
@@ -121,18 +114,3 @@ class Waiting(Exchange[WaitRolloutRequest, WaitRolloutResponse]):
         error = NotFinished(StatusCode.DEADLINE_EXCEEDED, text)
         error.rollout = self._rollout
         return error
-
-
-class Pages:
-    """Rollouts page by page. Pure: whoever iterates asks for `request` and calls `turned` with the answer."""
-
-    def __init__(self, page_size: int, view: str, fields: Mapping[str, object]) -> None:
-        self.request = build(ListRolloutsRequest, {"page_size": page_size, "view": view})
-        self.request.selection.CopyFrom(selection(fields))
-        self.more = True
-
-    def turned(self, page: ListRolloutsResponse) -> Iterator[Rollout]:
-        """The rollouts of a page."""
-        fill(self.request, {"page_token": page.next_page_token})
-        self.more = bool(page.next_page_token)
-        return iter(page.rollouts)

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
+import grpc.aio
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import (
@@ -18,8 +20,10 @@ from rollout_client import (
     DeadlineExceeded,
     NotFinished,
     Outcome,
+    Retry,
     Rollout,
     RolloutEvent,
+    Unavailable,
     messages,
     samples,
 )
@@ -264,6 +268,50 @@ async def test_a_stream_is_closed_from_another_thread(world: World, client: Asyn
     await asyncio.to_thread(run.close)
     assert kinds(await reading)[0] == "accepted"
     assert await detached(client, run.uid)
+
+
+async def test_a_stream_is_closed_from_another_task(world: World, client: AsyncClient) -> None:
+    run = client.run(**world.asked(agent="gated", cancel_after_detach=0))
+    assert (await anext(run)).sequence == 1
+
+    async def rest() -> list[RolloutEvent]:
+        return [event async for event in run]
+
+    reading = asyncio.create_task(rest())
+    await asyncio.sleep(0.1)
+    await run.aclose()
+    assert await reading == []
+    assert await detached(client, run.uid)
+
+
+async def test_a_task_that_is_cancelled_as_its_stream_is_closed_stays_cancelled(
+    world: World, client: AsyncClient
+) -> None:
+    run = client.run(**world.asked(agent="gated"))
+    await run.started()
+    watch = client.watch(run.uid, after_sequence=1)
+    reading = asyncio.ensure_future(anext(watch))
+    await asyncio.sleep(0.1)
+    reading.cancel()
+    await watch.aclose()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+
+
+async def test_a_channel_that_its_user_closes_breaks_its_calls(world: World, client: AsyncClient) -> None:
+    """As a broken connection does; the task that waits was not cancelled."""
+    uid = (await client.start(**world.asked(agent="gated"))).uid
+    channel = grpc.aio.insecure_channel(world.address)
+    of_channel = AsyncClient(channel, retry=Retry(patience=0))
+    waiting = (
+        asyncio.create_task(of_channel.wait(uid)),
+        asyncio.ensure_future(anext(of_channel.watch(uid, after_sequence=1))),
+    )
+    await asyncio.sleep(0.1)
+    await channel.close()
+    for task in waiting:
+        with pytest.raises(Unavailable):
+            await task
 
 
 INTERRUPTED = """

@@ -12,9 +12,9 @@ import pytest
 from grpc import StatusCode
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import Busy, DeadlineExceeded, InvalidRequest, NotFinished, Retry, RolloutError, Unavailable
-from rollout_client.requests import waiting
+from rollout_client.requests import long_poll
 from rollout_client.retry import Attempts
-from rollout_client.unary_retry import Waiting
+from rollout_client.unary_retry import LongPoll
 
 
 @dataclass
@@ -44,7 +44,7 @@ def pauses(attempts: Attempts, clock: Clock) -> Iterator[float]:
     """The pauses between failures that follow each other without delay, until it is given up."""
     while True:
         try:
-            pause = attempts.failed(cut())
+            pause = attempts.on_failure(cut())
         except Unavailable:
             return
         yield pause
@@ -68,21 +68,21 @@ def test_patience_ends(clock: Clock) -> None:
 
 def test_years_of_failures_are_no_overflow(clock: Clock) -> None:
     attempts = Attempts(Retry(patience=math.inf, first=1, longest=2), clock=clock)
-    assert all(0 < attempts.failed(cut()) <= 2 for _ in range(2000))
+    assert all(0 < attempts.on_failure(cut()) <= 2 for _ in range(2000))
 
 
 @pytest.mark.parametrize("patience", [0, 0.0])
 def test_no_patience_is_no_second_attempt(clock: Clock, patience: float) -> None:
     with pytest.raises(Unavailable) as caught:
-        Attempts(Retry(patience=patience, first=0), clock=clock).failed(cut())
+        Attempts(Retry(patience=patience, first=0), clock=clock).on_failure(cut())
     assert caught.value.attempts == 1
 
 
 def test_a_server_that_names_a_time_is_left_alone_for_that_long(clock: Clock) -> None:
     attempts = Attempts(Retry(patience=100, first=1, longest=8), clock=clock, chance=lambda: 0.5)
-    assert attempts.failed(busy(30)) == 30.5
+    assert attempts.on_failure(busy(30)) == 30.5
     with pytest.raises(Busy):
-        Attempts(Retry(patience=20), clock=clock).failed(busy(30))
+        Attempts(Retry(patience=20), clock=clock).on_failure(busy(30))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_server_that_names_a_time_is_left_alone_for_that_long(clock: Clock) ->
 )
 def test_what_waiting_does_not_help_is_raised_at_once(clock: Clock, final: RolloutError) -> None:
     with pytest.raises(type(final)):
-        Attempts(Retry(), clock=clock).failed(final)
+        Attempts(Retry(), clock=clock).on_failure(final)
     assert not final.retryable
 
 
@@ -105,7 +105,7 @@ def test_what_waiting_does_not_help_is_raised_at_once(clock: Clock, final: Rollo
     "code", [StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.CANCELLED]
 )
 def test_what_breaks_on_the_way_is_tried_again(clock: Clock, code: StatusCode) -> None:
-    assert Attempts(Retry(), clock=clock).failed(Unavailable(code, "RST_STREAM")) > 0
+    assert Attempts(Retry(), clock=clock).on_failure(Unavailable(code, "RST_STREAM")) > 0
 
 
 def test_the_time_of_a_call_holds_for_all_attempts(clock: Clock) -> None:
@@ -117,42 +117,42 @@ def test_the_time_of_a_call_holds_for_all_attempts(clock: Clock) -> None:
 
 def test_a_deadline_after_failures_raises_the_failure(clock: Clock) -> None:
     attempts = Attempts(Retry(), 5, clock=clock)
-    attempts.failed(cut())
+    attempts.on_failure(cut())
     with pytest.raises(Unavailable):
-        attempts.failed(DeadlineExceeded(StatusCode.DEADLINE_EXCEEDED, "late"))
-    attempts.progressed()
+        attempts.on_failure(DeadlineExceeded(StatusCode.DEADLINE_EXCEEDED, "late"))
+    attempts.on_progress()
     with pytest.raises(DeadlineExceeded):
-        attempts.failed(DeadlineExceeded(StatusCode.DEADLINE_EXCEEDED, "late"))
+        attempts.on_failure(DeadlineExceeded(StatusCode.DEADLINE_EXCEEDED, "late"))
 
 
 @pytest.mark.parametrize("held", [0.0, 3.9])
 def test_a_stream_that_breaks_at_once_is_no_progress(clock: Clock, held: float) -> None:
     attempts = Attempts(Retry(patience=10, first=1, longest=4), clock=clock, chance=lambda: 1.0)
-    attempts.failed(cut())
+    attempts.on_failure(cut())
     clock.now += 9
-    attempts.connected()
+    attempts.on_connect()
     clock.now += held
     with pytest.raises(Unavailable):
-        attempts.failed(cut())
+        attempts.on_failure(cut())
 
 
 def test_a_stream_that_held_is_progress_and_so_is_an_event(clock: Clock) -> None:
     attempts = Attempts(Retry(patience=10, first=1, longest=4), clock=clock, chance=lambda: 1.0)
-    attempts.failed(cut())
+    attempts.on_failure(cut())
     clock.now += 9
-    attempts.connected()
+    attempts.on_connect()
     clock.now += 4
-    assert attempts.failed(cut()) == 1
+    assert attempts.on_failure(cut()) == 1
     clock.now += 9
-    attempts.progressed()
-    assert attempts.failed(cut()) == 1
+    attempts.on_progress()
+    assert attempts.on_failure(cut()) == 1
 
 
 def test_the_first_failure_in_a_row_is_logged_as_a_warning(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "rollout_client")
     attempts = Attempts(Retry(), clock=clock)
     for _ in range(3):
-        attempts.failed(cut())
+        attempts.on_failure(cut())
     assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG", "DEBUG"]
     assert "Socket closed" in caplog.records[0].message
 
@@ -169,20 +169,20 @@ def test_times_beyond_what_clocks_can_count_are_no_limit(clock: Clock) -> None:
     assert Attempts(Retry(), math.inf, clock=clock).timeout is None
     assert Attempts(Retry(), 1e300, clock=clock).timeout is None
     assert Attempts(Retry(), 1e6, clock=clock).timeout == 1e6
-    assert Attempts(Retry(patience=math.inf), clock=clock).failed(busy(1e11)) == 86_400
+    assert Attempts(Retry(patience=math.inf), clock=clock).on_failure(busy(1e11)) == 86_400
 
 
-def wait_for(timeout: float, clock: Clock) -> Waiting:
-    return Waiting(pb.WaitRolloutRequest(uid="u"), timeout, Retry(patience=60, first=1, longest=4), clock=clock)
+def wait_for(timeout: float, clock: Clock) -> LongPoll:
+    return LongPoll(pb.WaitRolloutRequest(uid="u"), timeout, Retry(patience=60, first=1, longest=4), clock=clock)
 
 
-def answered(waited: Waiting, clock: Clock, state: pb.RolloutState.ValueType) -> bool:
+def answered(waited: LongPoll, clock: Clock, state: pb.RolloutState.ValueType) -> bool:
     """The server answers a poll at its end."""
     clock.now += seconds(waited)
-    return waited.is_answered(pb.WaitRolloutResponse(rollout=pb.Rollout(state=state)))
+    return waited.is_complete(pb.WaitRolloutResponse(rollout=pb.Rollout(state=state)))
 
 
-def seconds(waited: Waiting) -> float:
+def seconds(waited: LongPoll) -> float:
     return waited.request().timeout.ToTimedelta().total_seconds()
 
 
@@ -203,9 +203,9 @@ def test_a_wait_of_no_time_looks_once(clock: Clock) -> None:
     waited = wait_for(0, clock)
     assert seconds(waited) == 0
     assert waited.timeout() > 0
-    assert waited.is_answered(pb.WaitRolloutResponse(rollout=pb.Rollout(state=pb.ROLLOUT_STATE_FINISHED)))
+    assert waited.is_complete(pb.WaitRolloutResponse(rollout=pb.Rollout(state=pb.ROLLOUT_STATE_FINISHED)))
     with pytest.raises(NotFinished):
-        waited.is_answered(pb.WaitRolloutResponse(rollout=pb.Rollout(state=pb.ROLLOUT_STATE_QUEUED)))
+        waited.is_complete(pb.WaitRolloutResponse(rollout=pb.Rollout(state=pb.ROLLOUT_STATE_QUEUED)))
 
 
 def test_after_a_failure_polls_begin_short_and_each_answer_is_progress(clock: Clock) -> None:
@@ -216,9 +216,9 @@ def test_after_a_failure_polls_begin_short_and_each_answer_is_progress(clock: Cl
         asked.append(seconds(waited))
         clock.now += min(asked[-1], 15)
         if asked[-1] > 15:
-            clock.now += waited.failed(cut())
+            clock.now += waited.on_failure(cut())
         else:
-            waited.is_answered(pb.WaitRolloutResponse(rollout=pb.Rollout(state=pb.ROLLOUT_STATE_RUNNING)))
+            waited.is_complete(pb.WaitRolloutResponse(rollout=pb.Rollout(state=pb.ROLLOUT_STATE_RUNNING)))
     assert asked[:7] == [30, 1, 2, 4, 8, 16, 1]
 
 
@@ -229,7 +229,7 @@ def test_a_poll_without_an_answer_is_a_server_that_is_not_there(clock: Clock) ->
         for _ in range(20):
             seconds(waited)
             clock.now += waited.timeout()
-            clock.now += waited.failed(DeadlineExceeded(StatusCode.DEADLINE_EXCEEDED, "late"))
+            clock.now += waited.on_failure(DeadlineExceeded(StatusCode.DEADLINE_EXCEEDED, "late"))
 
     with pytest.raises(Unavailable, match="no answer within"):
         ask_in_vain()
@@ -241,7 +241,7 @@ def test_a_wait_whose_time_ends_while_the_server_is_away_is_over(clock: Clock) -
     def ask_in_vain() -> None:
         for _ in range(20):
             seconds(waited)
-            clock.now += waited.failed(cut())
+            clock.now += waited.on_failure(cut())
 
     with pytest.raises(NotFinished, match="Socket closed") as caught:
         ask_in_vain()
@@ -250,7 +250,7 @@ def test_a_wait_whose_time_ends_while_the_server_is_away_is_over(clock: Clock) -
 
 def test_a_wait_ends_with_what_is_final(clock: Clock) -> None:
     with pytest.raises(InvalidRequest):
-        wait_for(3, clock).failed(InvalidRequest(StatusCode.INVALID_ARGUMENT, "no", reason="INVALID_REQUEST"))
+        wait_for(3, clock).on_failure(InvalidRequest(StatusCode.INVALID_ARGUMENT, "no", reason="INVALID_REQUEST"))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_wait_ends_with_what_is_final(clock: Clock) -> None:
 )
 def test_times_that_make_no_sense_are_refused(timeout: float, error: type[Exception]) -> None:
     with pytest.raises(error, match="timeout"):
-        waiting("u", "basic", timeout, Retry())
+        long_poll("u", "basic", timeout, Retry())
 
 
 def test_not_finished_travels_with_its_rollout() -> None:

@@ -7,6 +7,7 @@ import math
 from collections import UserDict
 from datetime import timedelta
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -15,9 +16,17 @@ from google.protobuf.message import Message as AnyMessage
 from osmosis.rollout.v1 import event_pb2, message_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import Credentials, Limits, Sampling, SelectionFields, StartFields, Target, Tokenizer
-from rollout_client.proto_fields import build, keywords, words
-from rollout_client.requests import Detail, View, get_request, watch_request
-from rollout_client.selection import DeliveryState, State, selection, selection_to_cancel
+from rollout_client.proto_fields import build, duration, duration_seconds, enum_values, keywords
+from rollout_client.requests import (
+    DeliveryState,
+    Detail,
+    Pages,
+    State,
+    View,
+    cancel_selection,
+    get_request,
+    watch_request,
+)
 from rollout_client.spec import Dialect, rollout_spec, start_request
 
 HELLO = {"role": "user", "content": "Grüße 🌍"}
@@ -63,7 +72,7 @@ def test_the_keywords_of_a_start_are_those_of_the_spec_and_of_what_goes_beside_i
     ],
 )
 def test_the_words_are_those_of_the_contract(literal: Any, enum: EnumDescriptor) -> None:
-    assert set(get_args(literal)) == set(words(enum))
+    assert set(get_args(literal)) == set(enum_values(enum))
 
 
 def test_every_field_of_a_spec_arrives() -> None:
@@ -156,14 +165,16 @@ def test_protos_are_taken_for_what_they_are() -> None:
 
 def test_one_text_is_a_list_of_one_where_texts_are_listed() -> None:
     assert list(spec_of(sampling={"stop": "</s>"}).sampling.stop) == ["</s>"]
-    chosen = selection({"state": "running", "uid": "u", "caller": "me", "delivery_states": ["pending", "expired"]})
+    chosen = build(
+        pb.Selection, {"state": "running", "uid": "u", "caller": "me", "delivery_states": ["pending", "expired"]}
+    )
     assert chosen == pb.Selection(
         states=[pb.ROLLOUT_STATE_RUNNING],
         uids=["u"],
         callers=["me"],
         delivery_states=[pb.DELIVERY_STATE_PENDING, pb.DELIVERY_STATE_EXPIRED],
     )
-    assert selection({"states": "queued"}) == pb.Selection(states=[pb.ROLLOUT_STATE_QUEUED])
+    assert build(pb.Selection, {"states": "queued"}) == pb.Selection(states=[pb.ROLLOUT_STATE_QUEUED])
 
 
 class Number(float):
@@ -298,14 +309,37 @@ def test_views_and_details_are_words() -> None:
 
 
 def test_nothing_selected_is_not_everything() -> None:
-    assert selection_to_cancel(None, {"all": True}).all
-    assert list(selection_to_cancel("u", {}).uids) == ["u"]
+    assert cancel_selection(None, {"all": True}).all
+    assert list(cancel_selection("u", {}).uids) == ["u"]
     with pytest.raises(ValueError, match="nothing is selected"):
-        selection_to_cancel(None, {})
+        cancel_selection(None, {})
     with pytest.raises(ValueError, match="nothing is selected"):
-        selection_to_cancel(None, {"uids": []})
+        cancel_selection(None, {"uids": []})
     with pytest.raises(TypeError, match="unknown argument 'sate'"):
-        selection({"sate": "running"})
+        Pages(1, "basic", {"sate": "running"})
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds", "nanos"),
+    [
+        (2.3, 2, 300_000_000),
+        (0.1 + 0.2, 0, 300_000_000),
+        (-2.3, -2, -300_000_000),
+        (1e-9, 0, 1),
+        (100_000_000.3, 100_000_000, 300_000_000),
+        (7, 7, 0),
+        (Fraction(23, 10), 2, 300_000_000),
+        (timedelta(days=100_000, microseconds=1), 8_640_000_000, 1000),
+    ],
+)
+def test_seconds_are_exact_to_the_nanosecond(given: Any, seconds: int, nanos: int) -> None:
+    made = duration(given, "time")
+    assert (made.seconds, made.nanos) == (seconds, nanos)
+    assert duration_seconds(made) == pytest.approx(given.total_seconds() if isinstance(given, timedelta) else given)
+
+
+def test_two_point_three_seconds_come_back_as_they_were_sent() -> None:
+    assert duration_seconds(spec_of(limits={"time": 2.3}).limits.time) == 2.3
 
 
 def test_a_mapping_of_any_kind_makes_a_message() -> None:

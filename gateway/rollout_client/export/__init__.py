@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-from rollout_client.export.lines import read_jsonl, write_jsonl
+from rollout_client.export.json_lines import from_dict, read_jsonl, to_dict, write_jsonl
 from rollout_client.export.parquet import read_parquet, write_parquet
-from rollout_client.export.plain import from_dict, to_dict
 from rollout_client.export.trl import TrlOutput, to_trl
 from rollout_client.export.verl import VerlMetrics, VerlOutput, to_verl
 

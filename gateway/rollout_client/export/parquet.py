@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
 from typing import Any
 
-from rollout_client.export.plain import from_dict, to_dict
+from rollout_client.export.json_lines import from_dict, to_dict
 from rollout_client.samples import TrainingSample
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any, TypedDict
 
-from rollout_client.export.plain import to_dict
+from rollout_client.export.json_lines import to_dict
 from rollout_client.samples import ENVIRONMENT, MODEL, TrainingSample
 
 

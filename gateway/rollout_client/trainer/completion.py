@@ -27,7 +27,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCompletion:
-    """A parsed answer.
+    """A parsed completion.
 
     Args:
         content: the text without calls and thinking.
@@ -41,7 +41,7 @@ class ParsedCompletion:
 
 
 Parse: TypeAlias = Callable[[str], ParsedCompletion]
-"""Text of an answer, without its end token, to what it means. Text that means nothing is content."""
+"""Text of a completion, without its end token, to what it means. Text that means nothing is content."""
 
 
 def plain(text: str) -> ParsedCompletion:
@@ -49,22 +49,24 @@ def plain(text: str) -> ParsedCompletion:
     return ParsedCompletion(text)
 
 
-def message_of(answer: ParsedCompletion, turn: int, *, typed: bool) -> Message:
+def to_message(completion: ParsedCompletion, turn: int, *, typed: bool) -> Message:
     """The message, in the typed form or as JSON. Calls without an id, or with one that is taken, get one of their own.
 
-    Raises TypeError for what is no answer.
+    Raises TypeError for what is no completion.
     """
-    if not isinstance(answer, ParsedCompletion):
-        raise TypeError(f"parse must return an Answer, not {type(answer).__name__}")
-    for call in answer.tool_calls:
+    if not isinstance(completion, ParsedCompletion):
+        raise TypeError(f"parse must return a ParsedCompletion, not {type(completion).__name__}")
+    for call in completion.tool_calls:
         if not isinstance(call, ToolCall):
             raise TypeError(f"ParsedCompletion.tool_calls must hold ToolCalls, not {type(call).__name__}")
     calls = [
-        (call_id, sendable(call.name, "ToolCall.name"), sendable(call.arguments, "ToolCall.arguments"))
-        for call_id, call in zip(_ids(answer.tool_calls, turn), answer.tool_calls, strict=True)
+        (call_id, utf8_text(call.name, "ToolCall.name"), utf8_text(call.arguments, "ToolCall.arguments"))
+        for call_id, call in zip(_ids(completion.tool_calls, turn), completion.tool_calls, strict=True)
     ]
-    content = sendable(answer.content, "ParsedCompletion.content")
-    reasoning = sendable(answer.reasoning, "ParsedCompletion.reasoning") if answer.reasoning is not None else None
+    content = utf8_text(completion.content, "ParsedCompletion.content")
+    reasoning = (
+        utf8_text(completion.reasoning, "ParsedCompletion.reasoning") if completion.reasoning is not None else None
+    )
     if typed:
         chat = ChatMessage(role="assistant", reasoning=reasoning)
         chat.parts.add(text=content)
@@ -82,7 +84,7 @@ def message_of(answer: ParsedCompletion, turn: int, *, typed: bool) -> Message:
     return Message(json=json.dumps(fields, ensure_ascii=False))
 
 
-def sendable(text: str, where: str) -> str:
+def utf8_text(text: str, where: str) -> str:
     """A text that UTF-8 can carry: halves of surrogate pairs become U+FFFD. Raises TypeError, which names the place, for none."""
     if not isinstance(text, str):
         raise TypeError(f"{where} must be a str, not {type(text).__name__}")
@@ -97,7 +99,7 @@ def _ids(calls: Sequence[ToolCall], turn: int) -> list[str]:
     """Ids, unique within the message. Those made up have the nine letters and digits that Mistral's templates insist on."""
     ids: dict[str, None] = {}
     for index, call in enumerate(calls):
-        wanted, number = sendable(call.id, "ToolCall.id"), index
+        wanted, number = utf8_text(call.id, "ToolCall.id"), index
         while not wanted or wanted in ids:
             wanted = f"t{turn:05d}{number:03d}"
             number += len(calls)

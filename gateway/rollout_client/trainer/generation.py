@@ -69,7 +69,7 @@ class TryAgainLater(Exception):
         self.seconds = seconds
 
 
-def sampling_of(proto: spec_pb2.Sampling) -> SamplingParams:
+def sampling_params(proto: spec_pb2.Sampling) -> SamplingParams:
     """What a request asks for."""
     return SamplingParams(
         temperature=proto.temperature if proto.HasField("temperature") else None,
@@ -94,7 +94,7 @@ def token_ids(values: Sequence[int], where: str) -> array[int]:
     return ids
 
 
-def checked(generated: Generated) -> tuple[array[int], array[float] | None]:
+def validate_generated(generated: Generated) -> tuple[array[int], array[float] | None]:
     """Ids and logprobs, compact, the logprobs as precise as they travel. Raises TypeError and ValueError for what is no answer."""
     if not isinstance(generated, Generated):
         raise TypeError(f"generate must return a Generated, not {type(generated).__name__}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class LedgerCheckpoint:
     """A checkpoint of a segment.
 
     Args:
@@ -34,11 +34,11 @@ class Mark:
     tokens: int
     digest: bytes
 
-    def proto(self) -> token_pb2.Checkpoint:
+    def to_proto(self) -> token_pb2.Checkpoint:
         """As it travels."""
         return token_pb2.Checkpoint(messages=self.messages, tokens=self.tokens, digest=self.digest)
 
-    def is_at(self, other: Mark) -> bool:
+    def matches(self, other: LedgerCheckpoint) -> bool:
         """Whether both stand for the same tokens and authors."""
         return (self.tokens, self.digest) == (other.tokens, other.digest)
 
@@ -72,13 +72,13 @@ class LedgerRun:
 class SegmentLedger:
     """One segment, append-only.
 
-    Its `marks` stand behind each answer. `inherited` is how many of its first tokens were taken over from another one, and it is
-    `restarted` where a prompt that was rendered here did not extend the one before.
+    Its `checkpoints` stand behind each completion. `inherited` is how many of its first tokens were taken over from another one,
+    and it is `restarted` where a prompt that was rendered here did not extend the one before.
     """
 
     def __init__(self) -> None:
         self.runs: list[LedgerRun] = []
-        self.marks: list[Mark] = []
+        self.checkpoints: list[LedgerCheckpoint] = []
         self.inherited = 0
         self.restarted = False
         self._ids = array("I")
@@ -104,13 +104,13 @@ class SegmentLedger:
             start += len(run.ids)
         return True
 
-    def mark(self, messages: int, more: Iterable[LedgerRun] = ()) -> Mark:
+    def checkpoint(self, messages: int, more: Iterable[LedgerRun] = ()) -> LedgerCheckpoint:
         """What is held, or would be with more runs, as a checkpoint of so many messages."""
         digest, tokens = self._digest.copy(), self.tokens
         for run in more:
-            _extend(digest, run)
+            _update_digest(digest, run)
             tokens += len(run.ids)
-        return Mark(messages, tokens, digest.digest())
+        return LedgerCheckpoint(messages, tokens, digest.digest())
 
     def append(self, runs: Iterable[LedgerRun]) -> None:
         """Adds runs; empty ones are nothing."""
@@ -118,25 +118,25 @@ class SegmentLedger:
             if run.ids:
                 self.runs.append(run)
                 self._ids.extend(run.ids)
-                _extend(self._digest, run)
+                _update_digest(self._digest, run)
 
     def adopt(self, runs: Sequence[LedgerRun]) -> None:
-        """Takes a history over from the server, with a mark behind each answer in it."""
+        """Takes a history over from the server, with a checkpoint behind each answer in it."""
         for index, run in enumerate(runs):
             self.append((run,))
             after = runs[index + 1] if index + 1 < len(runs) else None
             if run.by_model and (after is None or not after.by_model or after.turn != run.turn):
-                self.marks.append(self.mark(0))
+                self.checkpoints.append(self.checkpoint(0))
 
-    def behind(self, runs: Sequence[LedgerRun]) -> Sequence[LedgerRun] | None:
+    def new_runs(self, runs: Sequence[LedgerRun]) -> Sequence[LedgerRun] | None:
         """What a whole history adds to this ledger; None: it does not extend it."""
         digest, left = hashlib.sha256(), self.tokens
         for index, run in enumerate(runs):
             if left < len(run.ids):
-                _extend(digest, LedgerRun(run.turn, run.by_model, run.ids[:left]))
+                _update_digest(digest, LedgerRun(run.turn, run.by_model, run.ids[:left]))
                 found: Sequence[LedgerRun] = (run.since(left), *runs[index + 1 :])
                 break
-            _extend(digest, run)
+            _update_digest(digest, run)
             left -= len(run.ids)
         else:
             found = ()
@@ -144,8 +144,8 @@ class SegmentLedger:
                 return None
         return found if digest.digest() == self._digest.digest() else None
 
-    def branch(self, at: Mark) -> SegmentLedger:
-        """A ledger that begins with what this one held at a mark."""
+    def branch(self, at: LedgerCheckpoint) -> SegmentLedger:
+        """A ledger that begins with what this one held at a checkpoint."""
         made = SegmentLedger()
         left = at.tokens
         for run in self.runs:
@@ -154,7 +154,7 @@ class SegmentLedger:
             made.append((LedgerRun(run.turn, run.by_model, run.ids[:left], run.logprobs, run.policy_version),))
             left -= len(run.ids)
         made.inherited = made.tokens
-        made.marks = [mark for mark in self.marks if mark.tokens <= at.tokens]
+        made.checkpoints = [checkpoint for checkpoint in self.checkpoints if checkpoint.tokens <= at.tokens]
         return made
 
     def spans(self, offset: int) -> Iterator[token_pb2.Span]:
@@ -165,10 +165,10 @@ class SegmentLedger:
             skipped = min(max(0, offset - start), len(run.ids))
             start += len(run.ids)
             if skipped < len(run.ids):
-                yield _span(run.since(skipped), opened=opened)
+                yield _to_span(run.since(skipped), opened=opened)
 
 
-def runs_of(spans: Iterable[token_pb2.Span]) -> list[LedgerRun]:
+def runs_from_spans(spans: Iterable[token_pb2.Span]) -> list[LedgerRun]:
     """The runs of spans that were checked."""
     return [
         LedgerRun(
@@ -183,12 +183,12 @@ def runs_of(spans: Iterable[token_pb2.Span]) -> list[LedgerRun]:
     ]
 
 
-def _extend(digest: _Hash, run: LedgerRun) -> None:
+def _update_digest(digest: _Hash, run: LedgerRun) -> None:
     words = [token | MODEL_BIT for token in run.ids] if run.by_model else run.ids
     digest.update(struct.pack(f"<{len(words)}I", *words))
 
 
-def _span(run: LedgerRun, *, opened: bool) -> token_pb2.Span:
+def _to_span(run: LedgerRun, *, opened: bool) -> token_pb2.Span:
     span = token_pb2.Span(turn=run.turn, token_ids=run.ids, policy_version=run.policy_version)
     if run.by_model:
         span.author = token_pb2.AUTHOR_MODEL

@@ -16,26 +16,26 @@ from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import token_pb2
 from osmosis.rollout.v1.message_pb2 import Tool
 
-from rollout_client.results import messages
+from rollout_client.chat_messages import messages
+from rollout_client.trainer.errors import RefusedCall, base_unknown, invalid_field, ledger_mismatch
 from rollout_client.trainer.generation import MODEL_BIT, token_ids
-from rollout_client.trainer.ledger import LedgerRun, Mark, SegmentLedger, runs_of
-from rollout_client.trainer.refusal import RefusedCall, base_unknown, invalid, mismatch
+from rollout_client.trainer.ledger import LedgerCheckpoint, LedgerRun, SegmentLedger, runs_from_spans
 from rollout_client.trainer.rollout_records import JsonObject, Record, TurnPrompt
 
 Render: TypeAlias = Callable[[Sequence[JsonObject], Sequence[JsonObject]], Sequence[int]]
 """Messages and tools, in the shape that chat templates know, to prompt ids."""
 
 
-def check(request: pb.CompleteRequest, *, renders: bool) -> None:
+def check_request(request: pb.CompleteRequest, *, renders: bool) -> None:
     """Raises `RefusedCall` for a request that nothing held here can make right."""
     for name in ("uid", "segment_id"):
         if not getattr(request, name):
-            raise invalid(name, "is missing")
+            raise invalid_field(name, "is missing")
     if request.turn < 1:
-        raise invalid("turn", "counts from 1")
+        raise invalid_field("turn", "counts from 1")
     key = f"{request.uid}/{request.segment_id}/{request.turn}"
     if request.turn_key != key:
-        raise invalid("turn_key", f"must be uid/segment/turn, which is {key!r}")
+        raise invalid_field("turn_key", f"must be uid/segment/turn, which is {key!r}")
     if request.HasField("base"):
         _check_checkpoint(request.base, "base")
     if request.HasField("new_tokens"):
@@ -45,7 +45,7 @@ def check(request: pb.CompleteRequest, *, renders: bool) -> None:
         raise RefusedCall(grpc.StatusCode.UNIMPLEMENTED, "MESSAGE_MODE", text)
 
 
-def prompt_of(record: Record, request: pb.CompleteRequest, render: Render | None) -> TurnPrompt:
+def build_prompt(record: Record, request: pb.CompleteRequest, render: Render | None) -> TurnPrompt:
     """The prompt of a checked request. Raises `RefusedCall` where the records part; whatever `render` raises goes through."""
     if record.typed is None and request.new_messages:
         record.typed = request.new_messages[0].WhichOneof("form") == "chat"
@@ -55,45 +55,46 @@ def prompt_of(record: Record, request: pb.CompleteRequest, render: Render | None
 
 
 def _from_tokens(record: Record, request: pb.CompleteRequest) -> TurnPrompt:
-    known, runs = record.segments.get(request.segment_id), runs_of(request.new_tokens.spans)
+    known, runs = record.segments.get(request.segment_id), runs_from_spans(request.new_tokens.spans)
     if request.HasField("base"):
-        ledger = _at_base(record, request)
+        ledger = _ledger_at_base(record, request)
     elif known is None:
         ledger = SegmentLedger()
         answers = max((index for index, run in enumerate(runs, start=1) if run.by_model), default=0)
         ledger.adopt(runs[:answers])
         runs = runs[answers:]
     else:
-        ledger, rest = known, known.behind(runs)
+        ledger, rest = known, known.new_runs(runs)
         if rest is None:
-            raise mismatch(_parted("the history that was sent", known), known.marks)
+            raise ledger_mismatch(_mismatch_text("the history that was sent", known), known.checkpoints)
         runs = list(rest)
     if any(run.by_model for run in runs):
-        raise mismatch("new_tokens has tokens of the model that were not generated here", ledger.marks)
+        raise ledger_mismatch("new_tokens has tokens of the model that were not generated here", ledger.checkpoints)
     after = request.new_tokens.after
-    mark = ledger.mark(after.messages, runs)
-    if not mark.tokens:
-        raise invalid("new_tokens.spans", "there is no token to generate from")
-    if not mark.is_at(_mark(after)):
-        raise mismatch(
-            f"new_tokens.after has {_at(_mark(after))}, but base and spans make {_at(mark)} in turn {request.turn}",
-            ledger.marks,
+    checkpoint = ledger.checkpoint(after.messages, runs)
+    if not checkpoint.tokens:
+        raise invalid_field("new_tokens.spans", "there is no token to generate from")
+    if not checkpoint.matches(_to_checkpoint(after)):
+        raise ledger_mismatch(
+            f"new_tokens.after has {_checkpoint_text(_to_checkpoint(after))}, "
+            f"but base and spans make {_checkpoint_text(checkpoint)} in turn {request.turn}",
+            ledger.checkpoints,
         )
-    return TurnPrompt(record, request.segment_id, ledger, ledger.tokens, runs, mark)
+    return TurnPrompt(record, request.segment_id, ledger, ledger.tokens, runs, checkpoint)
 
 
-def _at_base(record: Record, request: pb.CompleteRequest) -> SegmentLedger:
+def _ledger_at_base(record: Record, request: pb.CompleteRequest) -> SegmentLedger:
     """The segment's ledger, or a branch of the one that stood at the base."""
-    base, known = _mark(request.base), record.segments.get(request.segment_id)
+    base, known = _to_checkpoint(request.base), record.segments.get(request.segment_id)
     if known is not None:
-        if not known.marks[-1].is_at(base):
-            raise mismatch(_parted(f"the base with {_at(base)}", known), known.marks)
+        if not known.checkpoints[-1].matches(base):
+            raise ledger_mismatch(_mismatch_text(f"the base with {_checkpoint_text(base)}", known), known.checkpoints)
         return known
     for segment_id, ledger in record.segments.items():
-        if any(mark.is_at(base) for mark in ledger.marks):
+        if any(checkpoint.matches(base) for checkpoint in ledger.checkpoints):
             record.conversations[request.segment_id] = record.conversations.get(segment_id, ())
             forked = request.origin.kind == token_pb2.SEGMENT_KIND_BRANCH
-            if not forked and ledger.restarted and ledger.marks[-1].is_at(base):
+            if not forked and ledger.restarted and ledger.checkpoints[-1].matches(base):
                 # The server gave the prompt that began anew a segment of its own.
                 record.segments[request.segment_id] = record.segments.pop(segment_id)
                 return ledger
@@ -109,23 +110,23 @@ def _from_messages(record: Record, request: pb.CompleteRequest, render: Render) 
     if not rendered:
         raise ValueError("render returned no ids")
     held = record.segments.get(request.segment_id)
-    ledger = _at_base(record, request) if request.HasField("base") else held or SegmentLedger()
+    ledger = _ledger_at_base(record, request) if request.HasField("base") else held or SegmentLedger()
     if rendered[: ledger.tokens] != ledger.ids:
         ledger = SegmentLedger()
         ledger.restarted = True
     runs = [LedgerRun(request.turn, False, array("I", rendered[ledger.tokens :]))]
-    mark = ledger.mark(len(conversation), runs)
-    return TurnPrompt(record, request.segment_id, ledger, ledger.tokens, runs, mark, conversation)
+    checkpoint = ledger.checkpoint(len(conversation), runs)
+    return TurnPrompt(record, request.segment_id, ledger, ledger.tokens, runs, checkpoint, conversation)
 
 
 def _conversation(record: Record, request: pb.CompleteRequest) -> list[JsonObject]:
     try:
         added = messages(request.new_messages)
     except ValueError:
-        raise invalid("new_messages", "each must be one JSON object or a typed message") from None
+        raise invalid_field("new_messages", "each must be one JSON object or a typed message") from None
     if not request.HasField("base"):
         return list(added)
-    _at_base(record, request)
+    _ledger_at_base(record, request)
     held = record.conversations.get(request.segment_id, ())
     if request.base.messages > len(held):
         raise base_unknown(f"the base has {request.base.messages} messages, here are {len(held)}; send all of them")
@@ -145,14 +146,14 @@ def _tool(tool: Tool, where: str) -> JsonObject:
     try:
         parameters = json.loads(tool.parameters_json_schema or "{}")
     except ValueError:
-        raise invalid(f"{where}.parameters_json_schema", "must be JSON") from None
+        raise invalid_field(f"{where}.parameters_json_schema", "must be JSON") from None
     function: dict[str, Any] = {"name": tool.name, "description": tool.description, "parameters": parameters}
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
 def _check_tokens(tokens: pb.NewTokens) -> None:
     if not tokens.HasField("after"):
-        raise invalid("new_tokens.after", "is missing")
+        raise invalid_field("new_tokens.after", "is missing")
     if tokens.media:
         raise RefusedCall(
             grpc.StatusCode.UNIMPLEMENTED, "MEDIA", "this trainer generates from text only; new_tokens.media is set"
@@ -161,25 +162,25 @@ def _check_tokens(tokens: pb.NewTokens) -> None:
     for index, span in enumerate(tokens.spans):
         where = f"new_tokens.spans[{index}]"
         if span.author not in (token_pb2.AUTHOR_MODEL, token_pb2.AUTHOR_OTHER):
-            raise invalid(f"{where}.author", "must be AUTHOR_MODEL or AUTHOR_OTHER")
+            raise invalid_field(f"{where}.author", "must be AUTHOR_MODEL or AUTHOR_OTHER")
         if span.token_ids and max(span.token_ids) >= MODEL_BIT:
-            raise invalid(f"{where}.token_ids", "each must be below 2^31")
+            raise invalid_field(f"{where}.token_ids", "each must be below 2^31")
         if span.HasField("logprobs") and len(span.logprobs.values) != len(span.token_ids):
-            raise invalid(f"{where}.logprobs", "must be as long as token_ids")
+            raise invalid_field(f"{where}.logprobs", "must be as long as token_ids")
 
 
 def _check_checkpoint(checkpoint: token_pb2.Checkpoint, where: str) -> None:
     if len(checkpoint.digest) != 32:
-        raise invalid(f"{where}.digest", "must be 32 bytes")
+        raise invalid_field(f"{where}.digest", "must be 32 bytes")
 
 
-def _mark(checkpoint: token_pb2.Checkpoint) -> Mark:
-    return Mark(checkpoint.messages, checkpoint.tokens, checkpoint.digest)
+def _to_checkpoint(checkpoint: token_pb2.Checkpoint) -> LedgerCheckpoint:
+    return LedgerCheckpoint(checkpoint.messages, checkpoint.tokens, checkpoint.digest)
 
 
-def _at(mark: Mark) -> str:
-    return f"{mark.tokens} tokens with digest {mark.digest.hex()[:16]}"
+def _checkpoint_text(checkpoint: LedgerCheckpoint) -> str:
+    return f"{checkpoint.tokens} tokens with digest {checkpoint.digest.hex()[:16]}"
 
 
-def _parted(what: str, ledger: SegmentLedger) -> str:
-    return f"{what} does not fit: turn {ledger.runs[-1].turn} ended here at {_at(ledger.marks[-1])}"
+def _mismatch_text(what: str, ledger: SegmentLedger) -> str:
+    return f"{what} does not fit: turn {ledger.runs[-1].turn} ended here at {_checkpoint_text(ledger.checkpoints[-1])}"

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
-from rollout_client.results import messages
+from rollout_client.chat_messages import messages
 from rollout_client.samples import TrainingSample, samples
 from rollout_client.spec import MessageLike
 from rollout_client.trainer.rollout_records import Record
-from rollout_client.trainer.verify import Mismatch, difference
+from rollout_client.trainer.verify import Mismatch, find_mismatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class RecordMismatch(Exception):
         self.finished = finished
 
 
-def finished_of(rollout: Rollout, record: Record | None) -> Finished:
+def verify_rollout(rollout: Rollout, record: Record | None) -> Finished:
     """A rollout compared with what was kept of it; None: nothing was."""
     try:
         found = samples(rollout)
@@ -109,12 +109,12 @@ def finished_of(rollout: Rollout, record: Record | None) -> Finished:
         return Finished(rollout, (), wrong, True)
     if record is None:
         return Finished(rollout, found, None, checked=not found)
-    wrong_at = difference(record, found, turns=rollout.outcome.metrics.turns)
+    wrong_at = find_mismatch(record, found, turns=rollout.outcome.metrics.turns)
     checked = all(ledger.complete for _, ledger in record.ledgers())
     return Finished(rollout, () if wrong_at else found, wrong_at, checked)
 
 
-def prompt_of(given: PromptLike) -> Prompt:
+def to_prompt(given: PromptLike) -> Prompt:
     """A prompt in whichever form it came. Raises TypeError for none."""
     if isinstance(given, Prompt):
         return given

@@ -18,9 +18,8 @@ from google.protobuf.message import Message
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import outcome_service_pb2
 
-from rollout_client.trainer.outcomes import Outcomes
-from rollout_client.trainer.refusal import RefusedCall
-from rollout_client.trainer.rollout_records import Records
+from rollout_client.trainer.errors import RefusedCall
+from rollout_client.trainer.rollout_records import Outcomes, Records
 from rollout_client.trainer.turns import Turns
 
 _LOG: Final = logging.getLogger("rollout_client")
@@ -121,7 +120,7 @@ class Listener:
         return grpc.method_handlers_generic_handler(
             service,
             {
-                "Complete": self._unary(self._turns.answer, pb.CompleteRequest),
+                "Complete": self._unary(self._turns.complete, pb.CompleteRequest),
                 "ReadLedger": self._unary(self.read_ledger, pb.ReadLedgerRequest),
             },
         )

@@ -13,24 +13,31 @@ from typing import Any, Final, Literal, Required, Self, TypedDict, TypeVar, Unpa
 from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
-from rollout_client.async_client import AsyncClient
+from rollout_client._async.client import AsyncClient
 from rollout_client.errors import RolloutError
 from rollout_client.spec import Limits, Sampling, Target, Tokenizer
 from rollout_client.trainer.completion import Parse, plain
 from rollout_client.trainer.generation import Decode, Generate
-from rollout_client.trainer.outcomes import Outcomes
 from rollout_client.trainer.prompts import Render
-from rollout_client.trainer.results import Finished, Group, Prompt, PromptLike, RecordMismatch, finished_of, prompt_of
-from rollout_client.trainer.rollout_records import Records
+from rollout_client.trainer.results import (
+    Finished,
+    Group,
+    Prompt,
+    PromptLike,
+    RecordMismatch,
+    to_prompt,
+    verify_rollout,
+)
+from rollout_client.trainer.rollout_records import Outcomes, Records
 from rollout_client.trainer.server import Listener, Serving
-from rollout_client.trainer.stream.link import StreamLink
-from rollout_client.trainer.stream.stream import Side
-from rollout_client.trainer.transport import Link, ServedLink, names
+from rollout_client.trainer.stream.session import TrainerSide
+from rollout_client.trainer.stream.transport import StreamTransport
+from rollout_client.trainer.transport import CallbackTransport, Transport, group_rollout_ids
 from rollout_client.trainer.turns import Model, Turns
 
 _FAREWELL_SECONDS: Final = 1.0
 """How long the outcome of a rollout that was let go of is waited for."""
-_OURS: Final = ("messages", "completions", "outcome", "group_id", "rollout_id", "request_id", "credentials")
+_PER_ROLLOUT: Final = ("messages", "completions", "outcome", "group_id", "rollout_id", "request_id", "credentials")
 """Fields of the spec that differ from rollout to rollout."""
 _T = TypeVar("_T")
 
@@ -92,28 +99,28 @@ class Trainer:
     ) -> None:
         if on_mismatch not in ("raise", "flag"):
             raise ValueError('on_mismatch must be "raise" or "flag"')
-        self._generating = _count(model.get("generating", 256), "generating")
-        self._remembered = _count(model.get("remembered", 1024), "remembered")
+        self._generating = _positive_int(model.get("generating", 256), "generating")
+        self._remembered = _positive_int(model.get("remembered", 1024), "remembered")
         self._records = Records(self._remembered)
         self._outcomes = Outcomes()
-        self._turns = Turns(_model(model), self._records, self._generating)
+        self._turns = Turns(_model_from(model), self._records, self._generating)
         self._renders = model.get("render") is not None
         self._raises = on_mismatch == "raise"
         self._server = server
         self._serving = serving
-        self._link: Link | None = None
+        self._transport: Transport | None = None
         self._groups: set[asyncio.Task[Group]] = set()
         self._ending: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         """Connects, or listens. Raises RolloutError where the server cannot be reached, OSError if an address cannot be had."""
-        if self._link is not None:
+        if self._transport is not None:
             raise RuntimeError("a Trainer can be entered once; make another one")
-        self._link = self._made_link()
+        self._transport = self._make_transport()
         try:
-            await self._link.open()
+            await self._transport.open()
         except BaseException:
-            await self._link.close()
+            await self._transport.close()
             raise
         return self
 
@@ -121,9 +128,9 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Cancels what still runs, here and on the server."""
-        await _cancelled(self._groups)
+        await _cancel_all(self._groups)
         await asyncio.gather(*self._ending, return_exceptions=True)
-        await self._running_link().close()
+        await self._open_transport().close()
 
     async def rollouts(
         self, prompts: Iterable[PromptLike], *, n: int = 4, at_once: int = 64, **fields: Unpack[RolloutFields]
@@ -137,19 +144,19 @@ class Trainer:
         ValueError for arguments that cannot be sent, and `RecordMismatch`. Leaving the loop, also by an error, cancels what still
         runs; after a `break` use `contextlib.aclosing`, or leave the Trainer.
         """
-        _count(n, "n")
-        room = max(1, _count(at_once, "at_once") // n)
+        _positive_int(n, "n")
+        room = max(1, _positive_int(at_once, "at_once") // n)
         if room * n > self._remembered:
             raise ValueError(
                 f"{room * n} rollouts at once are more than are remembered; give Trainer(remembered=...) more"
             )
-        _check(fields)
+        _check_fields(fields)
         waiting, running = iter(prompts), set[asyncio.Task[Group]]()
         ready: deque[asyncio.Task[Group]] = deque()
         try:
             while True:
                 while len(running) < room and (given := next(waiting, None)) is not None:
-                    running.add(self._started(self._group(prompt_of(given), n, fields)))
+                    running.add(self._start_task(self._group(to_prompt(given), n, fields)))
                 if not running:
                     return
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -157,12 +164,12 @@ class Trainer:
                 while ready:
                     yield ready.popleft().result()
         finally:
-            await _cancelled([*running, *ready])
+            await _cancel_all([*running, *ready])
 
     def __repr__(self) -> str:
         return f"<Trainer of {self._server}>"
 
-    def _started(self, group: Coroutine[Any, Any, Group]) -> asyncio.Task[Group]:
+    def _start_task(self, group: Coroutine[Any, Any, Group]) -> asyncio.Task[Group]:
         task = asyncio.create_task(group)
         self._groups.add(task)
         task.add_done_callback(self._groups.discard)
@@ -175,50 +182,57 @@ class Trainer:
         if prompt.metadata is not None:
             common = fields.get("metadata") or {}
             spec["metadata"] = {**common, **prompt.metadata}
-        link, name = self._running_link(), uuid.uuid4().hex
-        outcomes = {rollout_id: self._outcomes.expect(rollout_id) for rollout_id in names(name, n)}
+        transport, name = self._open_transport(), uuid.uuid4().hex
+        outcomes = {rollout_id: self._outcomes.expect(rollout_id) for rollout_id in group_rollout_ids(name, n)}
         uids: Mapping[str, str] = {}
         try:
-            uids = await link.start(spec, name, n)
-            return Group(group_id, prompt, await self._finished(link, uids, outcomes))
+            uids = await transport.start(spec, name, n)
+            return Group(group_id, prompt, await self._finish_group(transport, uids, outcomes))
         except BaseException as error:
             runs = bool(uids) or isinstance(error, asyncio.CancelledError)
             left = [each for each in outcomes if self._outcomes.awaits(each)]
             await asyncio.gather(
-                *(self._let_go(link, each, uids.get(each), outcomes[each] if runs else None) for each in left)
+                *(
+                    self._cancel_rollout(transport, each, uids.get(each), outcomes[each] if runs else None)
+                    for each in left
+                )
             )
             raise
 
-    async def _finished(
-        self, link: Link, uids: Mapping[str, str], outcomes: Mapping[str, asyncio.Future[Rollout]]
+    async def _finish_group(
+        self, transport: Transport, uids: Mapping[str, str], outcomes: Mapping[str, asyncio.Future[Rollout]]
     ) -> Sequence[Finished]:
-        rollouts = [asyncio.create_task(self._rollout(link, each, uids[each], outcomes[each])) for each in outcomes]
+        rollouts = [
+            asyncio.create_task(self._rollout(transport, each, uids[each], outcomes[each])) for each in outcomes
+        ]
         try:
             return await asyncio.gather(*rollouts)
         finally:
-            await _cancelled(rollouts)
+            await _cancel_all(rollouts)
 
-    async def _rollout(self, link: Link, rollout_id: str, uid: str, outcome: asyncio.Future[Rollout]) -> Finished:
-        rollout = await link.ended(uid, outcome)
+    async def _rollout(
+        self, transport: Transport, rollout_id: str, uid: str, outcome: asyncio.Future[Rollout]
+    ) -> Finished:
+        rollout = await transport.wait_finished(uid, outcome)
         self._outcomes.close(rollout_id)
-        finished = finished_of(rollout, self._records.forget(uid))
+        finished = verify_rollout(rollout, self._records.forget(uid))
         if finished.mismatch is not None and self._raises:
             raise RecordMismatch(finished)
         return finished
 
-    async def _let_go(
-        self, link: Link, rollout_id: str, uid: str | None, outcome: asyncio.Future[Rollout] | None
+    async def _cancel_rollout(
+        self, transport: Transport, rollout_id: str, uid: str | None, outcome: asyncio.Future[Rollout] | None
     ) -> None:
         """Ends a rollout on the server, and forgets it here. Goes on also where whoever waits for it does not."""
 
         async def end() -> None:
             with contextlib.suppress(RolloutError, RuntimeError):
-                await link.cancel(rollout_id)
+                await transport.cancel(rollout_id)
             if outcome is not None:
                 # So that its last turn is not asked of a trainer that is gone.
                 done, _ = await asyncio.wait((outcome,), timeout=_FAREWELL_SECONDS)
-                told = next((each.result().uid for each in done if each.exception() is None), "")
-                self._records.forget(uid or told)
+                uid_found = next((each.result().uid for each in done if each.exception() is None), "")
+                self._records.forget(uid or uid_found)
             self._outcomes.close(rollout_id)
 
         task = asyncio.create_task(end())
@@ -226,22 +240,24 @@ class Trainer:
         task.add_done_callback(self._ending.discard)
         await asyncio.shield(task)
 
-    def _running_link(self) -> Link:
-        if self._link is None:
+    def _open_transport(self) -> Transport:
+        if self._transport is None:
             raise RuntimeError("the trainer has no server yet: use it within `async with`")
-        return self._link
+        return self._transport
 
-    def _made_link(self) -> Link:
+    def _make_transport(self) -> Transport:
         server, serving = self._server, self._serving
         client = AsyncClient(server) if isinstance(server, str) else server
         own = client is not server
         if serving is None:
-            return StreamLink(client, Side(self._turns, self._records, self._outcomes, self._generating), own=own)
+            return StreamTransport(
+                client, TrainerSide(self._turns, self._records, self._outcomes, self._generating), own=own
+            )
         listener = Listener(serving, self._turns, self._records, self._outcomes)
-        return ServedLink(client, listener, serving.look, own=own)
+        return CallbackTransport(client, listener, serving.look, own=own)
 
 
-def _model(fields: ModelFields) -> Model:
+def _model_from(fields: ModelFields) -> Model:
     for name in ("generate", "decode"):
         if not callable(fields.get(name)):
             raise TypeError(f"{name} must be given, and callable")
@@ -257,15 +273,15 @@ def _model(fields: ModelFields) -> Model:
     )
 
 
-def _check(fields: Mapping[str, Any]) -> None:
-    taken = [name for name in _OURS if name in fields]
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    taken = [name for name in _PER_ROLLOUT if name in fields]
     if taken:
         raise TypeError(f"{taken[0]!r} is not for all rollouts: the trainer sets it, or it stands in a Prompt")
     if isinstance(fields.get("metadata"), str):
         raise TypeError("metadata must be a mapping here, so that a prompt's can be added")
 
 
-def _count(value: int, name: str) -> int:
+def _positive_int(value: int, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}")
     if value < 1:
@@ -273,8 +289,8 @@ def _count(value: int, name: str) -> int:
     return value
 
 
-async def _cancelled(tasks: Collection[asyncio.Task[_T]]) -> None:
-    """Cancels tasks and waits until they are gone. Their errors have been told, or come too late."""
+async def _cancel_all(tasks: Collection[asyncio.Task[_T]]) -> None:
+    """Cancels tasks and waits until they are gone. Their errors have been raised already, or come too late."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

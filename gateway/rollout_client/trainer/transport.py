@@ -9,27 +9,27 @@ from typing import Any, Protocol
 
 from osmosis.rollout.v1.rollout_service_pb2 import ROLLOUT_STATE_FINISHED, Rollout
 
-from rollout_client.async_client import AsyncClient
+from rollout_client._async.client import AsyncClient
 from rollout_client.errors import NotFound
 from rollout_client.spec import Credentials, Target
 from rollout_client.trainer.server import Listener
 
-LEFT = "its trainer let go of it"
+CANCEL_REASON = "its trainer let go of it"
 
 
-class Link(Protocol):
+class Transport(Protocol):
     """How rollouts are started. Their turns come to `Turns` and their outcomes to `Outcomes`, by whichever way this is."""
 
     async def open(self) -> None:
         """Makes the way. Raises OSError or RolloutError where there is none."""
 
     async def start(self, fields: Mapping[str, Any], name: str, n: int) -> Mapping[str, str]:
-        """Starts the `n` rollouts that are called `names(name, n)`, and returns their uids by these names.
+        """Starts the `n` rollouts that are called `group_rollout_ids(name, n)`, and returns their uids by these names.
 
         Raises RolloutError, TypeError and ValueError; then some of them may run.
         """
 
-    async def ended(self, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
+    async def wait_finished(self, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
         """A rollout once it has finished; a delivered one is in `outcome`. Raises RolloutError where its end cannot be known."""
 
     async def cancel(self, rollout_id: str) -> None:
@@ -39,12 +39,12 @@ class Link(Protocol):
         """Ends what is under way."""
 
 
-def names(name: str, n: int) -> Sequence[str]:
+def group_rollout_ids(name: str, n: int) -> Sequence[str]:
     """The ids of a group's rollouts, as `TrainStart` has them."""
     return [f"{name}/{index}" for index in range(n)] if n > 1 else [name]
 
 
-class ServedLink:
+class CallbackTransport:
     """The server is asked over `client`, and calls back at `listener`. Where outcomes do not get through, it looks for them.
 
     Args:
@@ -62,7 +62,7 @@ class ServedLink:
         await self._listener.open()
 
     async def start(self, fields: Mapping[str, Any], name: str, n: int) -> Mapping[str, str]:
-        rollout_ids = names(name, n)
+        rollout_ids = group_rollout_ids(name, n)
         tasks = [asyncio.create_task(self._start(fields, rollout_id)) for rollout_id in rollout_ids]
         try:
             return dict(zip(rollout_ids, await asyncio.gather(*tasks), strict=True))
@@ -71,13 +71,13 @@ class ServedLink:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def ended(self, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
+    async def wait_finished(self, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
         while True:
             await asyncio.wait((outcome,), timeout=self._look)
             if outcome.done():
                 return outcome.result()
             try:
-                rollout = await self._found(uid)
+                rollout = await self._fetch_finished(uid)
             except NotFound:
                 if not outcome.done():  # else it was delivered meanwhile, and forgotten there
                     raise
@@ -87,7 +87,7 @@ class ServedLink:
 
     async def cancel(self, rollout_id: str) -> None:
         try:
-            await self._client.cancel(rollout_ids=[rollout_id], reason=LEFT, timeout=5)
+            await self._client.cancel(rollout_ids=[rollout_id], reason=CANCEL_REASON, timeout=5)
         except NotFound:
             return
 
@@ -96,7 +96,7 @@ class ServedLink:
         if self._own:
             await self._client.aclose()
 
-    async def _found(self, uid: str) -> Rollout | None:
+    async def _fetch_finished(self, uid: str) -> Rollout | None:
         """A rollout that has finished, which is noted as received; None: it has not. Raises RolloutError."""
         if (await self._client.get(uid)).state != ROLLOUT_STATE_FINISHED:
             return None

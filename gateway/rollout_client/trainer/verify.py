@@ -36,7 +36,7 @@ class Mismatch:
         )
 
 
-def difference(record: Record, samples: Sequence[TrainingSample], *, turns: int) -> Mismatch | None:
+def find_mismatch(record: Record, samples: Sequence[TrainingSample], *, turns: int) -> Mismatch | None:
     """The first difference; None: element by element the same.
 
     Args:
@@ -50,15 +50,15 @@ def difference(record: Record, samples: Sequence[TrainingSample], *, turns: int)
     for sample in samples:
         # Where a prompt began anew, the two sides may call a segment by different names.
         left.sort(key=lambda named: named[0] != sample.segment_id)
-        wrong = [_of_segment(left[0][1], sample)] if left else []
-        same = 0 if wrong == [None] else _equal(left[1:], sample)
+        wrong = [_segment_mismatch(left[0][1], sample)] if left else []
+        same = 0 if wrong == [None] else _find_equal(left[1:], sample)
         if same is None:
             missing = Mismatch(sample.segment_id, "segment", None, "no such segment", "a sample of it")
             return wrong[0] if left and left[0][0] == sample.segment_id else missing
         _, ledger = left.pop(same)
         length = len(sample.prompt_ids) + len(sample.response_ids)
-        found += _answers(ledger, length)
-        if length < ledger.marks[-1].tokens:
+        found += _completed_turns(ledger, length)
+        if length < ledger.checkpoints[-1].tokens:
             lacking.append(Mismatch(sample.segment_id, "length", None, f"{ledger.tokens} tokens", f"{length}"))
     lacking += [
         Mismatch(segment_id, "segment", None, f"{ledger.tokens} tokens", "no sample of it")
@@ -68,7 +68,7 @@ def difference(record: Record, samples: Sequence[TrainingSample], *, turns: int)
     return lacking[0] if lacking and found < turns else None
 
 
-def _answers(ledger: SegmentLedger, length: int) -> int:
+def _completed_turns(ledger: SegmentLedger, length: int) -> int:
     """How many turns the model answered in the first tokens of a segment, those left out that belong to another one."""
     start, answered = 0, set[int]()
     for run in ledger.runs:
@@ -78,23 +78,23 @@ def _answers(ledger: SegmentLedger, length: int) -> int:
     return len(answered)
 
 
-def _equal(left: Sequence[tuple[str, SegmentLedger]], sample: TrainingSample) -> int | None:
+def _find_equal(left: Sequence[tuple[str, SegmentLedger]], sample: TrainingSample) -> int | None:
     """Which one of those behind the first is the sample's."""
-    equal = (at for at, (_, ledger) in enumerate(left, start=1) if _of_segment(ledger, sample) is None)
+    equal = (at for at, (_, ledger) in enumerate(left, start=1) if _segment_mismatch(ledger, sample) is None)
     return next(equal, None)
 
 
-def _of_segment(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
+def _segment_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
     theirs = [*sample.prompt_ids, *sample.response_ids]
     ours = ledger.ids[: len(theirs)].tolist()
-    if (at := _first(ours, theirs)) is not None:
+    if (at := _first_difference(ours, theirs)) is not None:
         return Mismatch(sample.segment_id, "ids", at, str(ours[at]), str(theirs[at]))
-    if len(theirs) not in [mark.tokens for mark in ledger.marks]:
+    if len(theirs) not in [checkpoint.tokens for checkpoint in ledger.checkpoints]:
         return Mismatch(sample.segment_id, "length", None, f"{ledger.tokens} tokens", f"{len(theirs)}")
-    return _of_mask(ledger, sample) or _of_logprobs(ledger, sample) or _of_policies(ledger, sample)
+    return _mask_mismatch(ledger, sample) or _logprobs_mismatch(ledger, sample) or _policy_mismatch(ledger, sample)
 
 
-def _of_mask(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
+def _mask_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
     """What trains was written by the model here; what the model wrote and does not train, an agent's author masked."""
     theirs = [*([0] * len(sample.prompt_ids)), *sample.response_mask]
     ours: list[int] = []
@@ -108,11 +108,11 @@ def _of_mask(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
     for span in sample.spans or ():
         if span.reason == "author":
             ours[span.start : span.stop] = [0] * (span.stop - span.start)
-    at = _first(ours, theirs)
+    at = _first_difference(ours, theirs)
     return None if at is None else Mismatch(sample.segment_id, "mask", at, str(ours[at]), str(theirs[at]))
 
 
-def _of_logprobs(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
+def _logprobs_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
     start, length, opening = 0, len(sample.prompt_ids) + len(sample.response_ids), len(sample.prompt_ids)
     known = True
     for run in ledger.runs:
@@ -124,7 +124,7 @@ def _of_logprobs(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | No
                 # As precise as they travel.
                 theirs = array("f", sample.logprobs[start - opening : stop - opening]).tolist()
                 ours = [value if trains else 0.0 for value, trains in zip(run.logprobs, mask, strict=True)]
-                if (at := _first(ours, theirs)) is not None:
+                if (at := _first_difference(ours, theirs)) is not None:
                     return Mismatch(sample.segment_id, "logprobs", start + at, repr(ours[at]), repr(theirs[at]))
         start = stop
     if known == (sample.logprobs is not None) or not ledger.complete:
@@ -133,7 +133,7 @@ def _of_logprobs(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | No
     return Mismatch(sample.segment_id, "logprobs", None, words[known], words[not known])
 
 
-def _of_policies(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
+def _policy_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
     if sample.spans is None:
         return None
     length = len(sample.prompt_ids) + len(sample.response_ids)
@@ -145,7 +145,7 @@ def _of_policies(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | No
         stop = min(start + len(run.ids), length)
         if run.own:
             ours = [run.policy_version] * (stop - start)
-            if (at := _first(ours, theirs[start:stop])) is not None:
+            if (at := _first_difference(ours, theirs[start:stop])) is not None:
                 return Mismatch(
                     sample.segment_id, "policy_version", start + at, repr(ours[at]), repr(theirs[start + at])
                 )
@@ -153,7 +153,7 @@ def _of_policies(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | No
     return None
 
 
-def _first(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
+def _first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
     """The first index at which two lists differ, as far as both go."""
     if ours == theirs:
         return None

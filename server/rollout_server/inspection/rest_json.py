@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from google.protobuf.descriptor import EnumDescriptor
 from osmosis.rollout.v1 import message_pb2, outcome_pb2, rollout_service_pb2, spec_pb2, token_pb2
-from rollout_client.proto_fields import words
+from rollout_client.proto_fields import enum_values
 
 Fields: TypeAlias = Mapping[str, Any]
 
@@ -16,7 +16,7 @@ Fields: TypeAlias = Mapping[str, Any]
 def is_plain(value: Fields) -> bool:
     """Whether an object is a rollout as `GET /v1/rollouts/{uid}` answers, rather than the contract's own JSON."""
     outcome = value.get("outcome")
-    states = list(words(rollout_service_pb2.RolloutState.DESCRIPTOR))
+    states = list(enum_values(rollout_service_pb2.RolloutState.DESCRIPTOR))
     return value.get("state") in states or (isinstance(outcome, dict) and isinstance(outcome.get("end"), str))
 
 
@@ -130,4 +130,4 @@ def _number(enum: EnumDescriptor, word: str | None) -> Any:
     """The value of a word; 0 for none, and for one of a later version."""
     if not isinstance(word, str | None):
         raise TypeError(f"{word!r} is no word")
-    return words(enum).get(word or "", 0)
+    return enum_values(enum).get(word or "", 0)

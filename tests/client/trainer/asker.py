@@ -15,11 +15,11 @@ from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import message_pb2, spec_pb2, token_pb2
 from osmosis.rollout.v1.completion_service_pb2_grpc import CompletionServiceStub
 from osmosis.rollout.v1.outcome_service_pb2_grpc import OutcomeServiceStub
-from rollout_client.errors import RolloutError, _rich_status, _unpacked, failure_of
+from rollout_client.error_details import find_detail, rich_status
+from rollout_client.errors import RolloutError, failure_of
 from rollout_client.trainer import Parse, Serving, parsers
-from rollout_client.trainer.outcomes import Outcomes
 from rollout_client.trainer.prompts import Render
-from rollout_client.trainer.rollout_records import Records
+from rollout_client.trainer.rollout_records import Outcomes, Records
 from rollout_client.trainer.server import Listener
 from rollout_client.trainer.turns import Model, Turns
 
@@ -156,7 +156,7 @@ async def held_after(call: Any) -> list[int]:
     try:
         await call
     except grpc.aio.AioRpcError as error:
-        detail = _unpacked(_rich_status(error), pb.LedgerMismatch())
+        detail = find_detail(rich_status(error), pb.LedgerMismatch())
         if error.code() is grpc.StatusCode.ABORTED and detail is not None:
             return [checkpoint.tokens for checkpoint in detail.checkpoints]
     raise AssertionError("the call did not end with a LedgerMismatch")
@@ -167,7 +167,7 @@ async def retry_info(call: Any) -> RetryInfo | None:
     try:
         await call
     except grpc.aio.AioRpcError as error:
-        return _unpacked(_rich_status(error), RetryInfo())
+        return find_detail(rich_status(error), RetryInfo())
     raise AssertionError("the call went well")
 
 

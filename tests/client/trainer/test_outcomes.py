@@ -18,7 +18,7 @@ from osmosis.rollout.v1.outcome_service_pb2 import DeliverOutcomeRequest
 from osmosis.rollout.v1.outcome_service_pb2_grpc import OutcomeServiceStub
 from rollout_client import NotFound
 from rollout_client.trainer import Finished, RecordMismatch, Serving, Trainer, parsers
-from rollout_client.trainer.results import finished_of
+from rollout_client.trainer.results import verify_rollout
 from rollout_client.trainer.rollout_records import Record
 
 from tests.client.scripted import Refusal, Stage, scripted
@@ -80,7 +80,7 @@ class Played:
 
     def finished(self) -> Finished:
         """Both compared."""
-        return finished_of(self.rollout, self.record)
+        return verify_rollout(self.rollout, self.record)
 
 
 @pytest.fixture
@@ -103,10 +103,10 @@ def test_what_is_the_same_is_checked(played: Played) -> None:
 def test_an_answer_that_the_server_did_not_take_is_not_missed(played: Played, end: dict[str, Any]) -> None:
     """It had stopped waiting, or failed."""
     played.cut.outcome.MergeFrom(outcome_pb2.Outcome(**end))
-    finished = finished_of(played.cut, played.record)
+    finished = verify_rollout(played.cut, played.record)
     assert (finished.mismatch, finished.end) == (None, next(iter(end)))
     played.cut.outcome.metrics.turns = 2  # it did take it
-    mismatch = finished_of(played.cut, played.record).mismatch
+    mismatch = verify_rollout(played.cut, played.record).mismatch
     assert mismatch is not None
     assert mismatch.field == "length"
 
@@ -114,9 +114,9 @@ def test_an_answer_that_the_server_did_not_take_is_not_missed(played: Played, en
 def test_a_whole_segment_is_not_missed_where_the_server_took_no_answer_in_it(played: Played) -> None:
     del played.cut.outcome.samples[:]
     played.cut.outcome.metrics.turns = 0
-    assert finished_of(played.cut, played.record).mismatch is None
+    assert verify_rollout(played.cut, played.record).mismatch is None
     played.cut.outcome.metrics.turns = 1
-    mismatch = finished_of(played.cut, played.record).mismatch
+    mismatch = verify_rollout(played.cut, played.record).mismatch
     assert mismatch is not None
     assert (mismatch.field, mismatch.theirs) == ("segment", "no sample of it")
 

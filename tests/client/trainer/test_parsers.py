@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rollout_client.trainer import Parse, ParsedCompletion, ToolCall
-from rollout_client.trainer.completion import message_of
+from rollout_client.trainer.completion import to_message
 from rollout_client.trainer.parsers import hermes, llama, mistral, plain, thinking
 
 ADD = ToolCall("add", '{"a": 1}')
@@ -200,9 +200,9 @@ def test_anything_can_be_read_and_sent(text: str) -> None:
         for call in answer.tool_calls:
             assert call.arguments == "{}" or call.arguments in text
         for typed in (False, True):
-            message = message_of(answer, 3, typed=typed)
+            message = to_message(answer, 3, typed=typed)
             message.SerializeToString()
-        calls = json.loads(message_of(answer, 3, typed=False).json).get("tool_calls", [])
+        calls = json.loads(to_message(answer, 3, typed=False).json).get("tool_calls", [])
         assert len({call["id"] for call in calls}) == len(answer.tool_calls)
 
 
@@ -214,7 +214,7 @@ def test_ids_are_kept_where_they_can_be_and_made_up_otherwise() -> None:
         ToolCall("f", "{}", "t00002001"),
     ]
     ids = [
-        call["id"] for call in json.loads(message_of(ParsedCompletion("", calls), 2, typed=False).json)["tool_calls"]
+        call["id"] for call in json.loads(to_message(ParsedCompletion("", calls), 2, typed=False).json)["tool_calls"]
     ]
     assert ids[0] == "mine"
     assert len(set(ids)) == 4
@@ -223,6 +223,6 @@ def test_ids_are_kept_where_they_can_be_and_made_up_otherwise() -> None:
 
 def test_the_typed_form_says_the_same() -> None:
     answer = said("text", ADD, reasoning="why")
-    chat = message_of(answer, 1, typed=True).chat
+    chat = to_message(answer, 1, typed=True).chat
     assert (chat.role, chat.parts[0].text, chat.reasoning) == ("assistant", "text", "why")
     assert (chat.tool_calls[0].name, chat.tool_calls[0].arguments_json) == ("add", '{"a": 1}')

@@ -161,7 +161,7 @@ async def test_a_whole_history_must_extend_what_is_held() -> None:
         await asker.ask(PROMPT)
         right = asker.whole(RESULT)
         asker.took(right, await stand.completions.Complete(right))
-        at, held = len(PROMPT) + 1, [mark.tokens for mark in stand.records.open("u1").segments["0"].marks]
+        at, held = len(PROMPT) + 1, [mark.tokens for mark in stand.records.open("u1").segments["0"].checkpoints]
         token, by_model = asker.tokens[at]
         for lie in ((token + 1, by_model), (token, not by_model)):
             asker.tokens[at] = lie
@@ -320,7 +320,7 @@ def wrong(*_: Any) -> Any:
     ("parse", "logged"),
     [
         (wrong, "hunter2"),
-        (lambda text: text, "parse must return an Answer, not str"),
+        (lambda text: text, "parse must return a ParsedCompletion, not str"),
         (lambda text: ParsedCompletion(None), "ParsedCompletion.content must be a str"),  # type: ignore[arg-type]
         (
             lambda text: ParsedCompletion("", [("add", "{}")]),
@@ -358,7 +358,7 @@ async def test_one_turn_of_a_segment_at_a_time(begun: bool) -> None:
         refused = [each for each in await answers if isinstance(each, grpc.aio.AioRpcError)]
         assert [each.code() for each in refused] == [grpc.StatusCode.ABORTED]
         ledger = stand.records.open("u1").segments["0"]
-        assert len(ledger.marks) == 1 + begun
+        assert len(ledger.checkpoints) == 1 + begun
         assert ledger.tokens == held + len(RESULT) + len(ledger.runs[-1].ids)
 
 
@@ -401,5 +401,5 @@ async def test_messages_are_rendered_where_a_renderer_is_given() -> None:
         assert list(second.prompt_ids.values)[: first.after.tokens] == [*prompt, *first.token_ids]
         assert (second.after.messages, seen) == (4, [(1, 1), (3, 1)])
         assert await stand.completions.Complete(request) == second
-        kept = pb.CompleteResponse.FromString(stand.records.open("u1").told[request.turn_key].body)
+        kept = pb.CompleteResponse.FromString(stand.records.open("u1").completions[request.turn_key].body)
         assert not kept.HasField("prompt_ids")  # memory would grow with the square of the turns

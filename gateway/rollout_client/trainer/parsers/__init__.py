@@ -7,9 +7,8 @@ they were written, character by character.
 from __future__ import annotations
 
 from rollout_client.trainer.completion import plain
-from rollout_client.trainer.parsers.hermes import hermes
+from rollout_client.trainer.parsers.hermes import hermes, thinking
 from rollout_client.trainer.parsers.llama import llama
 from rollout_client.trainer.parsers.mistral import mistral
-from rollout_client.trainer.parsers.thinking import thinking
 
 __all__ = ["hermes", "llama", "mistral", "plain", "thinking"]

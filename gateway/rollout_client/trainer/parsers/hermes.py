@@ -1,11 +1,17 @@
-"""Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as there are calls."""
+"""Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several times; and thinking before it."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from rollout_client.trainer.completion import ParsedCompletion, ToolCall
-from rollout_client.trainer.parsers.reading import MOST_FAILURES, answer_of, call_of, members, space
+from rollout_client.trainer.completion import Parse, ParsedCompletion, ToolCall
+from rollout_client.trainer.parsers.json_reader import (
+    MOST_FAILURES,
+    object_members,
+    parsed_completion,
+    skip_space,
+    to_tool_call,
+)
 
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
@@ -29,15 +35,33 @@ def hermes(text: str) -> ParsedCompletion:
         content.append(text[done:at])
         calls.append(read[0])
         done = at = read[1]
-    return answer_of(text, calls, [*content, text[done:]])
+    return parsed_completion(text, calls, [*content, text[done:]])
 
 
 def _call(text: str, at: int) -> tuple[ToolCall, int] | None:
-    read = members(text, space(text, at))
-    call = call_of(read[0], ("arguments", "parameters"), needs_arguments=False) if read else None
+    read = object_members(text, skip_space(text, at))
+    call = to_tool_call(read[0], ("arguments", "parameters"), needs_arguments=False) if read else None
     if read is None or call is None:
         return None
-    end = space(text, read[1])
+    end = skip_space(text, read[1])
     if text.startswith(_CLOSE, end):
         return call, end + len(_CLOSE)
     return (call, end) if end == len(text) else None
+
+
+def thinking(parse: Parse, begin: str = "<think>", end: str = "</think>") -> Parse:
+    """A parser that takes the thinking off first, so that no call is found in it.
+
+    The opening mark may stand in the prompt, as some templates have it. Thinking that has no end is all there is.
+    """
+
+    def parse_behind(text: str) -> ParsedCompletion:
+        thought, ended, rest = text.partition(end)
+        opened = thought.lstrip().startswith(begin)
+        if not ended and not opened:
+            return parse(text)
+        reasoning = thought.lstrip().removeprefix(begin).strip()
+        completion = parse(rest.lstrip("\r\n")) if ended else ParsedCompletion("")
+        return ParsedCompletion(completion.content, completion.tool_calls, reasoning)
+
+    return parse_behind

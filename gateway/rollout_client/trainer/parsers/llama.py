@@ -10,7 +10,13 @@ import re
 from typing import Final
 
 from rollout_client.trainer.completion import ParsedCompletion, ToolCall
-from rollout_client.trainer.parsers.reading import answer_of, call_of, members, space, value
+from rollout_client.trainer.parsers.json_reader import (
+    json_value,
+    object_members,
+    parsed_completion,
+    skip_space,
+    to_tool_call,
+)
 
 _TAG: Final = "<|python_tag|>"
 _BUILT_IN: Final = re.compile(r"([A-Za-z_]\w*)\.call\(")
@@ -24,23 +30,23 @@ def llama(text: str) -> ParsedCompletion:
     if tag and not calls:
         built_in = _built_in(after)
         calls = [built_in] if built_in else []
-    return answer_of(text, calls, [before] if tag else [])
+    return parsed_completion(text, calls, [before] if tag else [])
 
 
 def _calls(text: str) -> list[ToolCall]:
     """The calls that a text is made of; none where anything else is in it."""
     calls: list[ToolCall] = []
-    at = space(text, 0)
+    at = skip_space(text, 0)
     while True:
-        read = members(text, at)
-        call = call_of(read[0], ("parameters", "arguments"), needs_arguments=True) if read else None
+        read = object_members(text, at)
+        call = to_tool_call(read[0], ("parameters", "arguments"), needs_arguments=True) if read else None
         if read is None or call is None:
             return []
         calls.append(call)
-        at = space(text, read[1])
+        at = skip_space(text, read[1])
         separated = text.startswith((";", _TAG), at)
         if separated:
-            at = space(text, at + (1 if text[at] == ";" else len(_TAG)))
+            at = skip_space(text, at + (1 if text[at] == ";" else len(_TAG)))
         if at == len(text):
             return calls
         if not separated:
@@ -49,24 +55,24 @@ def _calls(text: str) -> list[ToolCall]:
 
 def _built_in(text: str) -> ToolCall | None:
     """A call with keywords. Its arguments become an object of the values as they were written, which are JSON."""
-    begin = space(text, 0)
+    begin = skip_space(text, 0)
     head = _BUILT_IN.match(text, begin)
     if head is None:
         return None
     written: dict[str, str] = {}
-    at = space(text, head.end())
+    at = skip_space(text, head.end())
     while not text.startswith(")", at):
         keyword = _KEYWORD.match(text, at)
-        read = value(text, keyword.end()) if keyword else None
+        read = json_value(text, keyword.end()) if keyword else None
         if keyword is None or read is None or keyword[1] in written:
             return None
         written[keyword[1]] = read[0].text
-        at = space(text, read[1])
+        at = skip_space(text, read[1])
         if text.startswith(",", at):
-            at = space(text, at + 1)
+            at = skip_space(text, at + 1)
         elif not text.startswith(")", at):
             return None
-    if space(text, at + 1) != len(text):
+    if skip_space(text, at + 1) != len(text):
         return None
     arguments = ", ".join(f"{json.dumps(key)}: {each}" for key, each in written.items())
     return ToolCall(head[1], f"{{{arguments}}}")

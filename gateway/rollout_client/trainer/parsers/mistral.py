@@ -9,7 +9,14 @@ import re
 from typing import Final
 
 from rollout_client.trainer.completion import ParsedCompletion, ToolCall
-from rollout_client.trainer.parsers.reading import MOST_FAILURES, answer_of, call_of, members, space, value
+from rollout_client.trainer.parsers.json_reader import (
+    MOST_FAILURES,
+    json_value,
+    object_members,
+    parsed_completion,
+    skip_space,
+    to_tool_call,
+)
 
 _MARK: Final = "[TOOL_CALLS]"
 _HEAD: Final = re.compile(r"([\w.\-]+)[ \t]*(?:\[CALL_ID\]([\w\-]+))?[ \t]*(?:\[ARGS\])?")
@@ -21,7 +28,7 @@ def mistral(text: str) -> ParsedCompletion:
     content: list[str] = []
     done = at = failures = 0
     while failures < MOST_FAILURES and (at := text.find(_MARK, at)) >= 0:
-        begin = space(text, at + len(_MARK))
+        begin = skip_space(text, at + len(_MARK))
         read = _list(text, begin) or _object(text, begin) or _named(text, begin)
         if read is None:
             failures += 1
@@ -30,7 +37,7 @@ def mistral(text: str) -> ParsedCompletion:
         content.append(text[done:at])
         calls += read[0]
         done = at = read[1]
-    return answer_of(text, calls, [*content, text[done:]])
+    return parsed_completion(text, calls, [*content, text[done:]])
 
 
 def _list(text: str, at: int) -> tuple[list[ToolCall], int] | None:
@@ -39,11 +46,11 @@ def _list(text: str, at: int) -> tuple[list[ToolCall], int] | None:
         return None
     calls: list[ToolCall] = []
     while True:
-        read = _object(text, space(text, at + 1))
+        read = _object(text, skip_space(text, at + 1))
         if read is None:
             return None
         calls += read[0]
-        at = space(text, read[1])
+        at = skip_space(text, read[1])
         if text.startswith("]", at):
             return calls, at + 1
         if not text.startswith(",", at):
@@ -51,8 +58,8 @@ def _list(text: str, at: int) -> tuple[list[ToolCall], int] | None:
 
 
 def _object(text: str, at: int) -> tuple[list[ToolCall], int] | None:
-    read = members(text, at)
-    call = call_of(read[0], ("arguments",), needs_arguments=True) if read else None
+    read = object_members(text, at)
+    call = to_tool_call(read[0], ("arguments",), needs_arguments=True) if read else None
     return ([call], read[1]) if read and call else None
 
 
@@ -60,6 +67,6 @@ def _named(text: str, at: int) -> tuple[list[ToolCall], int] | None:
     head = _HEAD.match(text, at)
     if head is None:
         return None
-    begin = space(text, head.end())
-    read = value(text, begin) if text.startswith("{", begin) else None
+    begin = skip_space(text, head.end())
+    read = json_value(text, begin) if text.startswith("{", begin) else None
     return ([ToolCall(head[1], read[0].text, head[2] or "")], read[1]) if read else None

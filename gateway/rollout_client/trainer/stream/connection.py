@@ -22,11 +22,11 @@ from osmosis.rollout.v1.trainer_service_pb2 import (
 )
 from osmosis.rollout.v1.trainer_service_pb2_grpc import TrainerServiceStub
 
-from rollout_client.async_calls import AsyncCalls
+from rollout_client.channels import AsyncChannel, rpc_result
 from rollout_client.errors import NotPossible, RolloutError, ServerFault, Unavailable, failure_of
+from rollout_client.proto_fields import duration_seconds
 from rollout_client.retry import Attempts, Retry
-from rollout_client.trainer.stream.inbox import Inbox
-from rollout_client.trainer.stream.outbox import StreamOutbox
+from rollout_client.trainer.stream.buffers import StreamInbox, StreamOutbox
 
 EXPIRED: Final = "STREAM_EXPIRED"
 _RESUMABLE: Final = frozenset({"STREAM_TAKEN", "TOO_MANY_REFUSALS"})
@@ -38,26 +38,26 @@ _FAREWELL_SECONDS: Final = 2.0
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[TrainRequest, TrainResponse]"
 
 
-class Connection:
+class StreamConnection:
     """Carries what is put into `outbox` there, and what comes back to `receive`, from `open` to `close`.
 
     Args:
-        calls: of a client.
+        channel: of a client.
         credit: completion requests that may be under way at once.
         outbox: what is sent.
         receive: is called with each item but the first, once and in order.
     """
 
     def __init__(
-        self, calls: AsyncCalls, credit: int, outbox: StreamOutbox, receive: Callable[[TrainResponse], None]
+        self, channel: AsyncChannel, credit: int, outbox: StreamOutbox, receive: Callable[[TrainResponse], None]
     ) -> None:
-        self._calls = calls
+        self._channel = channel
         self._credit = min(credit, _MOST_CREDIT)
         self._outbox = outbox
         self._receive = receive
-        self._inbox = Inbox()
+        self._inbox = StreamInbox()
         self._stream_id = ""
-        self._attempts = Attempts(calls.settings.retry)
+        self._attempts = Attempts(channel.settings.retry)
         self._welcome = asyncio.Event()
         self._connected = self._closing = False
         self._task: asyncio.Task[None] | None = None
@@ -71,7 +71,7 @@ class Connection:
 
     async def open(self) -> None:
         """Connects. Raises RolloutError where the server cannot be reached for too long, or takes no trainer."""
-        self._task = asyncio.create_task(self._carry())
+        self._task = asyncio.create_task(self._run())
         welcome = asyncio.create_task(self._welcome.wait())
         try:
             await asyncio.wait((self._task, welcome), return_when=asyncio.FIRST_COMPLETED)
@@ -88,33 +88,31 @@ class Connection:
         if self._task is None:
             return
         self._closing = True
-        self._outbox.stir()
+        self._outbox.notify()
         if self._connected:
             await asyncio.wait((self._task,), timeout=_FAREWELL_SECONDS)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _carry(self) -> None:
-        settings = self._calls.settings
+    async def _run(self) -> None:
+        settings = self._channel.settings
         while not self._closing:
             request_id, metadata = settings.metadata(None)
-            stub = TrainerServiceStub(self._calls.channel)
+            stub = TrainerServiceStub(self._channel.grpc_channel)
             call: _Call = stub.Train(metadata=metadata)
             failure: RolloutError = Unavailable(grpc.StatusCode.UNAVAILABLE, "the server ended the stream")
             try:
-                await self._use(call)
+                await rpc_result(self._serve(call))
             except grpc.RpcError as error:
                 failure = failure_of(error, request_id)
-            except asyncio.CancelledError:
-                self._calls.cancelled()
-                raise
             finally:
                 self._connected = False
                 call.cancel()
             if not self._closing:
-                await self._calls.pause(self._attempts.failed(_judged(failure)))
+                self._channel.check()
+                await self._channel.pause(self._attempts.on_failure(_stream_failure(failure)))
 
-    async def _use(self, call: _Call) -> None:
+    async def _serve(self, call: _Call) -> None:
         """Carries items over one connection, until it ends."""
         await call.write(TrainRequest(hello=self._hello()))
         first = await call.read()
@@ -124,7 +122,7 @@ class Connection:
             raise ServerFault(
                 grpc.StatusCode.INTERNAL, f"the server began with {first.WhichOneof('item')}, not welcome"
             )
-        self._welcomed(first.welcome)
+        self._on_welcome(first.welcome)
         parts = reader, writer = asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
@@ -137,31 +135,31 @@ class Connection:
             await asyncio.gather(*parts, return_exceptions=True)
 
     def _hello(self) -> TrainHello:
-        return TrainHello(stream_id=self._stream_id, last_seen=self._inbox.seen, credit=self._credit)
+        return TrainHello(stream_id=self._stream_id, last_seen=self._inbox.last_seen, credit=self._credit)
 
-    def _welcomed(self, welcome: TrainWelcome) -> None:
+    def _on_welcome(self, welcome: TrainWelcome) -> None:
         if self._stream_id and welcome.stream_id != self._stream_id:
             text = "the server does not know this stream any more"
             raise NotPossible(grpc.StatusCode.FAILED_PRECONDITION, text, reason=EXPIRED)
         if not self._stream_id:
             self._stream_id = welcome.stream_id
-            self._attempts = Attempts(self._patient(welcome.grace.seconds + welcome.grace.nanos / 1e9))
+            self._attempts = Attempts(self._resume_policy(duration_seconds(welcome.grace)))
         self._connected = True
-        self._attempts.connected()
-        self._inbox.begin()
-        self._outbox.begin(welcome.last_seen)
-        self._outbox.stir()
+        self._attempts.on_connect()
+        self._inbox.reconnect()
+        self._outbox.reconnect(welcome.last_seen)
+        self._outbox.notify()
         self._welcome.set()
 
     async def _read(self, call: _Call) -> None:
         while isinstance(item := await call.read(), TrainResponse):
-            if not self._inbox.take(item.sequence):
+            if not self._inbox.accept(item.sequence):
                 continue
             if item.sequence:
-                self._attempts.progressed()
-                self._outbox.stir()
+                self._attempts.on_progress()
+                self._outbox.notify()
             if item.HasField("acknowledge"):
-                self._outbox.taken(item.acknowledge.sequence)
+                self._outbox.acknowledge(item.acknowledge.sequence)
             else:
                 self._receive(item)
 
@@ -169,26 +167,26 @@ class Connection:
         """Sends what there is, and acknowledges what came once there is nothing else. The reader tells why a call ended."""
         try:
             while True:
-                if (item := self._outbox.next()) is not None:
+                if (item := self._outbox.next_item()) is not None:
                     await call.write(item)
-                elif (sequence := self._inbox.acknowledge()) is not None:
+                elif (sequence := self._inbox.next_acknowledgement()) is not None:
                     await call.write(TrainRequest(acknowledge=TrainAcknowledge(sequence=sequence)))
                 elif self._closing:
                     await call.done_writing()
                     return
                 else:
-                    await self._outbox.stirred()
+                    await self._outbox.wait()
         except (grpc.RpcError, asyncio.InvalidStateError):
             return
 
-    def _patient(self, grace: float) -> Retry:
+    def _resume_policy(self, grace: float) -> Retry:
         """How a stream is resumed: for as long as the server keeps it, with several attempts in that time."""
-        retry = self._calls.settings.retry
+        retry = self._channel.settings.retry
         longest = min(retry.longest, grace / 4)
         return replace(retry, patience=max(retry.patience, grace), first=min(retry.first, longest), longest=longest)
 
 
-def _judged(failure: RolloutError) -> RolloutError:
+def _stream_failure(failure: RolloutError) -> RolloutError:
     """A failure, as what it means for the stream."""
     if failure.reason in _RESUMABLE:
         return Unavailable(grpc.StatusCode.UNAVAILABLE, failure.message, request_id=failure.request_id)

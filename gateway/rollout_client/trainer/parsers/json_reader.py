@@ -27,13 +27,13 @@ class Value:
     text: str
 
 
-def space(text: str, at: int) -> int:
+def skip_space(text: str, at: int) -> int:
     """Behind the white space."""
     match = _SPACE.match(text, at)
     return match.end() if match else at
 
 
-def value(text: str, at: int) -> tuple[Value, int] | None:
+def json_value(text: str, at: int) -> tuple[Value, int] | None:
     """The value that begins here, and where it ends; None: none does."""
     try:
         found, end = _JSON.raw_decode(text, at)
@@ -42,12 +42,12 @@ def value(text: str, at: int) -> tuple[Value, int] | None:
     return Value(found, text[at:end]), end
 
 
-def members(text: str, at: int) -> tuple[Mapping[str, Value], int] | None:
+def object_members(text: str, at: int) -> tuple[Mapping[str, Value], int] | None:
     """The members of the object that begins here, and where it ends. None: no object does, or a key comes twice."""
     if not text.startswith("{", at):
         return None
     found: dict[str, Value] = {}
-    at = space(text, at + 1)
+    at = skip_space(text, at + 1)
     if text.startswith("}", at):
         return found, at + 1
     while True:
@@ -60,19 +60,19 @@ def members(text: str, at: int) -> tuple[Mapping[str, Value], int] | None:
             return found, at + 1
         if not text.startswith(",", at):
             return None
-        at = space(text, at + 1)
+        at = skip_space(text, at + 1)
 
 
 def _member(text: str, at: int) -> tuple[str, Value, int] | None:
-    key = value(text, at)
-    colon = space(text, key[1]) if key else at
+    key = json_value(text, at)
+    colon = skip_space(text, key[1]) if key else at
     if key is None or not isinstance(key[0].value, str) or not text.startswith(":", colon):
         return None
-    read = value(text, space(text, colon + 1))
-    return (key[0].value, read[0], space(text, read[1])) if read else None
+    read = json_value(text, skip_space(text, colon + 1))
+    return (key[0].value, read[0], skip_space(text, read[1])) if read else None
 
 
-def call_of(fields: Mapping[str, Value], keys: Sequence[str], *, needs_arguments: bool) -> ToolCall | None:
+def to_tool_call(fields: Mapping[str, Value], keys: Sequence[str], *, needs_arguments: bool) -> ToolCall | None:
     """The call that an object stands for; None: it is none. `keys` are the names that arguments go by.
 
     What else stands in an object without them may be the arguments by another name, so it is a call only if nothing does.
@@ -80,11 +80,11 @@ def call_of(fields: Mapping[str, Value], keys: Sequence[str], *, needs_arguments
     given = [fields[key].text for key in keys if key in fields]
     if len(given) > 1 or (not given and (needs_arguments or fields.keys() - {"name", "id", "type"})):
         return None
-    name = name_of(fields.get("name"))
-    return ToolCall(name, given[0] if given else "{}", name_of(fields.get("id")) or "") if name else None
+    name = to_name(fields.get("name"))
+    return ToolCall(name, given[0] if given else "{}", to_name(fields.get("id")) or "") if name else None
 
 
-def name_of(found: Value | None) -> str | None:
+def to_name(found: Value | None) -> str | None:
     """A text that can be a name: not blank, and UTF-8 can carry it."""
     if found is None or not isinstance(found.value, str) or not found.value.strip():
         return None
@@ -95,6 +95,6 @@ def name_of(found: Value | None) -> str | None:
     return found.value
 
 
-def answer_of(text: str, calls: Sequence[ToolCall], content: Sequence[str]) -> ParsedCompletion:
+def parsed_completion(text: str, calls: Sequence[ToolCall], content: Sequence[str]) -> ParsedCompletion:
     """The answer of a text: without calls all of it is content; with some, what is around them is."""
     return ParsedCompletion("".join(content).strip(), tuple(calls)) if calls else ParsedCompletion(text)

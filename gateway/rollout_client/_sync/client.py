@@ -1,3 +1,4 @@
+# Generated from rollout_client/_async/client.py by gateway/unasync.py. Change that file, then run `make sync-client`.
 """The client for threads."""
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ from osmosis.rollout.v1.message_pb2 import Tool
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 
 from rollout_client import requests
-from rollout_client.calls import Calls, not_pickled
+from rollout_client._sync.events import EventStream, RunStream
+from rollout_client.channels import SyncChannel, refuse_pickling
 from rollout_client.connection import DEFAULT_TIMEOUT, CallMetadata, Settings, Tls
-from rollout_client.event_cursor import Started, started_of
-from rollout_client.events import EventStream, RunStream
-from rollout_client.requests import Detail, View
+from rollout_client.errors import failure_of
+from rollout_client.event_cursor import Started
+from rollout_client.requests import Detail, Pages, SelectionFields, View
 from rollout_client.retry import DEFAULT_RETRY, Attempts, Retry
-from rollout_client.selection import SelectionFields
 from rollout_client.spec import StartFields, start_request
-from rollout_client.unary_retry import Exchange, Pages, Waiting
+from rollout_client.unary_retry import Exchange, LongPoll
 
 _Q = TypeVar("_Q", bound=Message)
 _A = TypeVar("_A", bound=Message)
 
 
 class Client:
-    """A client of a rollout server, for programs without an event loop. Threads may share it; forked processes may not.
+    """A client of a rollout server, for programs without an event loop.
+
+    Threads may share it; forked processes may not.
 
     Calls are tried again while the server cannot be reached or has no room, for as long as `retry` and the call's `timeout`
     allow. They raise `RolloutError`, and TypeError or ValueError for arguments that cannot be sent.
@@ -57,7 +60,7 @@ class Client:
         if not isinstance(address, str | grpc.Channel):
             raise TypeError(f"address must be a str or a grpc.Channel, not {type(address).__name__}")
         where, channel = (address, None) if isinstance(address, str) else (None, address)
-        self._calls = Calls(Settings(where, api_key, tls, timeout, retry, call_metadata or {}), channel)
+        self._channel = SyncChannel(Settings(where, api_key, tls, timeout, retry, call_metadata or {}), channel)
 
     def start(
         self,
@@ -74,7 +77,7 @@ class Client:
         known with another spec, `Busy` and `Unavailable` where the server had no room or was not there for too long.
         """
         request = start_request(spec, fields)
-        return started_of(self._ask(self._calls.stub.StartRollout, request, timeout, call_metadata))
+        return Started.from_response(self._send(self._channel.stub.StartRollout, request, timeout, call_metadata))
 
     def run(
         self,
@@ -93,8 +96,8 @@ class Client:
         that is given. A cut connection detaches, too, until it was resumed.
         """
         run = requests.run_request(spec, fields, after_sequence, detail)
-        following = requests.following(run, timeout, self._calls.settings.retry)
-        return RunStream(self._calls, following, call_metadata)
+        cursor = requests.event_cursor(run, timeout, self._channel.settings.retry)
+        return RunStream(self._channel, cursor, call_metadata)
 
     def watch(
         self,
@@ -110,8 +113,8 @@ class Client:
         Raises `EventsGone` where those events are not kept or not reached.
         """
         watch = requests.watch_request(uid, after_sequence, detail)
-        following = requests.following(watch, timeout, self._calls.settings.retry)
-        return EventStream(self._calls, following, call_metadata)
+        cursor = requests.event_cursor(watch, timeout, self._channel.settings.retry)
+        return EventStream(self._channel, cursor, call_metadata)
 
     def wait(
         self,
@@ -125,8 +128,9 @@ class Client:
 
         One is attached meanwhile, but for a moment between long polls: with a `cancel_after_detach` of 0 use `run`.
         """
-        waiting: Waiting = requests.waiting(uid, view, timeout, self._calls.settings.retry)
-        return self._calls.answer(self._calls.stub.WaitRollout, waiting, call_metadata).rollout
+        poll: LongPoll = requests.long_poll(uid, view, timeout, self._channel.settings.retry)
+        response = self._complete(self._channel.stub.WaitRollout, poll, call_metadata)
+        return response.rollout
 
     def get(
         self,
@@ -138,7 +142,8 @@ class Client:
     ) -> pb.Rollout:
         """A rollout as it is now."""
         request = requests.get_request(uid, view)
-        return self._ask(self._calls.stub.GetRollout, request, timeout, call_metadata).rollout
+        response = self._send(self._channel.stub.GetRollout, request, timeout, call_metadata)
+        return response.rollout
 
     def list(
         self,
@@ -167,37 +172,40 @@ class Client:
         Raises ValueError where nothing is selected: `all=True` cancels all rollouts of one's own.
         """
         request = requests.cancel_request(uid, selection, reason)
-        return tuple(self._ask(self._calls.stub.CancelRollouts, request, timeout, call_metadata).uids)
+        response = self._send(self._channel.stub.CancelRollouts, request, timeout, call_metadata)
+        return tuple(response.uids)
 
     def acknowledge(self, uid: str, *, timeout: float | None = None, call_metadata: CallMetadata | None = None) -> None:
         """Tells that an outcome was received, which ends its delivery. Raises `NotPossible` where there is none yet."""
         request = requests.acknowledge_request(uid)
-        self._ask(self._calls.stub.AcknowledgeOutcome, request, timeout, call_metadata)
+        self._send(self._channel.stub.AcknowledgeOutcome, request, timeout, call_metadata)
 
     def agents(
         self, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
     ) -> tuple[pb.Agent, ...]:
         """The server's agents, by name."""
         request = pb.ListAgentsRequest()
-        return tuple(self._ask(self._calls.stub.ListAgents, request, timeout, call_metadata).agents)
+        response = self._send(self._channel.stub.ListAgents, request, timeout, call_metadata)
+        return tuple(response.agents)
 
     def tools(
         self, agent: str = "", *, timeout: float | None = None, call_metadata: CallMetadata | None = None
     ) -> tuple[Tool, ...]:
         """The tools of an agent, in the order in which the model is told; of the default agent where none is named."""
         request = requests.tools_request(agent)
-        return tuple(self._ask(self._calls.stub.ListTools, request, timeout, call_metadata).tools)
+        response = self._send(self._channel.stub.ListTools, request, timeout, call_metadata)
+        return tuple(response.tools)
 
     def server_info(
         self, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
     ) -> pb.GetServerInfoResponse:
         """What the server is and can do. Needs no API key."""
         request = pb.GetServerInfoRequest()
-        return self._ask(self._calls.stub.GetServerInfo, request, timeout, call_metadata)
+        return self._send(self._channel.stub.GetServerInfo, request, timeout, call_metadata)
 
     def close(self) -> None:
         """Ends what is under way and closes the connection. Whatever waits for an answer raises RuntimeError."""
-        self._calls.close()
+        self._channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -208,23 +216,45 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._calls.settings.address or 'over a channel of its user'}>"
+        return f"<{type(self).__name__} {self._channel.settings.address or 'over a channel of its user'}>"
 
     def __reduce__(self) -> NoReturn:
-        not_pickled(self)
+        refuse_pickling(self)
 
-    def _ask(
+    def _send(
         self,
         method: grpc.UnaryUnaryMultiCallable[_Q, _A],
         request: _Q,
         timeout: float | None,
         call_metadata: CallMetadata | None,
     ) -> _A:
-        settings = self._calls.settings
-        exchange: Exchange[_Q, _A] = Exchange(request, Attempts(settings.retry, settings.time(timeout)))
-        return self._calls.answer(method, exchange, call_metadata)
+        settings = self._channel.settings
+        exchange: Exchange[_Q, _A] = Exchange(request, Attempts(settings.retry, settings.call_timeout(timeout)))
+        return self._complete(method, exchange, call_metadata)
+
+    def _complete(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[_Q, _A],
+        exchange: Exchange[_Q, _A],
+        call_metadata: CallMetadata | None,
+    ) -> _A:
+        """The last response of an exchange, however many attempts it takes. Raises RolloutError."""
+        request_id, metadata = self._channel.settings.metadata(call_metadata)
+        while True:
+            self._channel.check()
+            try:
+                response = self._channel.unary(method, exchange.request(), exchange.timeout(), metadata)
+            except grpc.RpcError as error:
+                failure = failure_of(error, request_id)
+            else:
+                if exchange.is_complete(response):
+                    return response
+                continue
+            self._channel.check()
+            self._channel.pause(exchange.on_failure(failure))
 
     def _pages(self, pages: Pages, timeout: float | None, call_metadata: CallMetadata | None) -> Iterator[pb.Rollout]:
         while pages.more:
-            page = self._ask(self._calls.stub.ListRollouts, pages.request, timeout, call_metadata)
-            yield from pages.turned(page)
+            page = self._send(self._channel.stub.ListRollouts, pages.request, timeout, call_metadata)
+            for rollout in pages.take(page):
+                yield rollout

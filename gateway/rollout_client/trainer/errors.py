@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import grpc
 from google.protobuf.any_pb2 import Any as Packed
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 from osmosis.rollout.v1.completion_service_pb2 import LedgerMismatch
 
+from rollout_client.error_details import STATUS_KEY
 from rollout_client.errors import DOMAIN
-from rollout_client.trainer.ledger import Mark
+from rollout_client.proto_fields import duration
+from rollout_client.trainer.ledger import LedgerCheckpoint
 
-DETAILS = "grpc-status-details-bin"
 # Details travel in HTTP/2 trailers, which hold 8 KB.
 _MOST_MARKS = 64
 _LONGEST_TEXT = 1000  # characters
@@ -46,10 +45,10 @@ class RefusedCall(Exception):
             packed = Packed()
             packed.Pack(detail)
             status.details.append(packed)
-        return ((DETAILS, status.SerializeToString()),)
+        return ((STATUS_KEY, status.SerializeToString()),)
 
 
-def invalid(field: str, text: str) -> RefusedCall:
+def invalid_field(field: str, text: str) -> RefusedCall:
     """A field that breaks the contract."""
     violation = BadRequest.FieldViolation(field=field, description=text[:_LONGEST_TEXT])
     return RefusedCall(
@@ -65,21 +64,20 @@ def base_unknown(text: str) -> RefusedCall:
     return RefusedCall(grpc.StatusCode.FAILED_PRECONDITION, "BASE_UNKNOWN", text)
 
 
-def mismatch(text: str, marks: Sequence[Mark]) -> RefusedCall:
+def ledger_mismatch(text: str, checkpoints: Sequence[LedgerCheckpoint]) -> RefusedCall:
     """The two records part. What is held here after each turn goes along, the last turns first to stay."""
-    held = LedgerMismatch(checkpoints=[mark.proto() for mark in marks[-_MOST_MARKS:]])
+    held = LedgerMismatch(checkpoints=[checkpoint.to_proto() for checkpoint in checkpoints[-_MOST_MARKS:]])
     return RefusedCall(grpc.StatusCode.ABORTED, "LEDGER_MISMATCH", text, held)
 
 
-def later(seconds: float) -> RefusedCall:
+def try_again_later(seconds: float) -> RefusedCall:
     """Nothing was generated; ask again."""
-    nanos = math.ceil(seconds * 1e9)
-    delay = Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
+    delay = duration(seconds, "seconds")
     text = f"the trainer cannot generate now; ask again in {seconds:g} s"
     return RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "TRY_AGAIN_LATER", text, RetryInfo(retry_delay=delay))
 
 
-def failed(part: str, turn_key: str) -> RefusedCall:
+def internal_error(part: str, turn_key: str) -> RefusedCall:
     """A fault of the trainer's own code; its text stays in its log."""
     text = f"{part} failed in the trainer, whose log has it under {turn_key!r}; correct it there and start the rollout anew"
     return RefusedCall(grpc.StatusCode.INTERNAL, f"{part.upper()}_FAILED", text)

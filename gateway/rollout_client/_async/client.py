@@ -1,5 +1,4 @@
 """The client for event loops."""
-# ruff: noqa: ASYNC109 - the timeouts are deadlines that the server is told, and hold for all attempts together
 
 from __future__ import annotations
 
@@ -14,16 +13,15 @@ from osmosis.rollout.v1.message_pb2 import Tool
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 
 from rollout_client import requests
-from rollout_client.async_calls import AsyncCalls
-from rollout_client.async_events import AsyncEventStream, AsyncRunStream
-from rollout_client.calls import not_pickled
+from rollout_client._async.events import AsyncEventStream, AsyncRunStream
+from rollout_client.channels import AsyncChannel, refuse_pickling
 from rollout_client.connection import DEFAULT_TIMEOUT, CallMetadata, Settings, Tls
-from rollout_client.event_cursor import Started, started_of
-from rollout_client.requests import Detail, View
+from rollout_client.errors import failure_of
+from rollout_client.event_cursor import Started
+from rollout_client.requests import Detail, Pages, SelectionFields, View
 from rollout_client.retry import DEFAULT_RETRY, Attempts, Retry
-from rollout_client.selection import SelectionFields
 from rollout_client.spec import StartFields, start_request
-from rollout_client.unary_retry import Exchange, Pages, Waiting
+from rollout_client.unary_retry import Exchange, LongPoll
 
 _Q = TypeVar("_Q", bound=Message)
 _A = TypeVar("_A", bound=Message)
@@ -61,7 +59,7 @@ class AsyncClient:
         if not isinstance(address, str | grpc.aio.Channel):
             raise TypeError(f"address must be a str or a grpc.aio.Channel, not {type(address).__name__}")
         where, channel = (address, None) if isinstance(address, str) else (None, address)
-        self._calls = AsyncCalls(Settings(where, api_key, tls, timeout, retry, call_metadata or {}), channel)
+        self._channel = AsyncChannel(Settings(where, api_key, tls, timeout, retry, call_metadata or {}), channel)
 
     async def start(
         self,
@@ -78,7 +76,7 @@ class AsyncClient:
         known with another spec, `Busy` and `Unavailable` where the server had no room or was not there for too long.
         """
         request = start_request(spec, fields)
-        return started_of(await self._ask(self._calls.stub.StartRollout, request, timeout, call_metadata))
+        return Started.from_response(await self._send(self._channel.stub.StartRollout, request, timeout, call_metadata))
 
     def run(
         self,
@@ -97,8 +95,8 @@ class AsyncClient:
         that is given. A cut connection detaches, too, until it was resumed.
         """
         run = requests.run_request(spec, fields, after_sequence, detail)
-        following = requests.following(run, timeout, self._calls.settings.retry)
-        return AsyncRunStream(self._calls, following, call_metadata)
+        cursor = requests.event_cursor(run, timeout, self._channel.settings.retry)
+        return AsyncRunStream(self._channel, cursor, call_metadata)
 
     def watch(
         self,
@@ -114,8 +112,8 @@ class AsyncClient:
         Raises `EventsGone` where those events are not kept or not reached.
         """
         watch = requests.watch_request(uid, after_sequence, detail)
-        following = requests.following(watch, timeout, self._calls.settings.retry)
-        return AsyncEventStream(self._calls, following, call_metadata)
+        cursor = requests.event_cursor(watch, timeout, self._channel.settings.retry)
+        return AsyncEventStream(self._channel, cursor, call_metadata)
 
     async def wait(
         self,
@@ -129,8 +127,9 @@ class AsyncClient:
 
         One is attached meanwhile, but for a moment between long polls: with a `cancel_after_detach` of 0 use `run`.
         """
-        waiting: Waiting = requests.waiting(uid, view, timeout, self._calls.settings.retry)
-        return (await self._calls.answer(self._calls.stub.WaitRollout, waiting, call_metadata)).rollout
+        poll: LongPoll = requests.long_poll(uid, view, timeout, self._channel.settings.retry)
+        response = await self._complete(self._channel.stub.WaitRollout, poll, call_metadata)
+        return response.rollout
 
     async def get(
         self,
@@ -142,7 +141,8 @@ class AsyncClient:
     ) -> pb.Rollout:
         """A rollout as it is now."""
         request = requests.get_request(uid, view)
-        return (await self._ask(self._calls.stub.GetRollout, request, timeout, call_metadata)).rollout
+        response = await self._send(self._channel.stub.GetRollout, request, timeout, call_metadata)
+        return response.rollout
 
     def list(
         self,
@@ -171,39 +171,42 @@ class AsyncClient:
         Raises ValueError where nothing is selected: `all=True` cancels all rollouts of one's own.
         """
         request = requests.cancel_request(uid, selection, reason)
-        return tuple((await self._ask(self._calls.stub.CancelRollouts, request, timeout, call_metadata)).uids)
+        response = await self._send(self._channel.stub.CancelRollouts, request, timeout, call_metadata)
+        return tuple(response.uids)
 
     async def acknowledge(
         self, uid: str, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
     ) -> None:
         """Tells that an outcome was received, which ends its delivery. Raises `NotPossible` where there is none yet."""
         request = requests.acknowledge_request(uid)
-        await self._ask(self._calls.stub.AcknowledgeOutcome, request, timeout, call_metadata)
+        await self._send(self._channel.stub.AcknowledgeOutcome, request, timeout, call_metadata)
 
     async def agents(
         self, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
     ) -> tuple[pb.Agent, ...]:
         """The server's agents, by name."""
         request = pb.ListAgentsRequest()
-        return tuple((await self._ask(self._calls.stub.ListAgents, request, timeout, call_metadata)).agents)
+        response = await self._send(self._channel.stub.ListAgents, request, timeout, call_metadata)
+        return tuple(response.agents)
 
     async def tools(
         self, agent: str = "", *, timeout: float | None = None, call_metadata: CallMetadata | None = None
     ) -> tuple[Tool, ...]:
         """The tools of an agent, in the order in which the model is told; of the default agent where none is named."""
         request = requests.tools_request(agent)
-        return tuple((await self._ask(self._calls.stub.ListTools, request, timeout, call_metadata)).tools)
+        response = await self._send(self._channel.stub.ListTools, request, timeout, call_metadata)
+        return tuple(response.tools)
 
     async def server_info(
         self, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
     ) -> pb.GetServerInfoResponse:
         """What the server is and can do. Needs no API key."""
         request = pb.GetServerInfoRequest()
-        return await self._ask(self._calls.stub.GetServerInfo, request, timeout, call_metadata)
+        return await self._send(self._channel.stub.GetServerInfo, request, timeout, call_metadata)
 
     async def aclose(self) -> None:
         """Ends what is under way and closes the connection. Whatever waits for an answer raises RuntimeError."""
-        await self._calls.close()
+        await self._channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -214,26 +217,47 @@ class AsyncClient:
         await self.aclose()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._calls.settings.address or 'over a channel of its user'}>"
+        return f"<{type(self).__name__} {self._channel.settings.address or 'over a channel of its user'}>"
 
     def __reduce__(self) -> NoReturn:
-        not_pickled(self)
+        refuse_pickling(self)
 
-    async def _ask(
+    async def _send(
         self,
         method: grpc.aio.UnaryUnaryMultiCallable[_Q, _A],
         request: _Q,
         timeout: float | None,
         call_metadata: CallMetadata | None,
     ) -> _A:
-        settings = self._calls.settings
-        exchange: Exchange[_Q, _A] = Exchange(request, Attempts(settings.retry, settings.time(timeout)))
-        return await self._calls.answer(method, exchange, call_metadata)
+        settings = self._channel.settings
+        exchange: Exchange[_Q, _A] = Exchange(request, Attempts(settings.retry, settings.call_timeout(timeout)))
+        return await self._complete(method, exchange, call_metadata)
+
+    async def _complete(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Q, _A],
+        exchange: Exchange[_Q, _A],
+        call_metadata: CallMetadata | None,
+    ) -> _A:
+        """The last response of an exchange, however many attempts it takes. Raises RolloutError."""
+        request_id, metadata = self._channel.settings.metadata(call_metadata)
+        while True:
+            self._channel.check()
+            try:
+                response = await self._channel.unary(method, exchange.request(), exchange.timeout(), metadata)
+            except grpc.RpcError as error:
+                failure = failure_of(error, request_id)
+            else:
+                if exchange.is_complete(response):
+                    return response
+                continue
+            self._channel.check()
+            await self._channel.pause(exchange.on_failure(failure))
 
     async def _pages(
         self, pages: Pages, timeout: float | None, call_metadata: CallMetadata | None
     ) -> AsyncIterator[pb.Rollout]:
         while pages.more:
-            page = await self._ask(self._calls.stub.ListRollouts, pages.request, timeout, call_metadata)
-            for rollout in pages.turned(page):
+            page = await self._send(self._channel.stub.ListRollouts, pages.request, timeout, call_metadata)
+            for rollout in pages.take(page):
                 yield rollout

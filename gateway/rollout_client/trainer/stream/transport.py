@@ -10,19 +10,19 @@ from typing import Any, Final
 import grpc
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout, StartRolloutRequest
 
-from rollout_client.async_client import AsyncClient
+from rollout_client._async.client import AsyncClient
 from rollout_client.errors import RolloutError, Unavailable
 from rollout_client.retry import Attempts
 from rollout_client.spec import rollout_spec
-from rollout_client.trainer.stream.stream import Side, Stream
-from rollout_client.trainer.transport import LEFT, names
+from rollout_client.trainer.stream.session import StreamSession, TrainerSide
+from rollout_client.trainer.transport import CANCEL_REASON, group_rollout_ids
 
 _LOG: Final = logging.getLogger("rollout_client")
 _LOOK_SECONDS: Final = 5.0
 """How long a rollout whose stream was lost is waited for: it fails as soon as it needs its trainer."""
 
 
-class StreamLink:
+class StreamTransport:
     """The server is asked over a stream, and asks over it. Where a stream is lost, the next start opens another one.
 
     Args:
@@ -31,28 +31,28 @@ class StreamLink:
         own: the client is closed with the link.
     """
 
-    def __init__(self, client: AsyncClient, side: Side, *, own: bool) -> None:
+    def __init__(self, client: AsyncClient, side: TrainerSide, *, own: bool) -> None:
         self._client = client
         self._side = side
         self._own = own
         self._opening = asyncio.Lock()
-        self._stream: Stream | None = None
-        self._watching: set[asyncio.Task[None]] = set()
+        self._stream: StreamSession | None = None
+        self._watchers: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        await self._running()
+        await self._open_session()
 
     async def start(self, fields: Mapping[str, Any], name: str, n: int) -> Mapping[str, str]:
         request = StartRolloutRequest(request_id=name, spec=rollout_spec({**fields, "rollout_id": name}))
-        calls = self._client._calls
-        attempts = Attempts(calls.settings.retry)
+        channel = self._client._channel
+        attempts = Attempts(channel.settings.retry)
         while True:
             try:
-                return await (await self._running()).start(request, names(name, n))
+                return await (await self._open_session()).start(request, group_rollout_ids(name, n))
             except RolloutError as failure:
-                await calls.pause(attempts.failed(failure))
+                await channel.pause(attempts.on_failure(failure))
 
-    async def ended(self, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
+    async def wait_finished(self, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
         return await asyncio.shield(outcome)
 
     async def cancel(self, rollout_id: str) -> None:
@@ -62,27 +62,27 @@ class StreamLink:
     async def close(self) -> None:
         if self._stream is not None:
             await self._stream.close()
-        for task in self._watching:
+        for task in self._watchers:
             task.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
+        await asyncio.gather(*self._watchers, return_exceptions=True)
         await self._side.turns.close()
         if self._own:
             await self._client.aclose()
 
-    async def _running(self) -> Stream:
+    async def _open_session(self) -> StreamSession:
         """The stream. Opens one where there is none, or none any more."""
         async with self._opening:
             if self._stream is None or self._stream.connection.over.done():
                 largest = (await self._client.server_info()).max_request_bytes
-                stream = Stream(self._client._calls, self._side, largest)
+                stream = StreamSession(self._client._channel, self._side, largest)
                 await stream.connection.open()
                 self._stream = stream
                 task = asyncio.create_task(self._watch(stream))
-                self._watching.add(task)
-                task.add_done_callback(self._watching.discard)
+                self._watchers.add(task)
+                task.add_done_callback(self._watchers.discard)
             return self._stream
 
-    async def _watch(self, stream: Stream) -> None:
+    async def _watch(self, stream: StreamSession) -> None:
         """Sees to it that nobody waits for what a lost stream does not bring any more."""
         try:
             await asyncio.shield(stream.connection.over)
@@ -94,9 +94,9 @@ class StreamLink:
         else:
             return
         await stream.fail(failure)
-        await asyncio.gather(*(self._found(*each, failure) for each in tuple(stream.running.items())))
+        await asyncio.gather(*(self._settle_lost(*each, failure) for each in tuple(stream.running.items())))
 
-    async def _found(self, uid: str, rollout_id: str, failure: RolloutError) -> None:
+    async def _settle_lost(self, uid: str, rollout_id: str, failure: RolloutError) -> None:
         """The outcome of a rollout whose stream was lost, as RolloutService has it, or the failure."""
         outcomes = self._side.outcomes
         try:
@@ -106,7 +106,7 @@ class StreamLink:
                 await self._client.acknowledge(uid, timeout=_LOOK_SECONDS)
                 return
         except TimeoutError:
-            await self._client.cancel(uid, reason=LEFT, timeout=_LOOK_SECONDS)
+            await self._client.cancel(uid, reason=CANCEL_REASON, timeout=_LOOK_SECONDS)
         except RolloutError:
             pass
         text = f"rollout {rollout_id!r} was under way when its stream to the server was lost, so start it anew: {failure.message}"

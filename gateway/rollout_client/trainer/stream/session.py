@@ -15,20 +15,18 @@ from osmosis.rollout.v1.trainer_service_pb2 import (
     TrainStart,
 )
 
-from rollout_client.async_calls import AsyncCalls
+from rollout_client.channels import AsyncChannel
 from rollout_client.errors import RolloutError
-from rollout_client.trainer.outcomes import Outcomes
-from rollout_client.trainer.rollout_records import Records
-from rollout_client.trainer.stream.connection import Connection
-from rollout_client.trainer.stream.outbox import StreamOutbox
-from rollout_client.trainer.stream.pending_requests import PendingRequests
-from rollout_client.trainer.stream.starts import Starts
-from rollout_client.trainer.transport import LEFT
+from rollout_client.trainer.rollout_records import Outcomes, Records
+from rollout_client.trainer.stream.buffers import StreamOutbox
+from rollout_client.trainer.stream.connection import StreamConnection
+from rollout_client.trainer.stream.pending import PendingCompletions, PendingStarts
+from rollout_client.trainer.transport import CANCEL_REASON
 from rollout_client.trainer.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class TrainerSide:
     """What a trainer brings along, whichever stream it uses. At most `credit` asks are to be under way at once."""
 
     turns: Turns
@@ -37,22 +35,22 @@ class Side:
     credit: int
 
 
-class Stream:
+class StreamSession:
     """One stream, from its first connection to its end.
 
     Args:
-        calls: of a client.
+        channel: of a client.
         side: the trainer's.
         largest: bytes that the server takes in one item; 0: not known.
     """
 
-    def __init__(self, calls: AsyncCalls, side: Side, largest: int) -> None:
+    def __init__(self, channel: AsyncChannel, side: TrainerSide, largest: int) -> None:
         self._side = side
         self._outbox = StreamOutbox(largest)
-        self._starts = Starts()
-        self._asks = PendingRequests(side.turns, self._outbox)
+        self._starts = PendingStarts()
+        self._completions = PendingCompletions(side.turns, self._outbox)
         self._running: dict[str, str] = {}
-        self.connection = Connection(calls, side.credit, self._outbox, self._receive)
+        self.connection = StreamConnection(channel, side.credit, self._outbox, self._receive)
 
     @property
     def running(self) -> Mapping[str, str]:
@@ -66,18 +64,18 @@ class Stream:
 
     def cancel(self, rollout_id: str) -> None:
         """Ends a rollout, if it runs."""
-        cancel = CancelRolloutsRequest(selection=Selection(rollout_ids=[rollout_id]), reason=LEFT)
+        cancel = CancelRolloutsRequest(selection=Selection(rollout_ids=[rollout_id]), reason=CANCEL_REASON)
         self._outbox.put(TrainRequest(cancel=cancel))
 
     async def fail(self, failure: RolloutError) -> None:
         """Nothing is carried any more: nobody waits for answers, and no start is answered."""
         self._starts.fail(failure)
-        await self._asks.close()
+        await self._completions.close()
 
     async def close(self) -> None:
         """Hangs up and gives up what is under way."""
         await self.connection.close()
-        await self._asks.close()
+        await self._completions.close()
 
     def _receive(self, item: TrainResponse) -> None:
         """Takes an item in. Kinds that are not known here are passed over."""
@@ -85,25 +83,25 @@ class Stream:
             case "started":
                 rollout = item.started.rollout
                 self._running[rollout.uid] = rollout.spec.rollout_id
-                self._starts.started(item.started)
+                self._starts.accept(item.started)
             case "refused":
-                self._starts.refused(item.refused)
+                self._starts.refuse(item.refused)
             case "ask":
-                self._asks.take(item.ask)
+                self._completions.start(item.ask)
             case "outcome":
-                self._ended(item.outcome)
+                self._settle(item.outcome)
             case "read_ledger":
-                self._tell(item.read_ledger)
+                self._send_ledger(item.read_ledger)
 
-    def _ended(self, delivered: DeliveredOutcome) -> None:
+    def _settle(self, delivered: DeliveredOutcome) -> None:
         rollout = delivered.rollout
         self._running.pop(rollout.uid, None)
-        self._asks.drop(rollout.uid)
+        self._completions.cancel(rollout.uid)
         self._side.outcomes.settle(rollout)
 
-    def _tell(self, request: ReadLedgerRequest) -> None:
-        told = TrainLedger(uid=request.uid, segment_id=request.segment_id)
+    def _send_ledger(self, request: ReadLedgerRequest) -> None:
+        response = TrainLedger(uid=request.uid, segment_id=request.segment_id)
         ledger = self._side.records.ledger(request)
         if ledger is not None and (not self._outbox.largest or ledger.ByteSize() < self._outbox.largest):
-            told.ledger.CopyFrom(ledger)
-        self._outbox.mention(TrainRequest(ledger=told))
+            response.ledger.CopyFrom(ledger)
+        self._outbox.put_unnumbered(TrainRequest(ledger=response))

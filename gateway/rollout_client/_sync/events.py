@@ -1,3 +1,4 @@
+# Generated from rollout_client/_async/events.py by gateway/unasync.py. Change that file, then run `make sync-client`.
 """Events as an iterator."""
 
 from __future__ import annotations
@@ -5,46 +6,37 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias
+from typing import Self
 
 import grpc
 from osmosis.rollout.v1.event_pb2 import RolloutEvent
-from osmosis.rollout.v1.rollout_service_pb2 import RunRolloutResponse, WatchRolloutResponse
 
-from rollout_client.calls import Calls
+from rollout_client.channels import EventCall, SyncChannel
 from rollout_client.connection import CallMetadata
 from rollout_client.errors import failure_of
-from rollout_client.event_cursor import Following, Reader, Started
-
-_Item: TypeAlias = RunRolloutResponse | WatchRolloutResponse
+from rollout_client.event_cursor import EventCursor, Started, StreamState
 
 
-class _EventCall(Protocol):
-    """A stream that the server sends."""
-
-    def cancel(self) -> object: ...
-    def initial_metadata(self) -> object: ...
-    def __next__(self) -> _Item: ...
-
-
-class EventStream(Reader, Iterator[RolloutEvent]):
+class EventStream(StreamState, Iterator[RolloutEvent]):
     """The events of a rollout, to its end: an iterator that goes on by itself after cut connections.
 
-    It calls the server once it is iterated. `close()`, the end of a `with` block, and letting go of the iterator (as leaving
-    a `for` loop over it does) end the call: one is then detached from the rollout. Iterating raises RolloutError.
+    It calls the server once it is iterated. `close()`, the end of its `with` block, and letting go of the iterator (as
+    leaving its `for` loop does) end the call: one is then detached from the rollout. Iterating raises RolloutError.
+
+    An iteration that is interrupted while it waits for an event loses none: the next one continues after the last event that came.
     """
 
-    def __init__(self, calls: Calls, following: Following, call_metadata: CallMetadata | None) -> None:
-        self._call: _EventCall | None = None
-        self._calls = calls
-        self._following = following
-        self._request_id, self._metadata = calls.settings.metadata(call_metadata)
+    def __init__(self, channel: SyncChannel, cursor: EventCursor, call_metadata: CallMetadata | None) -> None:
+        self._call: EventCall | None = None
+        self._channel = channel
+        self._cursor = cursor
+        self._request_id, self._metadata = channel.settings.metadata(call_metadata)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> RolloutEvent:
-        while not self._following.over:
+        while not self._cursor.over:
             event = self._read()
             if event is not None:
                 return event
@@ -53,7 +45,7 @@ class EventStream(Reader, Iterator[RolloutEvent]):
 
     def close(self) -> None:
         """Ends the iteration and detaches from the rollout. May be called from any thread."""
-        self._following.over = True
+        self._cursor.over = True
         self._hang_up()
 
     def __enter__(self) -> Self:
@@ -71,40 +63,40 @@ class EventStream(Reader, Iterator[RolloutEvent]):
 
     def _read(self) -> RolloutEvent | None:
         """The next event; None after an item without one, after a cut and its pause, and at the end."""
-        self._calls.check()
+        self._channel.check()
+        failure = None
         try:
-            return self._following.took(next(self._connected()))
-        except StopIteration:
-            failure = None
+            item = self._channel.read(self._connected_call())
+            if item is not None:
+                return self._cursor.take(item)
         except grpc.RpcError as error:
             failure = failure_of(error, self._request_id)
-        except BaseException:  # Ctrl-C
+        except BaseException:  # a cancelled task, Ctrl-C
             self._hang_up()
             raise
         self._hang_up()
-        if self._following.over:
+        if self._cursor.over:
             return None
-        self._calls.check()
-        following = self._following
-        self._calls.pause(following.ended(self._request_id) if failure is None else following.failed(failure))
+        self._channel.check()
+        cursor = self._cursor
+        self._channel.pause(cursor.on_end(self._request_id) if failure is None else cursor.on_failure(failure))
         return None
 
-    def _connected(self) -> _EventCall:
+    def _connected_call(self) -> EventCall:
         if self._call is None:
             self._call = call = self._open()
-            if self._following.over:  # closed by another thread in this moment
+            if self._cursor.over:  # closed by another thread in this moment
                 call.cancel()
-            # Empty where the call failed, which the first item then tells.
-            if call.initial_metadata():
-                self._following.connected()
+            if self._channel.initial_metadata(call):
+                self._cursor.on_connect()
         return self._call
 
-    def _open(self) -> _EventCall:
-        following, stub = self._following, self._calls.stub
-        run, timeout = following.run_request(), following.timeout()
+    def _open(self) -> EventCall:
+        cursor, stub = self._cursor, self._channel.stub
+        run, timeout = cursor.run_request(), cursor.timeout()
         if run is not None:
             return stub.RunRollout(run, timeout=timeout, metadata=self._metadata)
-        return stub.WatchRollout(following.watch_request(), timeout=timeout, metadata=self._metadata)
+        return stub.WatchRollout(cursor.watch_request(), timeout=timeout, metadata=self._metadata)
 
     def _hang_up(self) -> None:
         call, self._call = self._call, None
@@ -118,8 +110,8 @@ class RunStream(EventStream):
 
     def started(self) -> Started:
         """Starts the rollout, or finds the one with the same request id. Raises RolloutError."""
-        while (started := self._following.started) is None:
-            if self._following.over:
+        while (started := self._cursor.started) is None:
+            if self._cursor.over:
                 raise RuntimeError("the stream was closed before its rollout had started")
             self._read()
         return started

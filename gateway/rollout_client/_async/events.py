@@ -1,0 +1,116 @@
+"""Events as an asynchronous iterator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+import grpc.aio
+from osmosis.rollout.v1.event_pb2 import RolloutEvent
+
+from rollout_client.channels import AsyncChannel, AsyncEventCall
+from rollout_client.connection import CallMetadata
+from rollout_client.errors import failure_of
+from rollout_client.event_cursor import EventCursor, Started, StreamState
+
+
+class AsyncEventStream(StreamState, AsyncIterator[RolloutEvent]):
+    """The events of a rollout, to its end: an iterator that goes on by itself after cut connections.
+
+    It calls the server once it is iterated. `aclose()`, the end of its `async with` block, and letting go of the iterator (as
+    leaving its `async for` loop does) end the call: one is then detached from the rollout. Iterating raises RolloutError.
+
+    An iteration that is interrupted while it waits for an event loses none: the next one continues after the last event that came.
+    """
+
+    def __init__(self, channel: AsyncChannel, cursor: EventCursor, call_metadata: CallMetadata | None) -> None:
+        self._call: AsyncEventCall | None = None
+        self._channel = channel
+        self._cursor = cursor
+        self._request_id, self._metadata = channel.settings.metadata(call_metadata)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RolloutEvent:
+        while not self._cursor.over:
+            event = await self._read()
+            if event is not None:
+                return event
+        self._hang_up()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Ends the iteration and detaches from the rollout."""
+        self._cursor.over = True
+        self._hang_up()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        # An iterator whose making failed has no call.
+        if getattr(self, "_call", None) is not None:
+            self._hang_up()
+
+    async def _read(self) -> RolloutEvent | None:
+        """The next event; None after an item without one, after a cut and its pause, and at the end."""
+        self._channel.check()
+        failure = None
+        try:
+            item = await self._channel.read(await self._connected_call())
+            if item is not None:
+                return self._cursor.take(item)
+        except grpc.RpcError as error:
+            failure = failure_of(error, self._request_id)
+        except BaseException:  # a cancelled task, Ctrl-C
+            self._hang_up()
+            raise
+        self._hang_up()
+        if self._cursor.over:
+            return None
+        self._channel.check()
+        cursor = self._cursor
+        await self._channel.pause(cursor.on_end(self._request_id) if failure is None else cursor.on_failure(failure))
+        return None
+
+    async def _connected_call(self) -> AsyncEventCall:
+        if self._call is None:
+            self._call = call = self._open()
+            if self._cursor.over:  # closed by another thread in this moment
+                call.cancel()
+            if await self._channel.initial_metadata(call):
+                self._cursor.on_connect()
+        return self._call
+
+    def _open(self) -> AsyncEventCall:
+        cursor, stub = self._cursor, self._channel.stub
+        run, timeout = cursor.run_request(), cursor.timeout()
+        if run is not None:
+            return stub.RunRollout(run, timeout=timeout, metadata=self._metadata)
+        return stub.WatchRollout(cursor.watch_request(), timeout=timeout, metadata=self._metadata)
+
+    def _hang_up(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            with contextlib.suppress(grpc.RpcError):
+                call.cancel()
+
+
+class AsyncRunStream(AsyncEventStream):
+    """The events of a rollout that this stream starts."""
+
+    async def started(self) -> Started:
+        """Starts the rollout, or finds the one with the same request id. Raises RolloutError."""
+        while (started := self._cursor.started) is None:
+            if self._cursor.over:
+                raise RuntimeError("the stream was closed before its rollout had started")
+            await self._read()
+        return started

@@ -1,0 +1,143 @@
+"""What waits for a response over a stream: starts for the server's, completion requests for the trainer's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import grpc
+from google.rpc.error_details_pb2 import RetryInfo
+from osmosis.rollout.v1.completion_service_pb2 import CompleteRequest, LedgerMismatch
+from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutResponse
+from osmosis.rollout.v1.trainer_service_pb2 import TrainAnswer, TrainRefusal, TrainReject, TrainRequest
+
+from rollout_client.errors import RolloutError, TooLarge, refusal_error
+from rollout_client.trainer.errors import RefusedCall
+from rollout_client.trainer.stream.buffers import StreamOutbox
+from rollout_client.trainer.turns import Turns
+
+_LOG: Final = logging.getLogger("rollout_client")
+
+
+@dataclass(slots=True)
+class _PendingStart:
+    accepted: asyncio.Future[Mapping[str, str]]
+    missing: set[str]
+    uids: dict[str, str] = field(default_factory=dict)
+
+
+class PendingStarts:
+    """Starts that wait for their response, by the sequence under which they were sent.
+
+    All rollouts of a group are accepted, or the start is refused.
+    """
+
+    def __init__(self) -> None:
+        self._starts: dict[int, _PendingStart] = {}
+        self._by_rollout: dict[str, _PendingStart] = {}
+
+    def expect(self, sequence: int, rollout_ids: Sequence[str]) -> asyncio.Future[Mapping[str, str]]:
+        """The server's uids by rollout id, once all are there. Fails with RolloutError where the start was refused."""
+        start = _PendingStart(asyncio.get_running_loop().create_future(), set(rollout_ids))
+        self._starts[sequence] = start
+        self._by_rollout |= dict.fromkeys(rollout_ids, start)
+        start.accepted.add_done_callback(lambda _: self._forget(sequence, rollout_ids))
+        return start.accepted
+
+    def accept(self, response: StartRolloutResponse) -> None:
+        """A rollout was accepted."""
+        rollout_id = response.rollout.spec.rollout_id
+        start = self._by_rollout.get(rollout_id)
+        if start is None:
+            return
+        start.missing.discard(rollout_id)
+        start.uids[rollout_id] = response.rollout.uid
+        if not start.missing and not start.accepted.done():
+            start.accepted.set_result(start.uids)
+
+    def refuse(self, refusal: TrainRefusal) -> None:
+        """A start was refused."""
+        start = self._starts.get(refusal.start_sequence)
+        if start is not None and not start.accepted.done():
+            start.accepted.set_exception(refusal_error(refusal.code, refusal.message, "REFUSED"))
+
+    def fail(self, failure: RolloutError) -> None:
+        """Nothing comes any more."""
+        for start in tuple(self._starts.values()):
+            if not start.accepted.done():
+                start.accepted.set_exception(failure)
+
+    def _forget(self, sequence: int, rollout_ids: Sequence[str]) -> None:
+        self._starts.pop(sequence, None)
+        for rollout_id in rollout_ids:
+            self._by_rollout.pop(rollout_id, None)
+
+
+class PendingCompletions:
+    """Completion requests that are under way, by rollout: each is completed or refused once, in any order.
+
+    They outlive a cut of the stream, as their generations do.
+
+    Args:
+        turns: who answers.
+        outbox: where answers go.
+    """
+
+    def __init__(self, turns: Turns, outbox: StreamOutbox) -> None:
+        self._turns = turns
+        self._outbox = outbox
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}
+
+    def start(self, request: CompleteRequest) -> None:
+        """Has a request completed."""
+        tasks = self._tasks.setdefault(request.uid, set())
+        task = asyncio.create_task(self._complete(request))
+        tasks.add(task)
+        task.add_done_callback(lambda task: self._forget_task(request.uid, task))
+
+    def cancel(self, uid: str) -> None:
+        """Nobody waits for a rollout's turns any more: their generations are cancelled."""
+        for task in tuple(self._tasks.get(uid, ())):
+            task.cancel()
+
+    async def close(self) -> None:
+        """Gives up all of them."""
+        tasks = [task for tasks in self._tasks.values() for task in tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget_task(self, uid: str, task: asyncio.Task[None]) -> None:
+        tasks = self._tasks[uid]
+        tasks.discard(task)
+        if not tasks:
+            del self._tasks[uid]
+
+    async def _complete(self, request: CompleteRequest) -> None:
+        key = request.turn_key
+        try:
+            answer = TrainAnswer(turn_key=key, response=await self._turns.complete(request))
+            self._outbox.put(TrainRequest(answer=answer))
+            return
+        except RefusedCall as error:
+            refused = error
+        except TooLarge as error:
+            refused = RefusedCall(grpc.StatusCode.INTERNAL, "ANSWER_TOO_LARGE", error.message)
+        except Exception:
+            _LOG.exception("turn %s could not be answered", key)
+            refused = RefusedCall(grpc.StatusCode.INTERNAL, "INTERNAL", "a fault of the trainer's, whose log has it")
+        self._outbox.put(TrainRequest(reject=_reject(key, refused)))
+
+
+def _reject(turn_key: str, refused: RefusedCall) -> TrainReject:
+    code, _ = refused.code.value
+    reject = TrainReject(turn_key=turn_key, code=code, message=refused.text, reason=refused.reason)
+    for detail in refused.details:
+        if isinstance(detail, RetryInfo):
+            reject.retry_after.CopyFrom(detail.retry_delay)
+        elif isinstance(detail, LedgerMismatch):
+            reject.mismatch.CopyFrom(detail)
+    return reject
