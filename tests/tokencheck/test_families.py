@@ -13,10 +13,10 @@ from rollout_server.tokencheck.boundary import Cause, Mask
 from rollout_server.tokencheck.conversation import TOOLS, CheckConversation
 from rollout_server.tokencheck.hard_conversations import hard
 from rollout_server.tokencheck.model_output import Writing
+from rollout_server.tokencheck.report import TemplateFault, TemplateReport, plain
 from rollout_server.tokencheck.simulate import Simulator
 from rollout_server.tokencheck.template import Template
 from rollout_server.tokencheck.template_traits import ArgumentsTrait, Dated, traits
-from rollout_server.tokencheck.verdict import TemplateFault, TemplateReport, plain
 
 from tests.tokencheck.conftest import checked, family
 from tests.tokens.reading import tokenizer_of

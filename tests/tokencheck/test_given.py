@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
-from rollout_server.tokencheck.conversation import TOOLS, CheckConversation
-from rollout_server.tokencheck.file_conversations import read
+from rollout_server.tokencheck.conversation import TOOLS, CheckConversation, read
 
 from tests.tokencheck.conftest import checked
 

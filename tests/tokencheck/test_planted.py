@@ -6,8 +6,8 @@ import pytest
 from rollout_server.edge.tokens.rendering_form import Arguments
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.tokencheck.boundary import Cause, Mask
+from rollout_server.tokencheck.report import TemplateFault, TemplateReport
 from rollout_server.tokencheck.template_traits import ArgumentsTrait, Dated
-from rollout_server.tokencheck.verdict import TemplateFault, TemplateReport
 
 from tests.tokencheck.conftest import TOY_TEMPLATE, checked, spoilt
 

@@ -12,7 +12,7 @@ from rollout_client.samples import samples
 
 from rollout_server.agent import Agent
 from rollout_server.authoring.endpoint import Endpoint
-from rollout_server.authoring.playing import RolloutStart, play
+from rollout_server.authoring.evaluation import RolloutStart, play
 from rollout_server.authoring.schema import advice, example, faults
 from rollout_server.testing.script import ScriptedReply, tool_call
 

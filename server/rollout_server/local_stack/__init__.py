@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from rollout_server.local_stack.loop_thread import LoopThread
 from rollout_server.local_stack.result import FinishedRollout
-from rollout_server.local_stack.scripted_model import ScriptedModel
-from rollout_server.local_stack.stack import LocalStack
+from rollout_server.local_stack.stack import LocalStack, ScriptedModel
 
 __all__ = ["FinishedRollout", "LocalStack", "LoopThread", "ScriptedModel"]

@@ -10,10 +10,9 @@ from pydantic_settings import SettingsConfigDict
 from rollout_server.settings.capacity import CapacitySettings
 from rollout_server.settings.security import SecuritySettings
 from rollout_server.settings.serving import ServingSettings
-from rollout_server.settings.streams import StreamSettings
 from rollout_server.settings.tokenizers import TokenizerSettings
 from rollout_server.settings.tools import ToolSettings
-from rollout_server.settings.trainers import TrainerSettings
+from rollout_server.settings.trainers import StreamSettings, TrainerSettings
 from rollout_server.settings.types import TOY
 
 __all__ = ["TOY", "Settings", "WrongSettings", "load", "names_of"]

@@ -12,18 +12,17 @@ from typing import Any, Self
 
 from starlette.types import ASGIApp
 
-from rollout_server.testing.checks.dialect import TrainerDialect
 from rollout_server.testing.checks.judge import Judge
 from rollout_server.testing.checks.renderer import PlainRenderer, Tools
+from rollout_server.testing.checks.turn import TrainerDialect
 from rollout_server.testing.checks.verdict import DeliveredOutcome, Verdict
 from rollout_server.testing.grpc.completions import Completions, SeenCompletion
-from rollout_server.testing.grpc.server import CompletionServer, target
-from rollout_server.testing.grpc.service import CompletionService
+from rollout_server.testing.grpc.service import CompletionServer, CompletionService, target
 from rollout_server.testing.grpc.train_stream import TrainStream
 from rollout_server.testing.http.app import SeenRequest, Speech, TrainerApp
-from rollout_server.testing.http.bearer import Bearer
 from rollout_server.testing.http.outcome_receiver import OutcomeReceiver, ReceivedOutcome
 from rollout_server.testing.http.server import HttpServer
+from rollout_server.testing.http.wire import Bearer
 from rollout_server.testing.model.calculator import CalculatorModel, Model
 from rollout_server.testing.model.engine import Engine, Scripts
 from rollout_server.testing.model.engine_thread import EngineThread, ToolList
@@ -43,7 +42,7 @@ class StrictTrainer:
     * ``GET /health``; ``GET /verdicts``, one summary for each rollout; ``GET /verdict?rollout_id=``, everything.
     * ``PUT /script?rollout_id=``: a script as JSON, see `script_json`.
     * gRPC at `grpc_target`: `osmosis.rollout.v1.CompletionService` in message and in token mode, see
-      `completions` and `continuation`.
+      `completions` and `token_mode`.
 
     With `async with trainer.connected("host:port") as stream` it is a client instead, see `TrainStream`.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rollout_server.edge.tokens.rendering_form import Arguments
 from rollout_server.inspection.escape import visible
 from rollout_server.tokencheck.boundary import Mask
-from rollout_server.tokencheck.verdict import Example, Finding, FormCounts, ReportRow, ShortForm, TemplateReport
+from rollout_server.tokencheck.report import Example, Finding, FormCounts, ReportRow, ShortForm, TemplateReport
 
 if TYPE_CHECKING:
     from rich.console import Console

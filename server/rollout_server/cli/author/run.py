@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout_server.cli.completion_flags import CompletionFlags
 from rollout_server.cli.errors import Interrupted, complaining, hush_transformers
-from rollout_server.cli.flags import taken, takes
+from rollout_server.cli.flags import CompletionFlags, taken, takes
 from rollout_server.cli.json_output import JsonOutput, answering
 from rollout_server.edge.grpc_loop import run_loop
 
@@ -87,10 +86,9 @@ async def _run(
 ) -> bool:
     from rich.console import Console
 
-    from rollout_server.authoring.playing import RolloutStart, play
-    from rollout_server.cli.local_server import stage
+    from rollout_server.authoring.evaluation import RolloutStart, play
+    from rollout_server.cli.local_server import remarking, stage
     from rollout_server.cli.progress import Progress, show_result
-    from rollout_server.cli.server_log import remarking
 
     console = Console(highlight=False)
     told, asked = flags

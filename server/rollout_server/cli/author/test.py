@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout_server.cli.completion_flags import CompletionFlags
 from rollout_server.cli.demo_output import counted
 from rollout_server.cli.errors import Interrupted, complaining, hush_transformers
-from rollout_server.cli.flags import taken, takes
+from rollout_server.cli.flags import CompletionFlags, taken, takes
 from rollout_server.cli.json_output import answering
 from rollout_server.edge.grpc_loop import run_loop
 
@@ -126,8 +125,7 @@ class _Evaluation:
 
     async def play(self, jobs: Sequence[Job]) -> None:
         """Plays what has no result yet."""
-        from rollout_server.cli.local_server import stage
-        from rollout_server.cli.server_log import remarking
+        from rollout_server.cli.local_server import remarking, stage
 
         with remarking(self._console):
             async with stage([self._agent], self._asked, self._flags.concurrency) as here:

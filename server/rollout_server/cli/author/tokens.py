@@ -14,7 +14,7 @@ from rollout_server.cli.errors import complaining, hush_transformers
 if TYPE_CHECKING:
     from rollout_server.core.message import JSON
     from rollout_server.edge.tokens.loader import TokenizerFiles
-    from rollout_server.tokencheck.verdict import TemplateReport
+    from rollout_server.tokencheck.report import TemplateReport
 
 tokens = typer.Typer(no_args_is_help=True, help="What a tokenizer and its chat template do to token masks.")
 
@@ -53,7 +53,7 @@ def check(
     with complaining("tokens check", _OF_NO_USE):
         from rollout_server.tokencheck.check import Subject
         from rollout_server.tokencheck.check import check as checked
-        from rollout_server.tokencheck.file_conversations import read
+        from rollout_server.tokencheck.conversation import read
 
         arguments = dict(_argument(text) for text in template_arg or ())
         more = [] if conversations is None else read(conversations)
@@ -65,7 +65,7 @@ def check(
 
 def _show(verdict: TemplateReport, *, as_json: bool) -> None:
     if as_json:
-        from rollout_server.tokencheck.verdict import plain
+        from rollout_server.tokencheck.report import plain
 
         typer.echo(json.dumps(plain(verdict), ensure_ascii=False, indent=2))
         return

@@ -63,7 +63,7 @@ def validate(
 
 async def _validate(agents: Sequence[Agent], console: Console, *, call_tools: bool) -> list[AgentReport]:
     from rollout_server.authoring.author_traceback import AuthorError
-    from rollout_server.cli.server_log import remarking
+    from rollout_server.cli.local_server import remarking
 
     names = [agent.name for agent in agents]
     if doubled := {name for name in names if names.count(name) > 1}:

@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from rollout_server.testing.checks.rollout_state import JudgedRollout, TokenCounts
+from rollout_server.testing.checks.rollout_state import JudgedRollout, OutcomeNotice, TokenCounts
 from rollout_server.testing.checks.turn import CompletionCall, Keyed
 from rollout_server.testing.checks.verdict import RefusalReason
-from rollout_server.testing.outcome_delivery import OutcomeNotice
 
 _STATUSES: Final = ("COMPLETED", "ERROR")
 _LATENCIES: Final = ("total_latency_ms", "llm_latency_ms", "tool_latency_ms")

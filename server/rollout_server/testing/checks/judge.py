@@ -7,8 +7,8 @@ that many zeros. What it accumulates is the sample that a trainer would train on
 A refused call and a committed fault leave the rollout as it was. In the masked dialect an id starts anew, as http-wire.md
 (A) has it, when its last answer called no tools and a call comes with a null mask and without any answer given before;
 what was found until then is kept as an earlier verdict. In the asynchronous dialect (B) there is no mask to count; what is
-judged beside the history is in `ruling`, and a turn that is asked for again under its key gets a sibling of its answer.
-In token mode the ids come with the call, and `continuation` says whether they are what the messages give.
+judged beside the history is in `async_rules`, and a turn that is asked for again under its key gets a sibling of its answer.
+In token mode the ids come with the call, and `token_mode_check` says whether they are what the messages give.
 """
 
 import threading
@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from rollout_server.testing.checks.async_rules import call_fault, outcome_fault
-from rollout_server.testing.checks.mask_check import first_mask_fault, mask_fault
 from rollout_server.testing.checks.renderer import Message, PlainRenderer, UnrenderableError
-from rollout_server.testing.checks.rollout_state import JudgedRollout, TokenCounts
+from rollout_server.testing.checks.rollout_state import JudgedRollout, OutcomeDelivery, OutcomeNotice, TokenCounts
 from rollout_server.testing.checks.token_mode_check import TokenModeCheck
 from rollout_server.testing.checks.turn import CheckedPrompt, CompletionCall, ScriptedCompletion
 from rollout_server.testing.checks.verdict import DeliveredOutcome, Refusal, RefusalReason, RefusedError, Verdict
-from rollout_server.testing.outcome_delivery import OutcomeDelivery, OutcomeNotice
 from rollout_server.testing.script import Lie, ScriptedReply
 
 ROLLOUTS_KEPT: Final = 4096
@@ -250,3 +248,29 @@ def _refused(turn: int, reason: RefusalReason, text: str) -> RefusedError:
 def _logprobs(offset: int, count: int) -> list[float]:
     """Multiples of 1/128 in (-1, 0), which float32 holds exactly; another sequence for each length of prompt."""
     return [-(1 + (offset * 31 + index * 7) % 97) / 128 for index in range(count)]
+
+
+def mask_fault(mask: object, new_tokens: int) -> str | None:
+    """What is wrong with the mask of a later turn, in words that name both lengths; None if it is right.
+
+    With nothing new, null and ``[]`` are both right.
+    """
+    are_new = f"{new_tokens} tokens are new since the last answer"
+    if mask is None:
+        return f"response_mask is missing, {are_new}" if new_tokens else None
+    if not isinstance(mask, list):
+        return f"response_mask is no list, {are_new}"
+    if len(mask) != new_tokens:
+        return f"response_mask has length {len(mask)}, {are_new}"
+    for index, value in enumerate(mask):
+        if type(value) is not int or value != 0:
+            return f"response_mask[{index}] is {value!r}, but the model generated none of the {new_tokens} new tokens"
+    return None
+
+
+def first_mask_fault(mask: object) -> str | None:
+    """The same for the first turn, where nothing was generated yet: null, or ``[]``."""
+    if mask is None or mask == []:
+        return None
+    length = f"has length {len(mask)}" if isinstance(mask, list) else "is no list"
+    return f"response_mask {length}, but on the first turn it is null: 0 tokens are new"

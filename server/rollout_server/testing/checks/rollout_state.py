@@ -1,15 +1,24 @@
-"""What the judge remembers of one rollout: mutable, and changed by an accepted answer or a delivered outcome only."""
+"""What the judge remembers of one rollout: its history, its sample and the delivery of its outcome.
+
+Mutable, and changed by an accepted completion or a delivered outcome only.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeAlias
 
-from rollout_server.testing.checks.history_check import Reading, canonical, first_difference, verbatim
 from rollout_server.testing.checks.renderer import Message
 from rollout_server.testing.checks.turn import CheckedPrompt, ScriptedCompletion
-from rollout_server.testing.checks.verdict import EARLIER_KEPT, JudgedTurn, Refusal, TrainerSample, Verdict
-from rollout_server.testing.outcome_delivery import OutcomeDelivery
+from rollout_server.testing.checks.verdict import (
+    EARLIER_KEPT,
+    DeliveredOutcome,
+    JudgedTurn,
+    Refusal,
+    TrainerSample,
+    Verdict,
+)
 from rollout_server.testing.script import ScriptedReply
 
 _COUNTED: Final = frozenset({"token_ids", "prompt_token_ids", "usage", "choices"})
@@ -209,3 +218,84 @@ class JudgedRollout:
         """An empty tally under the same id, which keeps this one's verdict as an earlier one."""
         verdict = dataclasses.replace(self.verdict(), earlier=())
         return JudgedRollout(self._rollout_id, (*self._earlier, verdict))
+
+
+Reading: TypeAlias = Callable[[Message], str]
+"""Gives a message as a text that is equal for messages that say the same."""
+
+
+def canonical(message: Message) -> str:
+    """Keys whose value is null say the same as absent keys, and the order of keys says nothing, except inside of
+    `arguments`, which templates render in the order given. ``8`` and ``8.0`` differ.
+    """
+    return verbatim({key: value for key, value in message.items() if value is not None})
+
+
+def verbatim(message: Message) -> str:
+    """The same for a dialect whose messages go through untouched: a null is there or is not."""
+    return json.dumps(_ordered(message))
+
+
+def first_difference(known: Sequence[str], messages: Sequence[Message], read: Reading = canonical) -> int | None:
+    """The first index at which `messages` does not begin with the messages `known` by their texts."""
+    for index, text in enumerate(known):
+        if index >= len(messages) or read(messages[index]) != text:
+            return index
+    return None
+
+
+def _ordered(value: object) -> object:
+    if isinstance(value, Mapping):
+        return [[key, value[key] if key == "arguments" else _ordered(value[key])] for key in sorted(value)]
+    if isinstance(value, list | tuple):
+        return ["", *(_ordered(item) for item in value)]
+    return value
+
+
+ASKED_AGAIN: Final = frozenset({408, 425, 429})
+"""The statuses 4xx after which the same outcome comes again; after any other it does not (http-wire.md, B)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeNotice:
+    """The delivery of an outcome: the bytes of its body, the body parsed, its ``Idempotency-Key``; empty without one."""
+
+    rollout_id: str
+    raw: bytes
+    body: Mapping[str, Any]
+    key: str
+
+
+class OutcomeDelivery:
+    """What was delivered first, how often it came, and what settled it."""
+
+    def __init__(self, first: OutcomeNotice) -> None:
+        self._first = first
+        self._deliveries = 0
+        self._answered: int | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether it was acknowledged or refused for good."""
+        return self._answered is not None
+
+    def come(self, notice: OutcomeNotice) -> str | None:
+        """Counts a delivery. What is wrong with it in the light of the first one; None if nothing is."""
+        self._deliveries += 1
+        if self._answered is not None:
+            return f"the outcome was answered with status {self._answered}, which is final, and it came again"
+        if notice.raw != self._first.raw:
+            return "the body differs from the one delivered before: a rollout has one outcome, repeated byte for byte"
+        if notice.key != self._first.key:
+            return f"the Idempotency-Key is {notice.key!r}, before it was {self._first.key!r}"
+        return None
+
+    def settle(self, status: int) -> None:
+        """Takes note of the status that was sent. The first final one counts."""
+        final = 200 <= status < 300 or (400 <= status < 500 and status not in ASKED_AGAIN)
+        if final and self._answered is None:
+            self._answered = status
+
+    def value(self) -> DeliveredOutcome:
+        """All of it as a value."""
+        return DeliveredOutcome(self._first.body, self._first.key, self._deliveries, self._answered)

@@ -2,11 +2,12 @@
 
 There is no mask on this wire: the trainer derives it. What is judged is the history, that base and turn key are what
 they should be, and in token mode who wrote which token, the digests, and the tokens that nobody generated here
-(`completion_tokens`, `continuation`). An answered turn key gets the same answer again and generates nothing, or, where keys are
+(`token_mode`, `token_mode_check`). An answered turn key gets the same answer again and generates nothing, or, where keys are
 not replayed, another one in its place; a turn that failed, or a key that was never answered, is judged as if for the first time.
 """
 
 import asyncio
+import hashlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from rollout_server.testing.checks.renderer import Message, Tools
 from rollout_server.testing.checks.turn import CompletionCall
 from rollout_server.testing.checks.verdict import Refusal, RefusalReason, RefusedError
 from rollout_server.testing.grpc import wire
-from rollout_server.testing.grpc.grpc_lies import BORROWED, twisted
 from rollout_server.testing.grpc.ledger import HeldSegment
 from rollout_server.testing.grpc.segments import Segments, messages_of
 from rollout_server.testing.grpc.status import StatusError, invalid, status_of_fault
@@ -221,3 +221,53 @@ async def _failure(result: FailedCall) -> pb.CompleteResponse:
         case FaultKind.STATUS if fault.status == 200:
             return pb.CompleteResponse(message=message_pb2.Message(json=fault.body), finish_reason="stop")
     raise status_of_fault(fault)
+
+
+TOO_LARGE: Final = 1 << 31
+BORROWED: Final = frozenset({Lie.OTHER_TURN, Lie.REPLAYED_TURN})
+"""The lies that need an earlier answer."""
+
+
+def twisted(lie: Lie, honest: pb.CompleteResponse, earlier: pb.CompleteResponse, turn: int) -> pb.CompleteResponse:
+    """The honest answer of a turn with the lie in it. `earlier` is another turn's answer, for those that need one.
+
+    Lies about ids say nothing of an answer that has none.
+    """
+    told = pb.CompleteResponse()
+    told.CopyFrom(earlier if lie in BORROWED else honest)
+    middle = len(told.token_ids) // 2
+    match lie:
+        case Lie.CHANGED_ID if told.token_ids:
+            told.token_ids[middle] ^= 1
+        case Lie.DROPPED_ID if told.token_ids:
+            del told.token_ids[middle]
+            del told.logprobs.values[middle : middle + 1]
+        case Lie.OVERSIZED_ID if told.token_ids:
+            told.token_ids[middle] += TOO_LARGE
+        case Lie.SHORT_LOGPROBS:
+            del told.logprobs.values[-1:]
+        case Lie.OTHER_TURN:
+            _keep_checkpoints(told, honest)
+        case Lie.STALE_POLICY:
+            told.policy_version = f"policy-{max(0, turn - 2)}"
+        case Lie.PROMPT_DIGEST if honest.HasField("prompt_checkpoint"):
+            told.prompt_checkpoint.digest = _other(told.prompt_checkpoint.digest)
+        case Lie.AFTER_DIGEST:
+            told.after.digest = _other(told.after.digest)
+        case Lie.NO_CHECKPOINTS:
+            told.ClearField("after")
+            told.ClearField("prompt_checkpoint")
+    return told
+
+
+def _keep_checkpoints(told: pb.CompleteResponse, honest: pb.CompleteResponse) -> None:
+    told.after.CopyFrom(honest.after)
+    told.policy_version = honest.policy_version
+    if honest.HasField("prompt_checkpoint"):
+        told.prompt_checkpoint.CopyFrom(honest.prompt_checkpoint)
+    else:
+        told.prompt_ids.CopyFrom(honest.prompt_ids)
+
+
+def _other(digest: bytes) -> bytes:
+    return hashlib.sha256(digest).digest()

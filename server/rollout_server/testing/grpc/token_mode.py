@@ -1,6 +1,6 @@
 """Token mode of a gRPC call: its spans as runs, held against the segment's ledger, for the judge to look at.
 
-Here it is judged who wrote what, and that base and spans are what `after` says; `continuation` judges the tokens that
+Here it is judged who wrote what, and that base and spans are what `after` says; `token_mode_check` judges the tokens that
 nobody here wrote. Tokens of the model come with a whole history only, and then have to be those that are held here, author
 by author. Only where nothing is held, neither of the segment nor of the one that it comes from, are they believed.
 """

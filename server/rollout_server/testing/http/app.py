@@ -12,13 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rollout_server.testing.checks.dialect import TrainerDialect
-from rollout_server.testing.checks.turn import CompletionCall
+from rollout_server.testing.checks.turn import CompletionCall, TrainerDialect
 from rollout_server.testing.checks.verdict import RefusedError
-from rollout_server.testing.http.bearer import Bearer
 from rollout_server.testing.http.broken_responses import Closed, DelayedResponse, broken
 from rollout_server.testing.http.outcome_receiver import OutcomeReceiver
 from rollout_server.testing.http.wire import (
+    Bearer,
     completion_body,
     keyed_call,
     masked_call,
@@ -68,7 +67,7 @@ class TrainerApp:
         self._requests = requests
 
     def asgi(self) -> Starlette:
-        """The ASGI application, to be served by `serving.Listener`."""
+        """The ASGI application, to be served by `HttpServer`."""
         routes = [
             Route("/health", self._health, methods=["GET"]),
             Route("/v1/chat/completions", self._complete, methods=["POST"]),

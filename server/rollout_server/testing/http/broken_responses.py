@@ -1,6 +1,6 @@
 """Responses that break their connection, for `FaultKind.RESET`, `CLOSED`, `SILENCE` and `TRUNCATED`.
 
-They work on the server of `serving` only, which puts the transport and an event for its own end into the scope's state.
+They work on `HttpServer` only, which puts the transport and an event for its own end into the scope's state.
 """
 
 import asyncio

@@ -10,13 +10,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rollout_server.testing.checks.judge import ROLLOUTS_KEPT
+from rollout_server.testing.checks.rollout_state import OutcomeNotice
 from rollout_server.testing.checks.verdict import RefusedError, Verdict
-from rollout_server.testing.http.bearer import Bearer
 from rollout_server.testing.http.broken_responses import DelayedResponse, broken
-from rollout_server.testing.http.wire import parsed, rollout_in
+from rollout_server.testing.http.wire import Bearer, parsed, rollout_in
 from rollout_server.testing.model.engine_thread import EngineThread
 from rollout_server.testing.notifier import Notifier
-from rollout_server.testing.outcome_delivery import OutcomeNotice
 from rollout_server.testing.script import Fault, FaultKind
 
 _DELIVERIES_KEPT: Final = 1024

@@ -1,12 +1,15 @@
-"""The HTTP bodies of completions in both dialects (http-wire.md), and the values that stand for them."""
+"""The HTTP requests of both dialects (http-wire.md): the API key, the bodies, and the values that stand for them."""
 
+import contextlib
 import dataclasses
+import hmac
 import json
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
+from starlette.requests import Request
 
 from rollout_server.testing.checks.renderer import Tools
 from rollout_server.testing.checks.turn import CompletionCall, Keyed, ScriptedCompletion
@@ -159,3 +162,26 @@ def summary_body(verdict: Verdict) -> dict[str, Any]:
 def _outcome_summary(outcome: DeliveredOutcome) -> dict[str, Any]:
     said = {key: outcome.body.get(key) for key in ("status", "finish_reason", "error_message", "reward")}
     return {**said, "deliveries": outcome.deliveries, "answered": outcome.answered}
+
+
+class Bearer:
+    """``Authorization: Bearer KEY``, on every callback; with None everybody is admitted."""
+
+    REFUSAL: Final = "Invalid or missing API key"
+
+    def __init__(self, api_key: str | None) -> None:
+        self._wanted = None if api_key is None else _forms(f"Bearer {api_key}")
+
+    def admits(self, request: Request) -> bool:
+        """Whether the request brings the key, in UTF-8 or in Latin-1: clients differ. Compared in constant time."""
+        if self._wanted is None:
+            return True
+        given = request.headers.get("authorization", "").encode("latin-1")  # as it came
+        return any(hmac.compare_digest(given, wanted) for wanted in self._wanted)
+
+
+def _forms(text: str) -> tuple[bytes, ...]:
+    forms = [text.encode()]
+    with contextlib.suppress(UnicodeEncodeError):
+        forms.append(text.encode("latin-1"))
+    return tuple(forms)
