@@ -22,7 +22,7 @@ class Template:
     added: Mapping[int, AddedToken]
     frame: Frame = field(default_factory=Frame)
 
-    def given(self, more: Mapping[str, JSON]) -> Template:
+    def with_arguments(self, more: Mapping[str, JSON]) -> Template:
         """The same with further template arguments."""
         kwargs = {**self.frame.template_kwargs, **more}
         return replace(self, frame=replace(self.frame, template_kwargs=kwargs))
@@ -62,22 +62,22 @@ class RenderedConversation:
         self._encoded: dict[int, Encoded] = {}
         self._last = Encoded()
 
-    def asked(self, count: int) -> str:
+    def prompt(self, count: int) -> str:
         """The prompt of so many messages. Raises `RolloutFailed` where the template refuses them, as all of these do."""
         return self._text(count, True)
 
-    def ended(self, count: int) -> str:
+    def history(self, count: int) -> str:
         """The conversation of so many messages without a generation prompt."""
         return self._text(count, False)
 
-    def encoded(self, count: int) -> Encoded:
+    def encoded_prompt(self, count: int) -> Encoded:
         """The prompt of so many messages in tokens."""
         if count not in self._encoded:
-            self._encoded[count] = self._last = self._template.loaded.grow(self._last, self.asked(count))
+            self._encoded[count] = self._last = self._template.loaded.grow(self._last, self.prompt(count))
         return self._encoded[count]
 
     def render(self, messages: Sequence[Fields], generation_prompt: bool) -> str:
-        """Any messages, in the surroundings of this conversation."""
+        """Any messages, in the frame of this conversation."""
         return self._template.loaded.text(messages, self._frame, generation_prompt=generation_prompt)
 
     def without_tools(self, count: int) -> str:

@@ -53,27 +53,27 @@ def check(
     with complaining("tokens check", _OF_NO_USE):
         from rollout_server.tokencheck.check import Subject
         from rollout_server.tokencheck.check import check as checked
-        from rollout_server.tokencheck.conversation import read
+        from rollout_server.tokencheck.conversation import read_conversations
 
         arguments = dict(_argument(text) for text in template_arg or ())
-        more = [] if conversations is None else read(conversations)
+        more = [] if conversations is None else read_conversations(conversations)
         files = _read(tokenizer, revision, template)
-        verdict = checked(Subject(files.tokenizer, tokenizer, str(template or "its own"), arguments, files.ends), more)
-    _show(verdict, as_json=as_json)
-    raise typer.Exit(_OF_NO_USE if not verdict.usable else _STABLE if verdict.stable else _UNSTABLE)
+        report = checked(Subject(files.tokenizer, tokenizer, str(template or "its own"), arguments, files.ends), more)
+    _show(report, as_json=as_json)
+    raise typer.Exit(_OF_NO_USE if not report.usable else _STABLE if report.stable else _UNSTABLE)
 
 
-def _show(verdict: TemplateReport, *, as_json: bool) -> None:
+def _show(report: TemplateReport, *, as_json: bool) -> None:
     if as_json:
-        from rollout_server.tokencheck.report import plain
+        from rollout_server.tokencheck.report import report_json
 
-        typer.echo(json.dumps(plain(verdict), ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(report_json(report), ensure_ascii=False, indent=2))
         return
     from rich.console import Console
 
-    from rollout_server.tokencheck.terminal import show
+    from rollout_server.tokencheck.terminal import print_report
 
-    show(Console(), verdict)
+    print_report(Console(), report)
 
 
 def _read(name: str, revision: str, template: Path | None) -> TokenizerFiles:
