@@ -17,7 +17,7 @@ from rollout_server.authoring.rollout_result import REFUSED, Result, result_of
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to play. With `most_failures`, after so many rollouts that went wrong no further one begins."""
+    """What to run. With `most_failures`, after so many rollouts that went wrong no further one begins."""
 
     jobs: Sequence[Job]
     agent: str
@@ -25,8 +25,8 @@ class Plan:
     most_failures: int | None = None
 
 
-async def evaluate(client: AsyncClient, endpoint: Endpoint, plan: Plan, take: Callable[[Result], None]) -> bool:
-    """Plays all rollouts of a plan; `take` is told of each as it ends. False: it was given up for its failures."""
+async def evaluate(client: AsyncClient, endpoint: Endpoint, plan: Plan, on_result: Callable[[Result], None]) -> bool:
+    """Runs all rollouts of a plan; `on_result` is called with each as it ends. False: it stopped because of failures."""
     failures = 0
 
     def left() -> Iterator[Job]:
@@ -40,9 +40,9 @@ async def evaluate(client: AsyncClient, endpoint: Endpoint, plan: Plan, take: Ca
     async def work() -> None:
         nonlocal failures
         for job in jobs:
-            result = await _played(client, endpoint, plan.agent, job)
+            result = await _run_job(client, endpoint, plan.agent, job)
             failures += not result.finished
-            take(result)
+            on_result(result)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(plan.concurrency, len(plan.jobs))):
@@ -50,11 +50,11 @@ async def evaluate(client: AsyncClient, endpoint: Endpoint, plan: Plan, take: Ca
     return plan.most_failures is None or failures < plan.most_failures
 
 
-async def _played(client: AsyncClient, endpoint: Endpoint, agent: str, job: Job) -> Result:
+async def _run_job(client: AsyncClient, endpoint: Endpoint, agent: str, job: Job) -> Result:
     row = job.row
-    ask = RolloutStart(job.rollout_id, row.messages, agent, row.metadata, f"row-{row.number}")
+    start = RolloutStart(job.rollout_id, row.messages, agent, row.metadata, f"row-{row.number}")
     try:
-        result = await play(client, endpoint, ask)
+        result = await run_rollout(client, endpoint, start)
     except (TypeError, ValueError) as error:  # what the client cannot send is the row's fault, and no other's
         result = Result(job.rollout_id, "refused", "invalid", str(error))
     return replace(result, row=row.number, repeat=job.repeat, fingerprint=row.fingerprint)
@@ -71,27 +71,30 @@ class RolloutStart:
     group_id: str = ""
 
 
-def nothing(_event: RolloutEvent) -> None:
+def ignore_event(_event: RolloutEvent) -> None:
     """For callers that do not watch."""
 
 
-async def play(
-    client: AsyncClient, endpoint: Endpoint, ask: RolloutStart, seen: Callable[[RolloutEvent], None] = nothing
+async def run_rollout(
+    client: AsyncClient,
+    endpoint: Endpoint,
+    start: RolloutStart,
+    on_event: Callable[[RolloutEvent], None] = ignore_event,
 ) -> Result:
-    """Plays a rollout to its end. `seen` is told of each event. A rollout that the server does not take is a result, too."""
+    """Runs a rollout to its end and calls `on_event` with each event. A rollout that the server refuses is a result, too."""
     failed: Counter[str] = Counter()
     fields = endpoint.start_fields()
-    fields["rollout_id"], fields["agent"] = ask.rollout_id, ask.agent
-    fields["messages"], fields["metadata"] = ask.messages, ask.metadata or None
-    fields["group_id"], fields["cancel_after_detach"] = ask.group_id or None, 0
+    fields["rollout_id"], fields["agent"] = start.rollout_id, start.agent
+    fields["messages"], fields["metadata"] = start.messages, start.metadata or None
+    fields["group_id"], fields["cancel_after_detach"] = start.group_id or None, 0
     stream = client.run(detail="messages", **fields)
     try:
         async with stream:
             async for event in stream:
                 if event.HasField("tool_returned") and event.tool_returned.failed:
                     failed[event.tool_returned.name] += 1
-                seen(event)
+                on_event(event)
     except RolloutError as error:
-        return Result(ask.rollout_id, REFUSED, (error.reason or error.code.name).lower(), str(error))
+        return Result(start.rollout_id, REFUSED, (error.reason or error.code.name).lower(), str(error))
     assert stream.outcome is not None  # noqa: S101 - a stream ends with it, or raises
-    return result_of(ask.rollout_id, stream.uid, stream.outcome, dict(failed))
+    return result_of(start.rollout_id, stream.uid, stream.outcome, dict(failed))

@@ -13,7 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from rollout_server.authoring.endpoint import Endpoint
-    from rollout_server.authoring.model_stubs import StandIn
+    from rollout_server.authoring.model_stubs import ModelStub
 
 _DIALECTS = "openai, vllm, sglang, grpc, http-plain or http-masked"
 
@@ -53,10 +53,10 @@ class CompletionFlags:
     generated_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens that a rollout generates.")] = None
     seconds: Annotated[float | None, typer.Option(min=0.001, help="Longest time of a rollout.")] = None
 
-    def stand_in(self) -> StandIn | None:
+    def model_stub(self) -> ModelStub | None:
         """What stands in for a model; None where there is one. Raises `AuthorError`."""
         from rollout_server.authoring.author_traceback import AuthorError
-        from rollout_server.authoring.model_stubs import stand_in
+        from rollout_server.authoring.model_stubs import load_stub
 
         if self.model_url and (self.script or self.scripted):
             raise AuthorError("--model-url and --script exclude each other: either a model completes, or a script does")
@@ -65,13 +65,13 @@ class CompletionFlags:
         alone = {"--dialect": self.dialect, "--model": self.model, "--api-key-env": self.api_key_env}
         if not self.model_url and (given := [flag for flag, value in alone.items() if value]):
             raise AuthorError(f"{given[0]} needs --model-url URL")
-        return None if self.model_url else stand_in(self.script)
+        return None if self.model_url else load_stub(self.script)
 
     def endpoint(self) -> Endpoint:
         """The endpoint of --model-url. Raises `AuthorError`."""
-        from rollout_server.authoring.endpoint import Endpoint, checked
+        from rollout_server.authoring.endpoint import Endpoint, check_endpoint
 
-        return checked(
+        return check_endpoint(
             Endpoint(
                 self.model_url,
                 self.dialect,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollout_client import AsyncClient
 
     from rollout_server.authoring.endpoint import Endpoint
-    from rollout_server.authoring.model_stubs import StandIn
+    from rollout_server.authoring.model_stubs import ModelStub
     from rollout_server.settings import Settings
 
 _TOY = "toy"
@@ -29,20 +29,20 @@ class LocalServer:
 
     client: AsyncClient
     endpoint: Endpoint
-    stand_in: StandIn | None
+    model_stub: ModelStub | None
 
 
 @asynccontextmanager
 async def stage(agents: Sequence[Agent], asked: CompletionFlags, places: int = 1) -> AsyncIterator[LocalServer]:
     """Serves agents for so many rollouts at a time. Raises `AuthorError`, and RuntimeError or OSError where it cannot be."""
-    chosen = asked.stand_in()
+    chosen = asked.model_stub()
     if chosen is None:
         endpoint = asked.endpoint()
         async with _served(agents, asked, places) as client:
             yield LocalServer(client, endpoint, None)
         return
 
-    async def prepare(_client: AsyncClient) -> StandIn:
+    async def prepare(_client: AsyncClient) -> ModelStub:
         return chosen
 
     async with stage_with(agents, prepare, asked, places) as here:
@@ -52,7 +52,7 @@ async def stage(agents: Sequence[Agent], asked: CompletionFlags, places: int = 1
 @asynccontextmanager
 async def stage_with(
     agents: Sequence[Agent],
-    prepare: Callable[[AsyncClient], Awaitable[StandIn]],
+    prepare: Callable[[AsyncClient], Awaitable[ModelStub]],
     asked: CompletionFlags | None = None,
     places: int = 1,
 ) -> AsyncIterator[LocalServer]:
@@ -68,7 +68,7 @@ async def stage_with(
         chosen = await prepare(client)
         async with StrictTrainer(model=chosen.model, script=chosen.script, requests_kept=_RECORDS) as trainer:
             url, shown = f"grpc://{trainer.grpc_target}", f"a stand-in ({chosen.name})"
-            endpoint = Endpoint(url, "grpc", tokenizer=_TOY, sampling=asked.sampling, limits=asked.limits, shown=shown)
+            endpoint = Endpoint(url, "grpc", tokenizer=_TOY, sampling=asked.sampling, limits=asked.limits, label=shown)
             yield LocalServer(client, endpoint, chosen)
 
 
@@ -150,12 +150,12 @@ def remarking(console: Console) -> Iterator[None]:
 
 
 def _told(record: logging.LogRecord) -> str:
-    from rollout_server.authoring.author_traceback import mistake_in
+    from rollout_server.authoring.author_traceback import author_error
 
     error = record.exc_info[1] if record.exc_info else None
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if error is None:
         return record.getMessage()
-    mistake = mistake_in(error.__cause__ if isinstance(error.__cause__, SystemExit) else error, "")
+    mistake = author_error(error.__cause__ if isinstance(error.__cause__, SystemExit) else error, "")
     return f"{record.getMessage()}: {str(mistake).removeprefix(': ')}"

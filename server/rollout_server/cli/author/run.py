@@ -86,7 +86,7 @@ async def _run(
 ) -> bool:
     from rich.console import Console
 
-    from rollout_server.authoring.evaluation import RolloutStart, play
+    from rollout_server.authoring.evaluation import RolloutStart, run_rollout
     from rollout_server.cli.local_server import remarking, stage
     from rollout_server.cli.progress import Progress, show_result
 
@@ -105,14 +105,14 @@ async def _run(
             console.print(f"agent {agent.name}, {here.endpoint.title}", markup=False, soft_wrap=True)
             progress.messages(messages)
             with progress.shown():
-                result = await play(
+                result = await run_rollout(
                     here.client, here.endpoint, RolloutStart("run", messages, agent.name, metadata), seen
                 )
             rollout = await here.client.get(result.uid, view="full") if result.uid else None
     authors = _authors(rollout) if rollout is not None else None
     show_result(console, result, authors)
     answers.line(
-        {"rollout": {"agent": agent.name, "endpoint": here.endpoint.told(), **_told(result), "authors": authors}}
+        {"rollout": {"agent": agent.name, "endpoint": here.endpoint.description(), **_told(result), "authors": authors}}
     )
     if rollout is not None and told.out is not None:
         told.out.write_bytes(rollout.SerializeToString())

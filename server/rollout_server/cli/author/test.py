@@ -135,7 +135,7 @@ class _Evaluation:
                 self._flags.report_file.parent.mkdir(parents=True, exist_ok=True)
                 self._flags.report_file.open("ab").close()  # what cannot be reported is not played
                 self._say(here, jobs, left)
-                with file.appending(anew=not self._flags.resume):
+                with file.open(anew=not self._flags.resume):
                     try:
                         await self._evaluate(here, left, file)
                     finally:
@@ -160,12 +160,12 @@ class _Evaluation:
         with Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bar:
             task = bar.add_task("rollouts", total=len(left))
 
-            def take(result: Result) -> None:
-                file.take(result)
+            def on_result(result: Result) -> None:
+                file.write(result)
                 bar.advance(task)
 
             plan = Plan(left, self._agent.name, self._flags.concurrency, self._flags.max_failures)
-            self.complete = await evaluate(here.client, here.endpoint, plan, take)
+            self.complete = await evaluate(here.client, here.endpoint, plan, on_result)
 
     def _open(self, jobs: Sequence[Job]) -> ResultsFile:
         from rollout_server.authoring.author_traceback import AuthorError
@@ -182,13 +182,13 @@ class _Evaluation:
         return file
 
     def _told(self, here: LocalServer) -> Mapping[str, Any]:
-        return {"agent": self._agent.name, "version": self._agent.version, "endpoint": here.endpoint.told()}
+        return {"agent": self._agent.name, "version": self._agent.version, "endpoint": here.endpoint.description()}
 
     def _say(self, here: LocalServer, jobs: Sequence[Job], left: Sequence[Job]) -> None:
         again = f", {len(jobs) - len(left)} of them are there already" if len(left) < len(jobs) else ""
         text = f"agent {self._agent.name}, {here.endpoint.title}: {counted(len(jobs), 'rollout')}{again}"
         self._console.print(text, markup=False, soft_wrap=True)
-        if here.stand_in is not None and here.stand_in.name == "echo":
+        if here.model_stub is not None and here.model_stub.name == "echo":
             text = "an echo stands in for a model: --model-url URL asks a real one, --script FILE one that you write"
             self._console.print(text, markup=False, soft_wrap=True, style="yellow")
 

@@ -76,17 +76,17 @@ async def _validate(agents: Sequence[Agent], console: Console, *, call_tools: bo
 
 async def _validated(agent: Agent, *, call_tools: bool) -> AgentReport:
     """In a server of its own, whose model calls this agent's tools."""
-    from rollout_server.authoring.model_stubs import StandIn
+    from rollout_server.authoring.model_stubs import ModelStub
     from rollout_server.authoring.validation import DryModel, callable_tools
     from rollout_server.authoring.validation import validate as validated
     from rollout_server.cli.local_server import stage_with
 
     calls: list[tuple[str, Any]] = []
 
-    async def prepare(client: AsyncClient) -> StandIn:
+    async def prepare(client: AsyncClient) -> ModelStub:
         if call_tools:
             calls.extend(callable_tools(await client.tools(agent.name)))
-        return StandIn("a dry run", DryModel(calls))
+        return ModelStub("a dry run", DryModel(calls))
 
     async with stage_with([agent], prepare) as here:
         return await validated(here.client, here.endpoint, agent, lambda: calls)

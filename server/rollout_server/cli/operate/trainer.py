@@ -74,11 +74,11 @@ def trainer(**given: Any) -> None:
 
 
 def _trainer(flags: TrainerFlags, answers: JsonOutput) -> StrictTrainer:
-    from rollout_server.authoring.model_stubs import StandIn, stand_in
+    from rollout_server.authoring.model_stubs import ModelStub, load_stub
     from rollout_server.testing.model.calculator import CalculatorModel
     from rollout_server.testing.trainer import StrictTrainer
 
-    model = stand_in(flags.script) if flags.script else StandIn("calculator", CalculatorModel())
+    model = load_stub(flags.script) if flags.script else ModelStub("calculator", CalculatorModel())
     return StrictTrainer(
         _directory(flags.tokenizer),
         model=model.model,
