@@ -63,8 +63,8 @@ class CompletionFlags:
         if self.script and self.scripted:
             raise AuthorError("--scripted is a stand-in without a script; leave it out beside --script")
         alone = {"--dialect": self.dialect, "--model": self.model, "--api-key-env": self.api_key_env}
-        if not self.model_url and (given := [flag for flag, value in alone.items() if value]):
-            raise AuthorError(f"{given[0]} needs --model-url URL")
+        if not self.model_url and (needless := [flag for flag, value in alone.items() if value]):
+            raise AuthorError(f"{needless[0]} needs --model-url URL")
         return None if self.model_url else load_stub(self.script)
 
     def endpoint(self) -> Endpoint:
@@ -86,14 +86,14 @@ class CompletionFlags:
     @property
     def sampling(self) -> dict[str, float | int]:
         """What the client takes as sampling."""
-        asked = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
-        return {name: value for name, value in asked.items() if value is not None}
+        options = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
+        return {name: value for name, value in options.items() if value is not None}
 
     @property
     def limits(self) -> dict[str, float | int]:
         """What the client takes as limits."""
-        asked = {"turns": self.turns, "generated_tokens": self.generated_tokens, "time": self.seconds}
-        return {name: value for name, value in asked.items() if value is not None}
+        options = {"turns": self.turns, "generated_tokens": self.generated_tokens, "time": self.seconds}
+        return {name: value for name, value in options.items() if value is not None}
 
     @property
     def tokenizers(self) -> dict[str, Path]:
@@ -116,20 +116,20 @@ _T = TypeVar("_T")
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
-def takes(*kinds: type[Any]) -> Callable[[_Command], _Command]:
+def accept_flags(*kinds: type[Any]) -> Callable[[_Command], _Command]:
     """A command that takes the fields of these dataclasses as keywords: typer reads flags off a function's parameters."""
 
-    def marked(command: _Command) -> _Command:
+    def decorate(command: _Command) -> _Command:
         command.__dict__["__signature__"] = Signature([each for kind in kinds for each in _parameters(kind)])
         return command
 
-    return marked
+    return decorate
 
 
-def taken(kind: type[_T], given: Mapping[str, Any]) -> _T:
+def pick_flags(kind: type[_T], values: Mapping[str, Any]) -> _T:
     """One of these dataclasses, of what a command was given."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in given.items() if name in names})
+    return kind(**{name: value for name, value in values.items() if name in names})
 
 
 def _parameters(kind: type[Any]) -> list[Parameter]:

@@ -33,28 +33,30 @@ class LocalServer:
 
 
 @asynccontextmanager
-async def stage(agents: Sequence[Agent], asked: CompletionFlags, places: int = 1) -> AsyncIterator[LocalServer]:
+async def serve_for_command(
+    agents: Sequence[Agent], flags: CompletionFlags, concurrency: int = 1
+) -> AsyncIterator[LocalServer]:
     """Serves agents for so many rollouts at a time. Raises `AuthorError`, and RuntimeError or OSError where it cannot be."""
-    chosen = asked.model_stub()
-    if chosen is None:
-        endpoint = asked.endpoint()
-        async with _served(agents, asked, places) as client:
+    stub = flags.model_stub()
+    if stub is None:
+        endpoint = flags.endpoint()
+        async with _serve(agents, flags, concurrency) as client:
             yield LocalServer(client, endpoint, None)
         return
 
     async def prepare(_client: AsyncClient) -> ModelStub:
-        return chosen
+        return stub
 
-    async with stage_with(agents, prepare, asked, places) as here:
-        yield here
+    async with serve_with_stub(agents, prepare, flags, concurrency) as server:
+        yield server
 
 
 @asynccontextmanager
-async def stage_with(
+async def serve_with_stub(
     agents: Sequence[Agent],
     prepare: Callable[[AsyncClient], Awaitable[ModelStub]],
-    asked: CompletionFlags | None = None,
-    places: int = 1,
+    flags: CompletionFlags | None = None,
+    concurrency: int = 1,
 ) -> AsyncIterator[LocalServer]:
     """The same with a stand-in, which may be made of what the server says.
 
@@ -63,42 +65,42 @@ async def stage_with(
     from rollout_server.authoring.endpoint import Endpoint
     from rollout_server.testing.trainer import StrictTrainer
 
-    asked = asked or CompletionFlags()
-    async with _served(agents, asked, places) as client:
-        chosen = await prepare(client)
-        async with StrictTrainer(model=chosen.model, script=chosen.script, requests_kept=_RECORDS) as trainer:
-            url, shown = f"grpc://{trainer.grpc_target}", f"a stand-in ({chosen.name})"
-            endpoint = Endpoint(url, "grpc", tokenizer=_TOY, sampling=asked.sampling, limits=asked.limits, label=shown)
-            yield LocalServer(client, endpoint, chosen)
+    flags = flags or CompletionFlags()
+    async with _serve(agents, flags, concurrency) as client:
+        stub = await prepare(client)
+        async with StrictTrainer(model=stub.model, script=stub.script, requests_kept=_RECORDS) as trainer:
+            url, shown = f"grpc://{trainer.grpc_target}", f"a stand-in ({stub.name})"
+            endpoint = Endpoint(url, "grpc", tokenizer=_TOY, sampling=flags.sampling, limits=flags.limits, label=shown)
+            yield LocalServer(client, endpoint, stub)
 
 
 @asynccontextmanager
-async def _served(agents: Sequence[Agent], asked: CompletionFlags, places: int) -> AsyncIterator[AsyncClient]:
+async def _serve(agents: Sequence[Agent], flags: CompletionFlags, concurrency: int) -> AsyncIterator[AsyncClient]:
     from rollout_client import AsyncClient
 
     from rollout_server.app import Server
 
     async with (
-        Server(agents, _settings(asked, places)) as server,
+        Server(agents, _settings(flags, concurrency)) as server,
         AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
     ):
         yield client
 
 
-def _settings(asked: CompletionFlags, places: int) -> Settings:
+def _settings(flags: CompletionFlags, concurrency: int) -> Settings:
     """The user's own settings of tokenizers, times and retries; but nobody else is served, and every endpoint is the user's."""
     from rollout_server.settings import load
 
     before = load()
-    tokenizers = {_TOY: _TOY, **before.tokenizers, **asked.tokenizers}
+    tokenizers = {_TOY: _TOY, **before.tokenizers, **flags.tokenizers}
     return load(
         host="127.0.0.1",
         grpc_port=0,
         http=False,
         metrics_port=None,
         drain_seconds=0,
-        max_running=places,
-        max_records=_RECORDS + places,
+        max_running=concurrency,
+        max_records=_RECORDS + concurrency,
         api_key=None,
         admin_key=None,
         api_keys=(),
@@ -115,12 +117,12 @@ _MOST = 50
 
 
 class _ServerLogHandler(logging.Handler):
-    """Tells each remark once: a thousand rollouts fail for the same reason."""
+    """Prints each line once: a thousand rollouts fail for the same reason."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
         self._console = console
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints one record."""
@@ -128,19 +130,19 @@ class _ServerLogHandler(logging.Handler):
 
         from rollout_server.inspection.escape import visible_lines
 
-        text = visible_lines(_told(record))
-        if text in self._told or len(self._told) >= _MOST:
+        text = visible_lines(_log_text(record))
+        if text in self._printed or len(self._printed) >= _MOST:
             return
-        self._told.add(text)
+        self._printed.add(text)
         self._console.print(Text(text, "red" if record.levelno >= logging.ERROR else "yellow"), soft_wrap=True)
 
 
 @contextmanager
-def remarking(console: Console) -> Iterator[None]:
+def print_server_log(console: Console) -> Iterator[None]:
     """Until the end of the block, warnings and errors go to the console."""
-    root, remarks = logging.getLogger(), _ServerLogHandler(console)
+    root, handler = logging.getLogger(), _ServerLogHandler(console)
     before, level = root.handlers[:], root.level
-    root.handlers[:] = [remarks]
+    root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     try:
         yield
@@ -149,7 +151,7 @@ def remarking(console: Console) -> Iterator[None]:
         root.setLevel(level)
 
 
-def _told(record: logging.LogRecord) -> str:
+def _log_text(record: logging.LogRecord) -> str:
     from rollout_server.authoring.author_traceback import author_error
 
     error = record.exc_info[1] if record.exc_info else None

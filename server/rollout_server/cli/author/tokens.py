@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_server.cli.errors import complaining, hush_transformers
+from rollout_server.cli.errors import quiet_transformers, report_errors
 
 if TYPE_CHECKING:
     from rollout_server.core.message import JSON
@@ -49,8 +49,8 @@ def check(
 
     The exit code is 0 if the template is stable, 1 if it is not, and 2 if it cannot be used or the command is wrong.
     """
-    hush_transformers()
-    with complaining("tokens check", _OF_NO_USE):
+    quiet_transformers()
+    with report_errors("tokens check", _OF_NO_USE):
         from rollout_server.tokencheck.check import Subject
         from rollout_server.tokencheck.check import check as checked
         from rollout_server.tokencheck.conversation import read_conversations
