@@ -1,4 +1,4 @@
-"""A stage for agents: a real server, a scripted model, and a strict trainer that judges every token. For the tests of authors.
+"""A local stack for agents: a real server, a scripted model, and a strict trainer that judges every token. For the tests of authors.
 
 The pytest plugin `pytest_rollout` offers it as fixtures. Without pytest, `with LocalStack(LoopThread(), agent) as stack` does
 the same.

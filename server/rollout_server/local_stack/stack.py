@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 from rollout_client import Client, Target
 
 from rollout_server.local_stack.loop_thread import LoopThread
-from rollout_server.local_stack.result import FinishedRollout, objections, played
+from rollout_server.local_stack.result import FinishedRollout, finished_rollout, objections
 from rollout_server.testing.script import Line, Script, ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
@@ -27,7 +27,7 @@ Form: TypeAlias = Literal["tokens", "messages"]
 
 
 class LocalStack:
-    """Serves agents on free ports, from `with` to its end. One server plays many rollouts.
+    """Serves agents on free ports, from `with` to its end. One server runs many rollouts.
 
     `settings` are those of `rollout serve` by their field names; nothing is read from the environment's `.env`. Without a
     `trainer` it has one of its own. Raises TypeError and ValueError for agents and settings that cannot be served.
@@ -74,7 +74,7 @@ class LocalStack:
     @property
     def trainer(self) -> StrictTrainer:
         """The trainer that judges. Its `verdict` tells what it found."""
-        assert self._trainer is not None, "the stage is not entered"  # noqa: S101 - a mistake in the caller's code
+        assert self._trainer is not None, "the local stack is not entered"  # noqa: S101 - a mistake in the caller's code
         return self._trainer
 
     def play(
@@ -85,7 +85,7 @@ class LocalStack:
         form: Form = "tokens",
         **fields: Any,
     ) -> FinishedRollout:
-        """Plays one rollout to its end. `prompt` is the user's message, or a whole conversation.
+        """Runs one rollout to its end. `prompt` is the user's message, or a whole conversation.
 
         `fields` are those of RolloutSpec: agent, limits, metadata ... Raises AssertionError where the strict trainer objects to a
         token, RolloutError where the server refuses the rollout. A rollout that fails is returned, with its failure.
@@ -102,7 +102,7 @@ class LocalStack:
             **fields,
         ) as run:
             events = list(run)
-        finished = played(self._client.get(run.uid, view="samples"), events)
+        finished = finished_rollout(self._client.get(run.uid, view="samples"), events)
         objection = objections(finished, self.trainer.verdict(rollout_id))
         if objection:
             raise AssertionError(f"the strict trainer objects: {objection}")
@@ -117,7 +117,7 @@ class LocalStack:
 class ScriptedModel:
     """What the model says, answer by answer: `model.calls("add", a=5, b=3).says("It is 8.")`.
 
-    Every rollout that is played with it hears all of it from the start. A rollout that asks for more answers than there are
+    Every rollout that is run with it gets all of it from the start. A rollout that asks for more answers than there are
     fails, and its failure says so.
     """
 

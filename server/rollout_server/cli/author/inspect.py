@@ -58,12 +58,12 @@ def inspect(**values: Any) -> None:
     quiet_transformers()
     flags = pick_flags(InspectFlags, values)
     with report_errors("inspect"):
-        from rollout_server.inspection.terminal import Look, draw
+        from rollout_server.inspection.terminal import ViewOptions, print_transcript
         from rollout_server.inspection.text import as_json
         from rollout_server.inspection.transcript import transcript_of
 
         rollout = _rollout(flags)
-        transcript = transcript_of(rollout).only(flags.segment, flags.turn)
+        transcript = transcript_of(rollout).select(flags.segment, flags.turn)
         decode = _decode(rollout, flags.tokenizer or []) if rollout.outcome.segments else None
     if flags.as_json:
         typer.echo(json.dumps(as_json(transcript, decode)))
@@ -72,15 +72,15 @@ def inspect(**values: Any) -> None:
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that knows few characters is told of the others
         sys.stdout.reconfigure(errors="backslashreplace")
-    draw(Console(), transcript, Look(decode, flags.logprobs))
+    print_transcript(Console(), transcript, ViewOptions(decode, flags.logprobs))
 
 
 def _rollout(flags: InspectFlags) -> Rollout:
-    from rollout_server.inspection.load import UID, parsed, read_file
+    from rollout_server.inspection.load import UID, parse_rollout, read_file
 
     path = Path(flags.target)
     if flags.server is None and flags.target == "-":
-        return parsed(sys.stdin.buffer.read())
+        return parse_rollout(sys.stdin.buffer.read())
     if flags.server is None and path.exists():
         return read_file(path)
     if UID.fullmatch(flags.target) is None:

@@ -162,8 +162,8 @@ def _authors(rollout: Rollout) -> Mapping[str, int] | None:
     from rollout_server.inspection.transcript import transcript_of
 
     letters: Counter[str] = Counter()
-    for stretch in transcript_of(rollout).stretches:
-        for part in stretch.runs:
+    for segment in transcript_of(rollout).segments:
+        for part in segment.runs:
             letters[part.letter] += len(part.ids)
     return authors_of(letters) if letters else None
 
