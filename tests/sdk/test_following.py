@@ -8,9 +8,9 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import messages
 from hypothesis import strategies as st
-from rollout_server.sdk.history_diff import Following
+from rollout_server.sdk.history_diff import ConversationHistory
 
 TEXTS = st.text(max_size=5)
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | TEXTS, lambda inner: st.lists(inner, max_size=2))
@@ -39,22 +39,24 @@ def written_anew(answer: dict[str, Any]) -> dict[str, Any]:
     return {"audio": None, **{key: value for key, value in anew.items() if value not in (None, [])}}
 
 
-@given(st.lists(ENVIRONMENT, max_size=3), st.lists(st.tuples(ANSWERS, st.lists(ENVIRONMENT, max_size=3)), max_size=4))
+@messages(
+    st.lists(ENVIRONMENT, max_size=3), st.lists(st.tuples(ANSWERS, st.lists(ENVIRONMENT, max_size=3)), max_size=4)
+)
 def test_what_is_appended_is_found(start: list[Any], turns: list[tuple[Any, list[Any]]]) -> None:
-    following, shown = Following(start), list(start)
+    following, shown = ConversationHistory(start), list(start)
     assert following.new_messages(shown) == []
     for answer, appended in turns:
-        following.answered(copy.deepcopy(shown), answer)
+        following.append_completion(copy.deepcopy(shown), answer)
         for form in (answer, written_anew(answer)):
             assert following.new_messages([*shown, form, *appended]) == appended
         assert following.new_messages(shown) is None
         shown = [*shown, written_anew(answer), *appended]
 
 
-@given(st.lists(ENVIRONMENT, min_size=1, max_size=3), ANSWERS, st.data())
+@messages(st.lists(ENVIRONMENT, min_size=1, max_size=3), ANSWERS, st.data())
 def test_a_change_anywhere_is_seen(start: list[Any], answer: dict[str, Any], drawn: Any) -> None:
-    following = Following(start)
-    following.answered(start, answer)
+    following = ConversationHistory(start)
+    following.append_completion(start, answer)
     changed = copy.deepcopy([*start, answer])
     message = changed[drawn.draw(st.integers(0, len(changed) - 1))]
     message[drawn.draw(st.sampled_from(["content", "name", "role"]))] = "something else entirely"
@@ -62,9 +64,9 @@ def test_a_change_anywhere_is_seen(start: list[Any], answer: dict[str, Any], dra
     assert following.new_messages([*start, answer][1:]) is None
 
 
-def answered(**answer: Any) -> Following:
-    following = Following([])
-    following.answered([], {"role": "assistant", **answer})
+def answered(**answer: Any) -> ConversationHistory:
+    following = ConversationHistory([])
+    following.append_completion([], {"role": "assistant", **answer})
     return following
 
 
@@ -95,7 +97,7 @@ def test_a_key_that_was_dropped_is_taken_as_unchanged_until_it_has_been_seen() -
     full = {**bare, "reasoning_content": "Hm."}
     assert following.new_messages([bare]) == []
     assert following.new_messages([full]) == []
-    following.answered([full], {"role": "assistant", "content": "Also."})
+    following.append_completion([full], {"role": "assistant", "content": "Also."})
     assert following.new_messages([bare, {"role": "assistant", "content": "Also."}]) is None
     assert following.new_messages([full, {"role": "assistant", "content": "Also."}]) == []
 

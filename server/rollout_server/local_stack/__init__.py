@@ -1,4 +1,4 @@
-"""A local stack for agents: a real server, a scripted model, and a strict trainer that judges every token. For the tests of authors.
+"""A local stack for agents: a real server, a scripted model, and a strict trainer that checks every token. For authors' tests.
 
 The pytest plugin `pytest_rollout` offers it as fixtures. Without pytest, `with LocalStack(LoopThread(), agent) as stack` does
 the same.

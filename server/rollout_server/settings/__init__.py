@@ -50,7 +50,7 @@ def load(**flags: object) -> Settings:
     try:
         return Settings(**flags)  # type: ignore[arg-type]
     except ValidationError as error:
-        raise WrongSettings("; ".join(_complaint(e["loc"], e["msg"]) for e in error.errors())) from None
+        raise WrongSettings("; ".join(_error_text(e["loc"], e["msg"]) for e in error.errors())) from None
 
 
 def names_of(field: str) -> list[str]:
@@ -59,9 +59,9 @@ def names_of(field: str) -> list[str]:
     return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [field.upper()]
 
 
-def _complaint(loc: tuple[int | str, ...], message: str) -> str:
-    place = str(loc[0]) if loc else ""
-    field = next((f for f in Settings.model_fields if place == f or place in names_of(f)), None)
-    names = names_of(field) if field is not None else [place]
+def _error_text(loc: tuple[int | str, ...], message: str) -> str:
+    name = str(loc[0]) if loc else ""
+    field = next((f for f in Settings.model_fields if name == f or name in names_of(f)), None)
+    names = names_of(field) if field is not None else [name]
     also = f" ({', '.join(names[1:])})" if names[1:] else ""
     return f"{names[0]}{also}: {message.removeprefix('Value error, ')}"
