@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import messages
+from hypothesis import given
 from hypothesis import strategies as st
 from rollout_server.sdk.history_diff import ConversationHistory
 
@@ -39,9 +39,7 @@ def written_anew(answer: dict[str, Any]) -> dict[str, Any]:
     return {"audio": None, **{key: value for key, value in anew.items() if value not in (None, [])}}
 
 
-@messages(
-    st.lists(ENVIRONMENT, max_size=3), st.lists(st.tuples(ANSWERS, st.lists(ENVIRONMENT, max_size=3)), max_size=4)
-)
+@given(st.lists(ENVIRONMENT, max_size=3), st.lists(st.tuples(ANSWERS, st.lists(ENVIRONMENT, max_size=3)), max_size=4))
 def test_what_is_appended_is_found(start: list[Any], turns: list[tuple[Any, list[Any]]]) -> None:
     following, shown = ConversationHistory(start), list(start)
     assert following.new_messages(shown) == []
@@ -53,7 +51,7 @@ def test_what_is_appended_is_found(start: list[Any], turns: list[tuple[Any, list
         shown = [*shown, written_anew(answer), *appended]
 
 
-@messages(st.lists(ENVIRONMENT, min_size=1, max_size=3), ANSWERS, st.data())
+@given(st.lists(ENVIRONMENT, min_size=1, max_size=3), ANSWERS, st.data())
 def test_a_change_anywhere_is_seen(start: list[Any], answer: dict[str, Any], drawn: Any) -> None:
     following = ConversationHistory(start)
     following.append_completion(start, answer)
