@@ -25,10 +25,10 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
     async def Complete(self, request: pb.CompleteRequest, context: _Context) -> pb.CompleteResponse:
         """Answers one turn, or the same turn again."""
         metadata = _metadata(context)
-        self._completions.seen(request, metadata)
+        self._completions.record_request(request, metadata)
         try:
             self._authorize(metadata)
-            answer = await self._completions.answer(request)
+            answer = await self._completions.complete(request)
             await self._lose(request.turn_key)
             return answer
         except SilenceError:
@@ -47,7 +47,7 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
 
     async def _lose(self, turn_key: str) -> None:
         """StatusError where the answer that was generated is not to arrive."""
-        fault = self._completions.lost(turn_key)
+        fault = self._completions.pop_lost(turn_key)
         if fault:
             await asyncio.sleep(fault.delay)
             raise status_of_fault(fault)

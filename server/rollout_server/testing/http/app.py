@@ -22,7 +22,7 @@ from rollout_server.testing.http.wire import (
     keyed_call,
     masked_call,
     messages_in,
-    parsed,
+    parse_body,
     rollout_in,
     summary_body,
     verdict_body,
@@ -54,13 +54,13 @@ class TrainerApp:
 
     def __init__(
         self,
-        desk: EngineThread,
+        engine_thread: EngineThread,
         speech: Speech,
         bearer: Bearer,
         receiver: OutcomeReceiver,
         requests: "deque[SeenRequest]",
     ) -> None:
-        self._desk = desk
+        self._engine_thread = engine_thread
         self._speech = speech
         self._bearer = bearer
         self._receiver = receiver
@@ -83,7 +83,7 @@ class TrainerApp:
         return _json({"status": "healthy", "service": "strict-trainer"})
 
     async def _complete(self, request: Request) -> Response:
-        body, fault = parsed(await request.body())
+        body, fault = parse_body(await request.body())
         self._requests.append(SeenRequest(body, dict(request.headers)))
         if not self._bearer.admits(request):
             return _detail(401, Bearer.REFUSAL)
@@ -91,7 +91,7 @@ class TrainerApp:
             return _detail(422, f"the body is not JSON: {fault}")
         try:
             call = await self._call(body, request.headers.get("idempotency-key", ""))
-            result = await self._desk.complete(call)
+            result = await self._engine_thread.complete(call)
         except RefusedError as error:
             return _detail(422, error.refusal.text)
         except ValueError as error:
@@ -104,29 +104,29 @@ class TrainerApp:
     async def _call(self, body: Any, turn_key: str) -> CompletionCall:
         """The call that a body makes, in the dialect that it is in. ValueError, ToolsUnavailableError."""
         fields, rollout_id = rollout_in(body)
-        known = self._desk.judge.is_masked(rollout_id, messages_in(fields))
-        tools = await self._desk.tools.get()
+        known = self._engine_thread.judge.is_masked(rollout_id, messages_in(fields))
+        tools = await self._engine_thread.tools.get()
         if self._speech.dialect.has_mask(fields, known):
             return masked_call(body, tools)
         return keyed_call(body, turn_key, tools)
 
     async def _verdicts(self, _request: Request) -> Response:
-        return _json({"verdicts": [summary_body(verdict) for verdict in self._desk.judge.verdicts()]})
+        return _json({"verdicts": [summary_body(verdict) for verdict in self._engine_thread.judge.verdicts()]})
 
     async def _verdict(self, request: Request) -> Response:
-        verdict = self._desk.judge.verdict(request.query_params.get("rollout_id", ""))
+        verdict = self._engine_thread.judge.verdict(request.query_params.get("rollout_id", ""))
         return _json(verdict_body(verdict)) if verdict else _detail(404, "no call came for this rollout_id")
 
     async def _put_script(self, request: Request) -> Response:
         rollout_id = request.query_params.get("rollout_id", "")
         if not rollout_id.strip():
             return _detail(422, "the query parameter rollout_id is missing")
-        body, fault = parsed(await request.body())
+        body, fault = parse_body(await request.body())
         try:
             script = script_from_json(body)
         except ValueError as error:
             return _detail(422, f"no script: {fault or error}")
-        await self._desk.put_script(rollout_id, script)
+        await self._engine_thread.put_script(rollout_id, script)
         self._receiver.begin_anew(rollout_id)
         return _json({"rollout_id": rollout_id, "lines": len(script.lines)})
 
