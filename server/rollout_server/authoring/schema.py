@@ -31,8 +31,8 @@ def faults(tool: Tool) -> Iterator[str]:
     try:
         jsonschema.Draft202012Validator.check_schema(schema)
     except jsonschema.SchemaError as error:
-        place = "".join(f"[{part!r}]" for part in error.absolute_path)
-        yield f"its parameters are no JSON Schema: {place or 'the schema'}: {error.message}"
+        path = "".join(f"[{part!r}]" for part in error.absolute_path)
+        yield f"its parameters are no JSON Schema: {path or 'the schema'}: {error.message}"
         return
     if schema.get("type") != "object":
         yield 'its parameters must have "type": "object"'

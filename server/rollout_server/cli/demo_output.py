@@ -98,10 +98,12 @@ def event_line(event: event_pb2.RolloutEvent) -> str:
         case "asked":
             return f"turn {event.turn}: asked"
         case "answered":
-            answered = event.answered
-            mask = f", mask of {answered.mask_length}" if answered.HasField("mask_length") else ""
-            message = json.loads(answered.message.json)
-            return f"turn {event.turn}: {_message_text(message)}  ({plural(answered.generated_tokens, 'token')}{mask})"
+            completion = event.answered
+            mask = f", mask of {completion.mask_length}" if completion.HasField("mask_length") else ""
+            message = json.loads(completion.message.json)
+            return (
+                f"turn {event.turn}: {_message_text(message)}  ({plural(completion.generated_tokens, 'token')}{mask})"
+            )
         case "tool_returned":
             returned = event.tool_returned
             return f"turn {event.turn}: {returned.name} returned {json.loads(returned.message.json)['content']}"

@@ -69,8 +69,8 @@ async def serve_with_stub(
     async with _serve(agents, flags, concurrency) as client:
         stub = await prepare(client)
         async with StrictTrainer(model=stub.model, script=stub.script, requests_kept=_RECORDS) as trainer:
-            url, shown = f"grpc://{trainer.grpc_target}", f"a stand-in ({stub.name})"
-            endpoint = Endpoint(url, "grpc", tokenizer=_TOY, sampling=flags.sampling, limits=flags.limits, label=shown)
+            url, label = f"grpc://{trainer.grpc_target}", f"a stand-in ({stub.name})"
+            endpoint = Endpoint(url, "grpc", tokenizer=_TOY, sampling=flags.sampling, limits=flags.limits, label=label)
             yield LocalServer(client, endpoint, stub)
 
 

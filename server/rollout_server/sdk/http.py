@@ -89,8 +89,8 @@ def read_completion(body: bytes) -> Completion:
         completion = Completion.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "body"
-        raise OsmosisValidationError(f"the trainer's answer cannot be read: {place}: {first['msg']}", 200) from None
+        path = ".".join(map(str, first["loc"])) or "body"
+        raise OsmosisValidationError(f"the trainer's answer cannot be read: {path}: {first['msg']}", 200) from None
     if not completion.choices:
         raise OsmosisValidationError("the trainer's answer has no choices", 200)
     return completion

@@ -67,8 +67,8 @@ def count_messages_by_role(messages: list[dict[str, Any]]) -> dict[str, int]:
     return dict(Counter(get_message_role(message) for message in messages))
 
 
-def check_options(function: str, given: Mapping[str, object], kind: type[object]) -> None:
+def check_options(function: str, options: Mapping[str, object], kind: type[object]) -> None:
     """Raises TypeError for options that the function does not have, as Python would for parameters. `kind` lists those it has."""
-    unknown = sorted(given.keys() - kind.__annotations__.keys())
+    unknown = sorted(options.keys() - kind.__annotations__.keys())
     if unknown:
         raise TypeError(f"{function} takes no {', '.join(unknown)}; it takes {', '.join(kind.__annotations__)}")

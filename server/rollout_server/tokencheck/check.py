@@ -199,7 +199,7 @@ def _row(kind: str, simulated: Sequence[SimulatedConversation], form: Arguments)
         masks=_masks(boundaries),
         wrong_otherwise=(sum(boundary.mask is not Mask.RIGHT for boundary in others), len(others)),
         refused=tuple(dict.fromkeys(each.refused for each in plain if each.refused)),
-        left_out=tuple(sorted({word for each in plain for word in each.left_out})),
+        left_out=tuple(sorted({name for each in plain for name in each.left_out})),
         uncut=sum(bool(each.uncut) for each in plain),
     )
 

@@ -61,8 +61,8 @@ def write_output(
     body, closing = _split_stop(template, rendering.prompt(end), text, start, stop)
     body = _restore_content(body, message.get("content"))
     arguments = arguments_of(conversation.messages[position])
-    body, places, found = _spell_arguments(body, arguments, respell=writing is Writing.SPELLING)
-    return ModelOutput(body + closing, closing, places, found)
+    body, spans, found = _spell_arguments(body, arguments, respell=writing is Writing.SPELLING)
+    return ModelOutput(body + closing, closing, spans, found)
 
 
 def _closed_text(rendering: RenderedConversation, position: int, stop: StopToken | None) -> str:
@@ -117,7 +117,7 @@ def _stop_span(template: Template, text: str, start: int, stop: StopToken | None
     tokens = [
         (start + m.start() + run.start(), start + m.end() + run.start()) for m in re.finditer(any_special, run[0])
     ]
-    return next((place for place in tokens if stop and text[slice(*place)] == stop.text), tokens[-1])
+    return next((offset for offset in tokens if stop and text[slice(*offset)] == stop.text), tokens[-1])
 
 
 def _restore_content(body: str, content: object) -> str:
@@ -134,19 +134,19 @@ def _spell_arguments(
     body: str, arguments: Sequence[str], *, respell: bool
 ) -> tuple[str, tuple[tuple[int, int], ...], bool]:
     """The body, if wanted with arguments as the model spelled them; the places where they stand; whether all were found."""
-    places: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     at, found_all = 0, True
     for text in arguments:
-        found = next(((place, s) for s in _spellings(text) if (place := body.find(s, at)) >= 0), None)
+        found = next(((offset, s) for s in _spellings(text) if (offset := body.find(s, at)) >= 0), None)
         if found is None:
             found_all = False
             continue
-        place, spelling = found
+        offset, spelling = found
         stands = text if respell else spelling
-        body = body[:place] + stands + body[place + len(spelling) :]
-        at = place + len(stands)
-        places.append((place, at))
-    return body, tuple(places), found_all
+        body = body[:offset] + stands + body[offset + len(spelling) :]
+        at = offset + len(stands)
+        spans.append((offset, at))
+    return body, tuple(spans), found_all
 
 
 def _spellings(arguments: str) -> list[str]:

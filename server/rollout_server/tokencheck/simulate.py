@@ -142,14 +142,14 @@ class _Simulation:
 
 def _omissions(rendering: RenderedConversation, history: str, full: str, position: int, end: int) -> Iterator[str]:
     """What of an answer and of the messages around it is nowhere in the rendering, by a word of each."""
-    message_written = rendering.messages[position]
-    if not all(name in history for name in tool_names(message_written)):
+    completion = rendering.messages[position]
+    if not all(name in history for name in tool_names(completion)):
         yield "tool calls"
-    reasoning = reasoning_of(message_written)
-    if reasoning and reasoning not in history and message_written.get("reasoning_content"):
+    reasoning = reasoning_of(completion)
+    if reasoning and reasoning not in history and completion.get("reasoning_content"):
         yield "reasoning_content"
-    if not _contains(history, message_written) and "</think>" not in str(message_written.get("content")):
-        yield "content beside tool calls" if has_calls(message_written) else "answers"
+    if not _contains(history, completion) and "</think>" not in str(completion.get("content")):
+        yield "content beside tool calls" if has_calls(completion) else "answers"
     around = (*rendering.messages[:1], *rendering.messages[position + 1 : end])
     for message in around:
         if not _contains(full, message):

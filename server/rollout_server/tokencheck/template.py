@@ -95,11 +95,11 @@ class RenderedConversation:
 def in_other_tokens(template: Template, text: str, ids: Tokens) -> Tokens | None:
     """The same text in tokens that an encoder would not choose: cut in two in a word. None where no such cut is found."""
     added = template.added.keys()
-    places = sorted(range(1, len(text)), key=lambda place: abs(place - len(text) // 3))
-    for place in places[:40]:
-        if not (text[place - 1].isalpha() and text[place].isalpha()):
+    offsets = sorted(range(1, len(text)), key=lambda offset: abs(offset - len(text) // 3))
+    for offset in offsets[:40]:
+        if not (text[offset - 1].isalpha() and text[offset].isalpha()):
             continue
-        other = template.loaded.encode(text[:place]) + template.loaded.encode(text[place:])
+        other = template.loaded.encode(text[:offset]) + template.loaded.encode(text[offset:])
         same_text = [i for i in other if i in added] == [i for i in ids if i in added]
         if other != ids and same_text and template.loaded.decode(other) == template.loaded.decode(ids):
             return other

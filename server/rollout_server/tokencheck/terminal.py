@@ -137,7 +137,7 @@ def _kinds(rows: Iterable[ReportRow]) -> Table:
         wrong = row.boundaries - row.masks[Mask.RIGHT]
         otherwise = f"{row.wrong_otherwise[0]} of {row.wrong_otherwise[1]}" if row.wrong_otherwise[1] else "-"
         happens = [f"{cause.value} {number}" for cause, number in row.causes.items()]
-        happens += [f"{word} left out" for word in row.left_out]
+        happens += [f"{name} left out" for name in row.left_out]
         happens += ["no place to cut"] if row.uncut else []
         happens += ["refused"] if row.refused else []
         style = "green" if row.kept == row.boundaries and not happens else "yellow" if not row.causes else "red"

@@ -16,12 +16,14 @@ _SHOULD_BE = "Input should be "
 
 def argument_errors(error: ValidationError, arguments: Mapping[str, JSON], of: str | None = None) -> str:
     """What is wrong with arguments, or with that one of them, in one line that names each field."""
-    places: dict[str, list[ErrorDetails]] = {}
+    details_by_path: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False, include_context=False):
         if of is not None and detail["loc"][:1] != (of,):
             continue
-        places.setdefault(_path(detail, arguments), []).append(detail)
-    found = [f"{path}: {_error_text(details)}" if path else _error_text(details) for path, details in places.items()]
+        details_by_path.setdefault(_path(detail, arguments), []).append(detail)
+    found = [
+        f"{path}: {_error_text(details)}" if path else _error_text(details) for path, details in details_by_path.items()
+    ]
     more = [f"and {len(found) - _MOST_ERRORS} more"] if len(found) > _MOST_ERRORS else []
     return "; ".join(found[:_MOST_ERRORS] + more)
 

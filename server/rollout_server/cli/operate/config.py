@@ -19,12 +19,12 @@ def config(as_json: Annotated[bool, typer.Option("--json", help="One JSON object
     with report_errors("config"):
         settings = load()
     values = {name: getattr(settings, name) for name in Settings.model_fields}
-    values_shown = {name: "(hidden)" if isinstance(value, SecretStr) else value for name, value in values.items()}
+    visible_values = {name: "(hidden)" if isinstance(value, SecretStr) else value for name, value in values.items()}
     if as_json:
-        typer.echo(json.dumps(values_shown, default=str, indent=2))
+        typer.echo(json.dumps(visible_values, default=str, indent=2))
         return
     for name, field in Settings.model_fields.items():
         first, *others = names_of(name)
-        typer.secho(f"{first}={values_shown[name]}", bold=True)
+        typer.secho(f"{first}={visible_values[name]}", bold=True)
         also = f" Also {', '.join(others)}." if others else ""
         typer.echo(f"    {field.description}{also}")

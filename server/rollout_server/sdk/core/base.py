@@ -165,8 +165,8 @@ class RolloutAgentLoop(ABC):
             return
         name = getattr(cls, "name", None)
         if not isinstance(name, property) and not (isinstance(name, str) and name.strip()):
-            said = "has no name" if name is None else f"has the name {name!r}"
-            raise TypeError(f'agent loop class {cls.__name__} {said}; give it one: name = "my_agent"')
+            problem = "has no name" if name is None else f"has the name {name!r}"
+            raise TypeError(f'agent loop class {cls.__name__} {problem}; give it one: name = "my_agent"')
 
     @abstractmethod
     def get_tools(self, request: RolloutRequest) -> list[OpenAIFunctionToolSchema]:

@@ -204,7 +204,7 @@ class RolloutRequest(BaseModel):
 
     @field_validator("rollout_id")
     @classmethod
-    def _written_id(cls, value: str) -> str:
+    def _check_id(cls, value: str) -> str:
         return require_id(value)
 
     @field_validator("server_url")
@@ -254,7 +254,7 @@ class CompletionsRequest(BaseModel):
 
     @field_validator("rollout_id")
     @classmethod
-    def _written_id(cls, value: str) -> str:
+    def _check_id(cls, value: str) -> str:
         return require_id(value)
 
 

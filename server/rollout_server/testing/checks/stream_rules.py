@@ -68,7 +68,7 @@ class TrainRules:
                 self._acknowledged = item.acknowledge.sequence
             case "ask":
                 self._check_rollout(kind, item.ask.uid)
-                self._check_ask(item)
+                self._check_completion(item)
             case "event":
                 self._check_rollout(kind, item.event.uid)
             case "outcome":
@@ -90,7 +90,7 @@ class TrainRules:
         if uid in self._ended:
             self.faults.append(f"{kind}: came for rollout {uid!r} behind its outcome")
 
-    def _check_ask(self, item: TrainResponse) -> None:
+    def _check_completion(self, item: TrainResponse) -> None:
         key = item.ask.turn_key
         if key in self.under_way:
             self.faults.append(f"ask: {key!r} is under way already")

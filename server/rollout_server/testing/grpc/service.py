@@ -28,9 +28,9 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
         self._completions.record_request(request, metadata)
         try:
             self._authorize(metadata)
-            answer = await self._completions.complete(request)
+            response = await self._completions.complete(request)
             await self._lose(request.turn_key)
-            return answer
+            return response
         except SilenceError:
             await asyncio.Event().wait()
             raise

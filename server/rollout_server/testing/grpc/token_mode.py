@@ -118,24 +118,24 @@ def _runs(request: pb.CompleteRequest) -> list[LedgerRun]:
     return runs
 
 
-def _run(place: str, span: token_pb2.Span) -> LedgerRun:
+def _run(path: str, span: token_pb2.Span) -> LedgerRun:
     by_model = span.author == token_pb2.AUTHOR_MODEL
     if not by_model and span.author != token_pb2.AUTHOR_OTHER:
-        raise invalid(f"{place}.author", f"is {span.author}: every token has an author")
+        raise invalid(f"{path}.author", f"is {span.author}: every token has an author")
     if span.mask_reason not in _REASONS:
-        raise invalid(f"{place}.mask_reason", f"{span.mask_reason} is none")
+        raise invalid(f"{path}.mask_reason", f"{span.mask_reason} is none")
     reason = _REASONS[span.mask_reason]
     if (reason in (None, Reason.AUTHOR)) is not by_model:
-        raise invalid(f"{place}.mask_reason", f"{reason or 'none'} does not go with the author")
+        raise invalid(f"{path}.mask_reason", f"{reason or 'none'} does not go with the author")
     if not span.token_ids:
-        raise invalid(f"{place}.token_ids", "is empty: a span is a run of tokens")
+        raise invalid(f"{path}.token_ids", "is empty: a span is a run of tokens")
     if max(span.token_ids) > _LARGEST_ID:
-        raise invalid(f"{place}.token_ids", f"holds {max(span.token_ids)}, ids are below 2^31")
+        raise invalid(f"{path}.token_ids", f"holds {max(span.token_ids)}, ids are below 2^31")
     if not by_model and (span.HasField("logprobs") or span.policy_version or span.planes):
-        raise invalid(place, "logprobs, policy_version and planes are for spans of the model")
+        raise invalid(path, "logprobs, policy_version and planes are for spans of the model")
     logprobs = span.logprobs.values
     if span.HasField("logprobs") and len(logprobs) != len(span.token_ids):
-        raise invalid(f"{place}.logprobs", f"has {len(logprobs)} values for {len(span.token_ids)} tokens")
+        raise invalid(f"{path}.logprobs", f"has {len(logprobs)} values for {len(span.token_ids)} tokens")
     return LedgerRun(span.turn, by_model, list(span.token_ids), list(logprobs), reason, span.policy_version)
 
 
@@ -245,13 +245,13 @@ def _prompt_spans(
 ) -> Iterator[PromptSpan]:
     """What stands before each answer; `messages` of the conversation stand before it."""
     start = len(ledger.tagged_ids)
-    answered = ledger.marks[-1].messages - 1 if ledger.marks else None
+    completion_index = ledger.marks[-1].messages - 1 if ledger.marks else None
     cut = ledger.last_was_cut
     for turn, before in zip(turns, messages, strict=True):
         stop = start + sum(len(run.token_ids) for run in turn.before)
         closing = sum(len(run.token_ids) for run in turn.before if run.reason is Reason.CLOSING)
-        yield PromptSpan(turn.number if turn.completion else now, start, stop, before, answered, closing, cut)
-        start, answered, cut = start + turn.size, before, False
+        yield PromptSpan(turn.number if turn.completion else now, start, stop, before, completion_index, closing, cut)
+        start, completion_index, cut = start + turn.size, before, False
 
 
 def ids_of(tagged_ids: Sequence[int]) -> list[int]:

@@ -228,11 +228,11 @@ class TrainStream:
     def _start_completion(self, request: completion.CompleteRequest) -> None:
         self.asks.append(request)
         self._completions.record_request(request, {})
-        task = asyncio.create_task(self._answer(request))
+        task = asyncio.create_task(self._complete(request))
         self._asks.add(task)
         task.add_done_callback(self._asks.discard)
 
-    async def _answer(self, request: completion.CompleteRequest) -> None:
+    async def _complete(self, request: completion.CompleteRequest) -> None:
         key = request.turn_key
         try:
             response = await self._completions.complete(request)
@@ -251,10 +251,10 @@ class TrainStream:
             self._put(pb.TrainRequest(answer=pb.TrainAnswer(turn_key=key, response=second)))
 
     def _send_ledger(self, request: completion.ReadLedgerRequest) -> None:
-        told = pb.TrainLedger(uid=request.uid, segment_id=request.segment_id)
+        ledger = pb.TrainLedger(uid=request.uid, segment_id=request.segment_id)
         with contextlib.suppress(StatusError):
-            told.ledger.CopyFrom(self._completions.ledger(request))
-        self._passing.append(pb.TrainRequest(ledger=told))
+            ledger.ledger.CopyFrom(self._completions.ledger(request))
+        self._passing.append(pb.TrainRequest(ledger=ledger))
 
     def _forget(self, sequence: int) -> None:
         while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
