@@ -71,7 +71,7 @@ class Progress:
             case "tool_returned":
                 self._show_tool_result(event)
             case "appended":
-                self.messages([_parsed(message) for message in event.appended.messages])
+                self.messages([_parse_message(message) for message in event.appended.messages])
             case "drift_found":
                 self._line("drift", f"the trainer's prompt parts from ours at token {event.drift_found.index}", "red")
             case "note":
@@ -92,20 +92,20 @@ class Progress:
         self._line(who, text, _ACTION_STYLES[who])
         if event.HasField("forked"):
             self._segment = event.segment_id
-            self.messages([_parsed(message) for message in event.forked.messages])
+            self.messages([_parse_message(message) for message in event.forked.messages])
 
     def _show_completion(self, event: RolloutEvent) -> None:
         completion = event.answered
         self._tokens += completion.generated_tokens
         self._doing = "thinking"
-        self._message(_parsed(completion.message))
+        self._message(_parse_message(completion.message))
         self._line("", f"{plural(completion.generated_tokens, 'token')}, {completion.elapsed_ms:.0f} ms", "dim")
 
     def _show_tool_result(self, event: RolloutEvent) -> None:
         returned = event.tool_returned
         self._calls += 1
         style = "red" if returned.failed else _STYLES["tool"]
-        text = _text(_parsed(returned.message).get("content")) or EMPTY
+        text = _text(_parse_message(returned.message).get("content")) or EMPTY
         self._line("tool", f"{returned.name}, {returned.elapsed_ms:.0f} ms: {text}", style)
 
     def _message(self, message: Mapping[str, Any]) -> None:
@@ -179,7 +179,7 @@ def authors_of(letters: Mapping[str, int]) -> dict[str, int]:
     return {name: letters[letter] for letter, name in _AUTHORS if letter in letters}
 
 
-def _parsed(message: Message) -> Mapping[str, Any]:
+def _parse_message(message: Message) -> Mapping[str, Any]:
     from rollout_client import messages
 
     try:

@@ -44,7 +44,7 @@ class TranscriptLine:
         """What stands in front of the text."""
         return f"{self.letter} {'' if self.number is None else self.number:>6}│ " if self.letter else ""
 
-    def wrapped(self, width: int) -> Iterator[TranscriptLine]:
+    def wrap(self, width: int) -> Iterator[TranscriptLine]:
         """The line in parts of at most so many cells, each with the letter in front: a terminal would wrap without."""
         from rich.cells import chop_cells
 
@@ -63,7 +63,7 @@ def print_transcript(console: Console, transcript: Transcript, options: ViewOpti
     from rich.text import Text
 
     for line in lines(transcript, options):
-        for part in line.wrapped(console.width) if console.is_terminal else (line,):
+        for part in line.wrap(console.width) if console.is_terminal else (line,):
             console.print(Text(str(part), _STYLES.get(part.letter, "")), soft_wrap=True, highlight=False)
 
 

@@ -173,8 +173,8 @@ class StrictTrainer:
 
     async def completed(self, rollout_id: str) -> Mapping[str, Any]:
         """Waits until a rollout's outcome is settled, acknowledged or refused for good, and returns its body."""
-        await self._receiver.changed.until(lambda: self._settled(rollout_id) is not None)
-        outcome = self._settled(rollout_id)
+        await self._receiver.changed.until(lambda: self._settled_outcome(rollout_id) is not None)
+        outcome = self._settled_outcome(rollout_id)
         assert outcome is not None  # noqa: S101 - just waited for
         return outcome.body
 
@@ -207,7 +207,7 @@ class StrictTrainer:
     async def _stop_listening(self) -> None:
         await self._listener.close()
 
-    def _settled(self, rollout_id: str) -> DeliveredOutcome | None:
+    def _settled_outcome(self, rollout_id: str) -> DeliveredOutcome | None:
         outcome = self.outcome(rollout_id)
         return outcome if outcome and outcome.answered is not None else None
 

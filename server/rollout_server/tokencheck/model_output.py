@@ -77,7 +77,7 @@ def _closed_text(rendering: RenderedConversation, position: int, stop: StopToken
 def _completion_start(template: Template, rendering: RenderedConversation, position: int) -> int:
     """Where the answer begins in its rendering: behind its generation prompt, or what is left of that."""
     prompt, text = rendering.prompt(position), rendering.history(position + 1)
-    shared = template.joint(prompt, text)
+    shared = template.common_length(prompt, text)
     opening = prompt[common_prefix(prompt, rendering.history(position)) :]
     if shared >= len(prompt) - len(opening):
         return shared
@@ -86,7 +86,7 @@ def _completion_start(template: Template, rendering: RenderedConversation, posit
         other = rendering.render([*rendering.messages[:position], _OTHER], False)
     except RolloutFailed:
         return shared
-    same = template.joint(text, other)
+    same = template.common_length(text, other)
     if not opening:
         return same
     at = text.rfind(opening, 0, same)

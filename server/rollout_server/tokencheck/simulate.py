@@ -136,7 +136,7 @@ class _Simulation:
         prompt, history, full = rendering.prompt(position), rendering.history(position + 1), rendering.prompt(end)
         self.left_out.update(_omissions(rendering, history, full, position, end))
         if self.unprompted is None and not history.startswith(prompt):
-            shared = self._template.joint(prompt, history)
+            shared = self._template.common_length(prompt, history)
             self.unprompted = prompt[shared:][:_EXCERPT], history[shared:][:_EXCERPT]
 
 

@@ -32,7 +32,7 @@ class Template:
         """The texts of special tokens."""
         return frozenset(token.content for token in self.added.values() if token.special and token.content)
 
-    def joint(self, one: str, other: str) -> int:
+    def common_length(self, one: str, other: str) -> int:
         """Up to where two texts are the same, at a place where no added token is cut in two."""
         shared = common_prefix(one, other)
         if shared in (len(one), len(other)):

@@ -70,8 +70,8 @@ def _print_fault(console: Console, finding: Finding) -> None:
 def _print_example(console: Console, example: Example) -> None:
     at = f", token {example.index}" if example.index else ""
     _print(console, f"      in {example.kind!r}{at}", "dim")
-    _print(console, f"      was there  {_quoted(example.truth)}", "")
-    _print(console, f"      rendered   {_quoted(example.rendered)}", "")
+    _print(console, f"      was there  {_quote(example.truth)}", "")
+    _print(console, f"      rendered   {_quote(example.rendered)}", "")
 
 
 def _times(number: int) -> str:
@@ -83,7 +83,7 @@ def _facts(report: TemplateReport) -> Table:
     texts = [f"{stop.text} ({stop.id})" if stop else "none" for stop in (stops.final, stops.calls, stops.eos)]
     prompt_text = "each stays in front of its answer"
     if (example := report.generation_prompt) is not None:
-        prompt_text = f"not kept in {example.kind!r}: {_quoted(example.truth)}, rendered {_quoted(example.rendered)}"
+        prompt_text = f"not kept in {example.kind!r}: {_quote(example.truth)}, rendered {_quote(example.rendered)}"
     tools = "in the prompt" if traits.tools_shown else "not in the prompt"
     rows = {
         "an answer ends with": f"{texts[0]}; with calls {texts[1]}; eos_token {texts[2]}",
@@ -153,7 +153,7 @@ def _print_refusals(console: Console, rows: Iterable[ReportRow]) -> None:
         for reason in row.refused:
             by_reason.setdefault(reason, []).append(row.kind)
     for reason, kinds in by_reason.items():
-        _print(console, f"refused: {_one_line(', '.join(kinds))}: {_quoted(reason)}", "yellow")
+        _print(console, f"refused: {_one_line(', '.join(kinds))}: {_quote(reason)}", "yellow")
 
 
 def _print_list(console: Console, title: str, texts: Iterable[str]) -> None:
@@ -190,7 +190,7 @@ def _colour(mask: Mask, number: int) -> str:
     return "green" if mask is Mask.RIGHT else "red"
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return f'"{_one_line(text)}"'
 
 

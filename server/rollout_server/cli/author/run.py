@@ -111,16 +111,8 @@ async def _run(
             rollout = await server.client.get(result.uid, view="full") if result.uid else None
     authors = _authors(rollout) if rollout is not None else None
     show_result(console, result, authors)
-    output.line(
-        {
-            "rollout": {
-                "agent": agent.name,
-                "endpoint": server.endpoint.description(),
-                **_result_fields(result),
-                "authors": authors,
-            }
-        }
-    )
+    fields = {"agent": agent.name, "endpoint": server.endpoint.description(), **_result_fields(result)}
+    output.line({"rollout": {**fields, "authors": authors}})
     if rollout is not None and flags.out is not None:
         flags.out.write_bytes(rollout.SerializeToString())
     if rollout is not None:

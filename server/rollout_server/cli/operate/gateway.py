@@ -33,10 +33,10 @@ def gateway(as_json: bool = False, **flags: object) -> None:
         from rollout_server import logs
 
         logs.set_up(options.log_format, options.log_level)
-        main.run(options, lambda url, port: output.line(_serving(url, port, options)))
+        main.run(options, lambda url, port: output.line(_serving_document(url, port, options)))
 
 
-def _serving(url: str, port: int, options: Options) -> dict[str, Any]:
+def _serving_document(url: str, port: int, options: Options) -> dict[str, Any]:
     return {"serving": {"url": url, "port": port, "servers": list(options.servers)}}
 
 

@@ -213,7 +213,7 @@ class RolloutRequest(BaseModel):
         return require_url(value)
 
     @model_validator(mode="after")
-    def _bounded(self) -> RolloutRequest:
+    def _check_metadata(self) -> RolloutRequest:
         size = len(to_json(self.metadata, inf_nan_mode="constants"))
         if size > METADATA.most:
             raise ValueError(f"metadata has {size} bytes as JSON, at most {METADATA.most} are allowed")

@@ -152,7 +152,7 @@ class Judge:
         with self._lock:
             state = self._states.get(rollout_id)
             if state:
-                self._store(rollout_id, state.restarted())
+                self._store(rollout_id, state.fresh_state())
             return state is not None
 
     def verdict(self, rollout_id: str) -> Verdict | None:
@@ -175,17 +175,17 @@ class Judge:
     def _check_again(self, call: CompletionCall, state: JudgedRollout) -> None:
         if call.again and not state.repeats_last_request(call.messages):
             text = f"turn {state.last_turn.number} is asked for again, but the messages are others"
-            raise _refused(state.last_turn.number, RefusalReason.KEY, text)
+            raise _refusal_error(state.last_turn.number, RefusalReason.KEY, text)
 
     def _first(self, call: CompletionCall) -> CheckedPrompt:
         if call.masked and (fault := first_mask_fault(call.mask)):
-            raise _refused(1, RefusalReason.MASK, fault)
+            raise _refusal_error(1, RefusalReason.MASK, fault)
         return CheckedPrompt(call, self._ids(call, 1), new_tokens=0, turn=1, begins=True)
 
     def _later(self, call: CompletionCall, state: JudgedRollout) -> CheckedPrompt:
         turn = state.next_turn
         if fault := state.history_fault(call.messages):
-            raise _refused(turn, RefusalReason.HISTORY, fault)
+            raise _refusal_error(turn, RefusalReason.HISTORY, fault)
         ids = self._ids(call, turn)
         new_tokens = len(ids) - state.seen_tokens
         if new_tokens < 0:
@@ -193,9 +193,9 @@ class Judge:
                 f"the messages render to {len(ids)} tokens, {-new_tokens} fewer than the {state.seen_tokens} "
                 "of the last prompt and its answer: no response_mask can be right"
             )
-            raise _refused(turn, RefusalReason.SHRUNK, text)
+            raise _refusal_error(turn, RefusalReason.SHRUNK, text)
         if call.masked and (fault := mask_fault(call.mask, new_tokens)):
-            raise _refused(turn, RefusalReason.MASK, fault)
+            raise _refusal_error(turn, RefusalReason.MASK, fault)
         return CheckedPrompt(call, ids, new_tokens, turn)
 
     def _is_over(self, call: CompletionCall, state: JudgedRollout) -> bool:
@@ -210,11 +210,11 @@ class Judge:
         if call.keyed is None:
             return
         if found := call_fault(call, call.keyed, state):
-            raise _refused(state.next_turn, *found)
+            raise _refusal_error(state.next_turn, *found)
         owner = self._owners.setdefault(call.keyed.turn_key, call.key)
         if owner != call.key:
             text = f"the Idempotency-Key is that of a turn of rollout {owner!r}: each turn has a key of its own"
-            raise _refused(state.next_turn, RefusalReason.KEY, text)
+            raise _refusal_error(state.next_turn, RefusalReason.KEY, text)
         while len(self._owners) > _KEYS_KEPT:
             del self._owners[next(iter(self._owners))]
 
@@ -225,14 +225,14 @@ class Judge:
                 return self._renderer.prompt(call.messages, call.tools)
             fault = self._token_mode.fault(call.messages, call.tools, call.token_prompt)
         except UnrenderableError as error:
-            raise _refused(turn, RefusalReason.TEMPLATE, str(error)) from error
+            raise _refusal_error(turn, RefusalReason.TEMPLATE, str(error)) from error
         if fault:
-            raise _refused(turn, RefusalReason.TOKENS, fault)
+            raise _refusal_error(turn, RefusalReason.TOKENS, fault)
         return call.token_prompt.ids
 
     def _state_for(self, prompt: CheckedPrompt) -> JudgedRollout:
         state = self._states.get(prompt.call.key) or JudgedRollout(prompt.call.key)
-        return state.restarted() if prompt.begins and (state.next_turn > 1 or state.delivery) else state
+        return state.fresh_state() if prompt.begins and (state.next_turn > 1 or state.delivery) else state
 
     def _store(self, rollout_id: str, state: JudgedRollout) -> None:
         self._states.pop(rollout_id, None)
@@ -241,7 +241,7 @@ class Judge:
             del self._states[next(iter(self._states))]
 
 
-def _refused(turn: int, reason: RefusalReason, text: str) -> RefusedError:
+def _refusal_error(turn: int, reason: RefusalReason, text: str) -> RefusedError:
     return RefusedError(Refusal(turn, reason, text))
 
 

@@ -137,10 +137,10 @@ def _with_parsed_arguments(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
+    return {**message, "tool_calls": [_parse_call(call) for call in calls]}
 
 
-def _parsed_call(call: Any) -> Any:
+def _parse_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

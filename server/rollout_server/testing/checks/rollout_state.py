@@ -216,7 +216,7 @@ class JudgedRollout:
             earlier=self._earlier,
         )
 
-    def restarted(self) -> "JudgedRollout":
+    def fresh_state(self) -> "JudgedRollout":
         """An empty state under the same id, which keeps this one's verdict as an earlier one."""
         verdict = dataclasses.replace(self.verdict(), earlier=())
         return JudgedRollout(self._rollout_id, (*self._earlier, verdict))
@@ -235,7 +235,7 @@ def canonical(message: Message) -> str:
 
 def verbatim(message: Message) -> str:
     """The same for a dialect whose messages go through untouched: a null is there or is not."""
-    return json.dumps(_ordered(message))
+    return json.dumps(_with_sorted_keys(message))
 
 
 def first_difference(known: Sequence[str], messages: Sequence[Message], read: Reading = canonical) -> int | None:
@@ -246,11 +246,11 @@ def first_difference(known: Sequence[str], messages: Sequence[Message], read: Re
     return None
 
 
-def _ordered(value: object) -> object:
+def _with_sorted_keys(value: object) -> object:
     if isinstance(value, Mapping):
-        return [[key, value[key] if key == "arguments" else _ordered(value[key])] for key in sorted(value)]
+        return [[key, value[key] if key == "arguments" else _with_sorted_keys(value[key])] for key in sorted(value)]
     if isinstance(value, list | tuple):
-        return ["", *(_ordered(item) for item in value)]
+        return ["", *(_with_sorted_keys(item) for item in value)]
     return value
 
 

@@ -17,7 +17,7 @@ class TrainRules:
         self.under_way: dict[str, str] = {}
         self._credit = credit
         self._resumed = False
-        self._expected: list[str] = []
+        self._expected_spans: list[str] = []
         self._running: set[str] = set()
         self._ended: set[str] = set()
         self._acknowledged = 0
@@ -34,7 +34,7 @@ class TrainRules:
 
     def expect_started(self, rollout_ids: list[str]) -> None:
         """A start was sent for these rollouts."""
-        self._expected += rollout_ids
+        self._expected_spans += rollout_ids
 
     def end_request(self, turn_key: str) -> None:
         """An ask was answered or rejected."""
@@ -79,7 +79,7 @@ class TrainRules:
 
     def _check_started(self, item: TrainResponse) -> None:
         rollout = item.started.rollout
-        wanted = self._expected.pop(0) if self._expected else None
+        wanted = self._expected_spans.pop(0) if self._expected_spans else None
         if rollout.spec.rollout_id != wanted:
             self.faults.append(f"started: {rollout.spec.rollout_id!r}, and {wanted!r} is next")
         self._running.add(rollout.uid)
@@ -100,4 +100,4 @@ class TrainRules:
 
     def drop_expected(self, rollout_ids: list[str]) -> None:
         """A start was refused, so these are not started."""
-        self._expected = [each for each in self._expected if each not in rollout_ids]
+        self._expected_spans = [each for each in self._expected_spans if each not in rollout_ids]

@@ -79,7 +79,7 @@ class TokenModeCheck:
         self, messages: Sequence[Message], tools: Tools | None, ids: list[int], span: PromptSpan
     ) -> str | None:
         sent = ids[span.start : span.stop]
-        expected = self._expected(messages, tools, ids, span)
+        expected = self._expected_spans(messages, tools, ids, span)
         if not expected:
             return self._text_fault(messages, sent, span)
         if any(each.ids == sent and each.closing == span.closing for each in expected):
@@ -92,7 +92,7 @@ class TokenModeCheck:
             )
         return self._difference(first.ids, sent, span)
 
-    def _expected(
+    def _expected_spans(
         self, messages: Sequence[Message], tools: Tools | None, ids: list[int], span: PromptSpan
     ) -> list[_Expected]:
         """All that would be right, what the trainer itself would render first."""
@@ -101,7 +101,7 @@ class TokenModeCheck:
         forms = self._forms if any(message.get("tool_calls") for message in messages) else self._forms[:1]
         for form in forms:
             try:
-                expected += _appended_expectations(form, messages, tools, ids, span) or _after_completion(
+                expected += _expected_appended(form, messages, tools, ids, span) or _after_completion(
                     form, messages, tools, ids, span
                 )
             except UnrenderableError as error:
@@ -138,7 +138,7 @@ class TokenModeCheck:
         return None
 
 
-def _appended_expectations(
+def _expected_appended(
     renderer: PlainRenderer, messages: Sequence[Message], tools: Tools | None, ids: list[int], span: PromptSpan
 ) -> list[_Expected]:
     """The rest of the whole conversation's rendering, where it begins with what is held and breaks off at the answer's end."""

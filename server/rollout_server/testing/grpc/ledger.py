@@ -124,20 +124,20 @@ class HeldSegment:
 
     def append(self, run: LedgerRun) -> None:
         """Adds tokens."""
-        self._digest.update(_packed(run))
+        self._digest.update(_pack(run))
         self._runs.append(run)
         self._tagged_ids += run.tagged_ids
 
     def mark(self, messages: int) -> Mark:
         """Sets a checkpoint after the last token: `messages` of them are known now."""
-        self.marks.append(self.extended((), messages))
+        self.marks.append(self.checkpoint_after((), messages))
         return self.marks[-1]
 
-    def extended(self, runs: Sequence[LedgerRun], messages: int) -> Mark:
+    def checkpoint_after(self, runs: Sequence[LedgerRun], messages: int) -> Mark:
         """The checkpoint behind further runs, which are not taken in."""
         digest = self._digest.copy()
         for run in runs:
-            digest.update(_packed(run))
+            digest.update(_pack(run))
         return Mark(messages, len(self._tagged_ids) + sum(len(run.token_ids) for run in runs), digest.digest())
 
     def has(self, digest: bytes) -> bool:
@@ -177,6 +177,6 @@ def runs_within(runs: Sequence[LedgerRun], offset: int, stop: int | None = None)
             yield run.part(first, last)
 
 
-def _packed(run: LedgerRun) -> bytes:
+def _pack(run: LedgerRun) -> bytes:
     tagged_ids = run.tagged_ids
     return struct.pack(f"<{len(tagged_ids)}I", *tagged_ids)

@@ -90,7 +90,7 @@ def continue_segment(
         proved = _compare(sent, ledger, parent, request)
     fresh = list(runs_within(sent, len(ledger.tagged_ids) if with_all else 0))
     _check_origin(request, ledger, parent, model_tokens=any(run.by_model for run in sent))
-    prompt = ledger.extended(fresh, len(messages))
+    prompt = ledger.checkpoint_after(fresh, len(messages))
     _check_after(request.new_tokens.after, prompt, ledger)
     turns = _turns(fresh)
     completions = _completion_indices(len(turns) - 1, messages)

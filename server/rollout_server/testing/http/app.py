@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from rollout_server.testing.checks.turn import CompletionCall, TrainerDialect
 from rollout_server.testing.checks.verdict import RefusedError
-from rollout_server.testing.http.broken_responses import Closed, DelayedResponse, broken
+from rollout_server.testing.http.broken_responses import Closed, DelayedResponse, broken_response
 from rollout_server.testing.http.outcome_receiver import OutcomeReceiver
 from rollout_server.testing.http.wire import (
     Bearer,
@@ -137,7 +137,7 @@ def _response(body: Mapping[str, Any], result: Result, headers: Mapping[str, str
     if isinstance(result, FailedCall):
         fault = result.fault
         if fault.kind not in (FaultKind.EMPTY_CHOICES, FaultKind.NULL_MESSAGE):
-            return DelayedResponse(broken(fault), None if fault.kind is FaultKind.SILENCE else fault.delay)
+            return DelayedResponse(broken_response(fault), None if fault.kind is FaultKind.SILENCE else fault.delay)
     with_logprobs = body.get("logprobs") is not False
     completion = completion_body(body["rollout_id"], int(time.time()), result, with_logprobs=with_logprobs)
     delay = result.fault.delay if isinstance(result, FailedCall) else result.reply.delay

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from rollout_server.testing.checks.judge import ROLLOUTS_KEPT
 from rollout_server.testing.checks.rollout_state import OutcomeNotice
 from rollout_server.testing.checks.verdict import RefusedError, Verdict
-from rollout_server.testing.http.broken_responses import DelayedResponse, broken
+from rollout_server.testing.http.broken_responses import DelayedResponse, broken_response
 from rollout_server.testing.http.wire import Bearer, parse_body, rollout_in
 from rollout_server.testing.model.engine_thread import EngineThread
 from rollout_server.testing.notifier import Notifier
@@ -94,8 +94,8 @@ class OutcomeReceiver:
         if fault is None:
             return self._settling_response(notice, JSONResponse({"status": "ok"})), "200"
         if fault.kind is FaultKind.STATUS:
-            return self._settling_response(notice, broken(fault), fault.delay), str(fault.status)
-        return DelayedResponse(broken(fault), _delay(fault)), fault.kind.value
+            return self._settling_response(notice, broken_response(fault), fault.delay), str(fault.status)
+        return DelayedResponse(broken_response(fault), _delay(fault)), fault.kind.value
 
     def _settling_response(self, notice: OutcomeNotice, response: Response | None, delay: float = 0.0) -> Response:
         """A whole answer; what it settles is settled when it goes out."""
