@@ -17,7 +17,7 @@ from rich.console import Console
 from rollout_client import RolloutEvent
 from rollout_server import Limits
 from rollout_server.cli.progress import Progress
-from rollout_server.testing.checks.turn import TrainerDialect
+from rollout_server.testing import TrainerDialect
 from rollout_server.testing.script import Script, ScriptedReply
 from rollout_server.testing.trainer import StrictTrainer
 

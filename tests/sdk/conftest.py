@@ -24,7 +24,7 @@ from rollout_server.sdk import (
     as_agent,
 )
 from rollout_server.settings import Settings
-from rollout_server.testing.checks.turn import TrainerDialect
+from rollout_server.testing import TrainerDialect
 from rollout_server.testing.http.app import SeenRequest
 from rollout_server.testing.script import Script
 from rollout_server.testing.trainer import StrictTrainer

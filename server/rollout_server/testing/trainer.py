@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from starlette.types import ASGIApp
 
+from rollout_server.testing import TrainerDialect
 from rollout_server.testing.checks.judge import Judge
 from rollout_server.testing.checks.renderer import PlainRenderer, Tools
-from rollout_server.testing.checks.turn import TrainerDialect
 from rollout_server.testing.checks.verdict import DeliveredOutcome, Verdict
 from rollout_server.testing.grpc.completions import Completions, SeenCompletion
 from rollout_server.testing.grpc.service import CompletionServer, CompletionService, target

@@ -55,7 +55,7 @@ async def _demo() -> dict[str, bool]:
     import httpx
     from rich.console import Console
 
-    from rollout_server.testing.checks.turn import TrainerDialect
+    from rollout_server.testing import TrainerDialect
     from rollout_server.testing.trainer import StrictTrainer
 
     console = Console(highlight=False)

@@ -16,7 +16,7 @@ from rollout_server.cli.flags import accept_flags, pick_flags
 from rollout_server.cli.json_output import JsonOutput, open_output
 from rollout_server.edge.grpc_loop import run_loop
 from rollout_server.inspection.escape import visible
-from rollout_server.testing.checks.turn import TrainerDialect
+from rollout_server.testing import TrainerDialect
 
 if TYPE_CHECKING:
     from rollout_server.testing.checks.verdict import Verdict

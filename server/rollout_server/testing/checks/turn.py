@@ -1,9 +1,7 @@
-"""The values of one turn on the trainer's side: its HTTP dialect, the request, the checked prompt, the completion."""
+"""The values of one turn on the trainer's side: the request, the checked prompt, the completion."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
 
 from rollout_server.testing.checks.renderer import Message, Tools
 from rollout_server.testing.checks.token_mode_check import TokenPrompt
@@ -74,24 +72,3 @@ class ScriptedCompletion:
     logprobs: list[float]
     prompt_ids: list[int]
     raw_text: str = ""
-
-
-class TrainerDialect(StrEnum):
-    """What a trainer expects of the calls for completions.
-
-    They look alike but for `response_mask`. A trainer that expects a mask refuses a call without one, so one that speaks
-    both has to know which is meant: the first call of a rollout says so, by having the key (null there) or not.
-    """
-
-    MASKED = "masked"
-    """The synchronous dialect. Every call is judged by its mask, and outcomes are not received."""
-    PLAIN = "plain"
-    """The asynchronous dialect. No call has a mask, every one has an ``Idempotency-Key``, and outcomes are received."""
-    EITHER = "either"
-    """Each rollout in the dialect that its first call is in."""
-
-    def has_mask(self, body: Mapping[str, Any], known: bool | None) -> bool:
-        """Whether a call is one with a mask; `known` says it of the calls before, None where there were none."""
-        if self is not TrainerDialect.EITHER:
-            return self is TrainerDialect.MASKED
-        return known if known is not None else "response_mask" in body

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rollout_server.testing.checks.turn import CompletionCall, TrainerDialect
+from rollout_server.testing import TrainerDialect
+from rollout_server.testing.checks.turn import CompletionCall
 from rollout_server.testing.checks.verdict import RefusedError
 from rollout_server.testing.http.broken_responses import Closed, DelayedResponse, broken_response
 from rollout_server.testing.http.outcome_receiver import OutcomeReceiver
