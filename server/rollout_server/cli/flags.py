@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 _DIALECTS = "openai, vllm, sglang, grpc, http-plain or http-masked"
 
 
+_T = TypeVar("_T")
+_Command = TypeVar("_Command", bound=Callable[..., None])
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionFlags:
     """How a rollout's completions are asked for."""
@@ -110,10 +114,6 @@ class CompletionFlags:
         if not key:
             raise AuthorError(f"--api-key-env: the environment variable {self.api_key_env} is not set")
         return key
-
-
-_T = TypeVar("_T")
-_Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def accept_flags(*kinds: type[Any]) -> Callable[[_Command], _Command]:

@@ -23,6 +23,9 @@ _TOY = "toy"
 _RECORDS = 64
 
 
+_MOST = 50
+
+
 @dataclass(frozen=True, slots=True)
 class LocalServer:
     """A server that serves, its client, and who completes."""
@@ -111,9 +114,6 @@ def _settings(flags: CompletionFlags, concurrency: int) -> Settings:
         tls_client_ca=None,
         tokenizers=tokenizers,
     )
-
-
-_MOST = 50
 
 
 class _ServerLogHandler(logging.Handler):

@@ -14,6 +14,9 @@ _NUMBER: JSON = {"type": "number"}
 _TEXT: JSON = {"type": "string"}
 
 
+KIND = "yours"
+
+
 def _tool(name: str, description: str, properties: dict[str, JSON]) -> Fields:
     schema: JSON = {"type": "object", "properties": properties, "required": list(properties)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
@@ -112,9 +115,6 @@ def _normal_call(call: JSON) -> JSON:
     except MalformedMessage:  # not an object, so that no parser would touch it
         return call
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-KIND = "yours"
 
 
 def read_conversations(path: Path) -> list[CheckConversation]:

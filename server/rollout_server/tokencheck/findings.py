@@ -26,6 +26,18 @@ _CAUSES = {
 _NEEDED = ("answers", "content beside tool calls", "tool calls", "tool results", "user messages")
 
 
+_TEMPLATE = (
+    "use a template that only ever appends, and the same file on both sides: ROLLOUT_TEMPLATES=NAME=FILE here, the trainer's "
+    "own setting there; try it first with --template FILE"
+)
+_UNREADABLE = (ArgumentsTrait.TWICE, ArgumentsTrait.REFUSED, ArgumentsTrait.LEFT_OUT)
+_WRITING_TEXTS = {
+    Writing.TEMPLATE: "as the template writes them",
+    Writing.SPELLING: "with arguments in a spelling of the model's own",
+    Writing.TOKENS: "in the same text but other tokens",
+}
+
+
 def find_faults(
     simulated: Sequence[SimulatedConversation], probed: TemplateTraits, traits: Traits
 ) -> Iterator[Finding]:
@@ -122,18 +134,6 @@ def _kinds(simulated: Sequence[SimulatedConversation]) -> str:
     return ", ".join(kinds[:4]) + (f" and {len(kinds) - 4} more" if len(kinds) > 4 else "")
 
 
-_TEMPLATE = (
-    "use a template that only ever appends, and the same file on both sides: ROLLOUT_TEMPLATES=NAME=FILE here, the trainer's "
-    "own setting there; try it first with --template FILE"
-)
-_UNREADABLE = (ArgumentsTrait.TWICE, ArgumentsTrait.REFUSED, ArgumentsTrait.LEFT_OUT)
-_WRITTEN = {
-    Writing.TEMPLATE: "as the template writes them",
-    Writing.SPELLING: "with arguments in a spelling of the model's own",
-    Writing.TOKENS: "in the same text but other tokens",
-}
-
-
 def suggest_changes(
     faults: Sequence[Finding],
     form: Arguments,
@@ -171,7 +171,7 @@ def suggest_changes(
         number = worst.boundaries - worst.masks[Mask.RIGHT]
         yield (
             "do not count by lengths: keep prompt ids + generated ids + environment ids, as the samples of this server do. "
-            f"Answers written {_WRITTEN[worst.writing]} get {number} of {worst.boundaries} masks wrong"
+            f"Answers written {_WRITING_TEXTS[worst.writing]} get {number} of {worst.boundaries} masks wrong"
         )
     if any(count.masks[Mask.NEGATIVE] for count in counts if count.form is form):
         yield (

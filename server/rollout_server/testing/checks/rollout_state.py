@@ -24,6 +24,12 @@ from rollout_server.testing.script import ScriptedReply
 _COUNTED: Final = frozenset({"token_ids", "prompt_token_ids", "usage", "choices"})
 
 
+Reading: TypeAlias = Callable[[Message], str]
+"""Gives a message as a text that is equal for messages that say the same."""
+RETRIED_STATUSES: Final = frozenset({408, 425, 429})
+"""The statuses 4xx after which the same outcome comes again; after any other it does not (http-wire.md, B)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
     """How many tokens of prompt and answer a response reported, by its ids or its usage; None where it did not."""
@@ -222,10 +228,6 @@ class JudgedRollout:
         return JudgedRollout(self._rollout_id, (*self._earlier, verdict))
 
 
-Reading: TypeAlias = Callable[[Message], str]
-"""Gives a message as a text that is equal for messages that say the same."""
-
-
 def canonical(message: Message) -> str:
     """Keys whose value is null say the same as absent keys, and the order of keys says nothing, except inside of
     `arguments`, which templates render in the order given. ``8`` and ``8.0`` differ.
@@ -252,10 +254,6 @@ def _with_sorted_keys(value: object) -> object:
     if isinstance(value, list | tuple):
         return ["", *(_with_sorted_keys(item) for item in value)]
     return value
-
-
-RETRIED_STATUSES: Final = frozenset({408, 425, 429})
-"""The statuses 4xx after which the same outcome comes again; after any other it does not (http-wire.md, B)."""
 
 
 @dataclass(frozen=True, slots=True)

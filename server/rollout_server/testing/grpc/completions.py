@@ -30,7 +30,12 @@ from rollout_server.testing.model.engine import CompletedCall, FailedCall
 from rollout_server.testing.model.engine_thread import EngineThread, ToolsUnavailableError
 from rollout_server.testing.script import Fault, FaultKind, Lie
 
-_ANSWERS_KEPT: Final = 16 * ROLLOUTS_KEPT
+_TURNS_KEPT: Final = 16 * ROLLOUTS_KEPT
+
+
+TOO_LARGE: Final = 1 << 31
+BORROWED: Final = frozenset({Lie.OTHER_TURN, Lie.REPLAYED_TURN})
+"""The lies that need an earlier answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ class Completions:
             if is_answered:
                 self._segments.step_back(request)
             turn = self._turns[request.turn_key] = asyncio.create_task(self._complete(request))
-            while len(self._turns) > _ANSWERS_KEPT:
+            while len(self._turns) > _TURNS_KEPT:
                 self._turns.pop(next(iter(self._turns))).cancel()
         return turn
 
@@ -221,11 +226,6 @@ async def _failure(result: FailedCall) -> pb.CompleteResponse:
         case FaultKind.STATUS if fault.status == 200:
             return pb.CompleteResponse(message=message_pb2.Message(json=fault.body), finish_reason="stop")
     raise status_of_fault(fault)
-
-
-TOO_LARGE: Final = 1 << 31
-BORROWED: Final = frozenset({Lie.OTHER_TURN, Lie.REPLAYED_TURN})
-"""The lies that need an earlier answer."""
 
 
 def apply_lie(lie: Lie, honest: pb.CompleteResponse, earlier: pb.CompleteResponse, turn: int) -> pb.CompleteResponse:

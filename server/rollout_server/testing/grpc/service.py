@@ -15,6 +15,19 @@ from rollout_server.testing.grpc.status import StatusError, abort, status_of_fau
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
+_LARGEST_MESSAGE: Final = 64 * 1024 * 1024
+_OPTIONS: Final = (
+    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
+    ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
+    ("grpc.max_send_message_length", _LARGEST_MESSAGE),
+    # gRPC drops calls silently when more than 1,000 wait to be picked up.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
 class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
     """What stands between the wire and the judge: the key that is demanded, statuses, answers that get lost."""
 
@@ -60,19 +73,6 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
 
 def _metadata(context: _Context) -> Mapping[str, str]:
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-
-
-_LARGEST_MESSAGE: Final = 64 * 1024 * 1024
-_OPTIONS: Final = (
-    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
-    ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
-    ("grpc.max_send_message_length", _LARGEST_MESSAGE),
-    # gRPC drops calls silently when more than 1,000 wait to be picked up.
-    ("grpc.server.max_pending_requests", 100_000),
-    ("grpc.server.max_pending_requests_hard_limit", 100_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
 
 
 def target(host: str, port: int) -> str:
