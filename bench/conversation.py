@@ -122,7 +122,7 @@ def _render(renderer: PlainRenderer, tools: Sequence[Mapping[str, Any]], script:
         prompt = renderer.prompt(history, tools)
         if prompt[: len(seen)] != seen:
             raise ValueError("the chat template rewrites earlier turns; another tokenizer is needed for the benchmark")
-        answer = renderer.answer(history, tools, prompt, reply)
+        answer = renderer.completion_ids(history, tools, prompt, reply)
         new = len(prompt) - len(seen) if seen else 0
         turns[len(history)] = Turn(_completion(reply, prompt, answer), len(prompt), new, tail)
         seen = prompt + answer

@@ -15,7 +15,7 @@ from urllib.request import urlopen
 import msgspec
 import typer
 from aiohttp import web
-from rollout_server.testing.checks.mask_check import first_mask_fault, mask_fault
+from rollout_server.testing.checks.judge import first_mask_fault, mask_fault
 from rollout_server.testing.checks.renderer import PlainRenderer
 
 from bench.conversation import Conversation, Turn, prepare

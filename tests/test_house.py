@@ -96,8 +96,8 @@ ROOMS: dict[str, set[str]] = {
     # The composition root and the commands.
     "rollout_server.app": {ANYTHING},
     "rollout_server.assembly": {ANYTHING},
-    "rollout_server.exposure": {"rollout_server.edge.api_keys", "rollout_server.settings"},
-    "rollout_server.http": {ANYTHING},
+    "rollout_server.network_exposure": {"rollout_server.edge.api_keys", "rollout_server.settings"},
+    "rollout_server.embedded_gateway": {ANYTHING},
     "rollout_server.cli": {ANYTHING},
     # The public names, and `serve`, which goes to the composition root.
     "rollout_server": {*_AUTHORS, "rollout_server.app"},

@@ -1,8 +1,8 @@
 """A pytest plugin for authors of agents. It comes with the package and needs no registration.
 
     def test_adds(serving, scripted_model):
-        stage = serving(Calculator())
-        rollout = stage.play("What is 5 plus 3?", scripted_model.calls("add", a=5, b=3).says("It is 8."))
+        stack = serving(Calculator())
+        rollout = stack.play("What is 5 plus 3?", scripted_model.calls("add", a=5, b=3).says("It is 8."))
         assert rollout.tool_results == ["8"]
 
 Nothing of the server is imported before a fixture is used: a trainer's tests run beside it without its dependencies.
@@ -33,7 +33,7 @@ def rollout_loop() -> Iterator[LoopThread]:
 
 @pytest.fixture
 def scripted_model() -> ScriptedModel:
-    """A model that says what the test writes down."""
+    """A model whose replies the test writes down."""
     from rollout_server.local_stack import ScriptedModel
 
     return ScriptedModel()
@@ -41,7 +41,7 @@ def scripted_model() -> ScriptedModel:
 
 @pytest.fixture
 def strict_trainer(rollout_loop: LoopThread) -> Iterator[StrictTrainer]:
-    """A trainer that counts every token itself and refuses what is wrong, at `.url` and `.grpc_target`."""
+    """A trainer that counts every token itself and refuses requests that are wrong, at `.url` and `.grpc_target`."""
     from rollout_server.testing.trainer import StrictTrainer
 
     trainer = StrictTrainer()

@@ -48,14 +48,14 @@ from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.exposure import log_exposure
+from rollout_server.network_exposure import log_exposure
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.run.lifecycle import start_agents
 from rollout_server.settings import Settings, load
 
 if TYPE_CHECKING:
-    from rollout_server.http import HttpServer
+    from rollout_server.embedded_gateway import EmbeddedGateway
 
 _log = logging.getLogger(__name__)
 LAST_SECONDS = 5.0
@@ -84,7 +84,7 @@ class Server:
         self._roster: RolloutRegistry
         self._streams: Streams
         self._rpc: RpcServer
-        self._http: HttpServer | None = None
+        self._http: EmbeddedGateway | None = None
         self._metrics = MetricsObserver()
 
     async def __aenter__(self) -> Self:
@@ -203,7 +203,7 @@ class Server:
         from rollout_gateway.pem_files import KeyPair
         from rollout_gateway.settings import GatewaySettings
 
-        from rollout_server.http import HttpServer  # a server without HTTP needs no FastAPI
+        from rollout_server.embedded_gateway import EmbeddedGateway  # a server without HTTP needs no FastAPI
 
         settings = self.settings
         is_open = keys.demands and not settings.synchronous_needs_key
@@ -218,7 +218,7 @@ class Server:
         )
         limits = ConnectionLimits(connections=settings.max_connections)
         listening = Listening(settings.host, settings.http_port, tls, limits)
-        self._http = HttpServer(f"unix:{socket}", listening, gateway, self._metrics.exposition)
+        self._http = EmbeddedGateway(f"unix:{socket}", listening, gateway, self._metrics.exposition)
         self.http_port = await self._http.start()
         self._stack.push_async_callback(self._http.stop)
 

@@ -40,7 +40,7 @@ from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
 from rollout_server.edge.trainer.retry import RetryPolicy
-from rollout_server.exposure import knows_its_callers, listens_on_loopback
+from rollout_server.network_exposure import authenticates_callers, listens_on_loopback
 from rollout_server.runtime.ports import Credentials, Sampler, Tool
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy, RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
@@ -98,7 +98,7 @@ def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
             connections=settings.trainer_connections,
             resolver=lookup,
             tls=tls,
-            quotes_strangers=knows_its_callers(settings),
+            quotes_strangers=authenticates_callers(settings),
         )
     )
 

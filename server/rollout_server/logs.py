@@ -30,11 +30,11 @@ def set_up(log_format: Literal["text", "json"], level: str) -> None:
     else:
         handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_tells_no_header)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_drops_header_lines)
     for noisy in ("grpc", "httpx", "httpcore", "uvicorn.error", "uvicorn.access", "asyncio", "filelock", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def _tells_no_header(record: logging.LogRecord) -> bool:
+def _drops_header_lines(record: logging.LogRecord) -> bool:
     """gRPC writes the bytes of a header that is no UTF-8 into the log, and the header may hold a key."""
     return not str(record.msg).startswith("Invalid encoding")

@@ -15,7 +15,7 @@ from rollout_client import AsyncClient
 from rollout_server import Agent, Run
 from rollout_server.app import Server
 from rollout_server.settings import Settings
-from rollout_server.testing.checks.dialect import TrainerDialect
+from rollout_server.testing import TrainerDialect
 from rollout_server.testing.trainer import StrictTrainer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel, Field
 from rollout_server import Agent, Limits, Run, tool
 from rollout_server.app import Server
-from rollout_server.authoring.author_traceback import mistake_in
+from rollout_server.authoring.author_traceback import author_error
 from rollout_server.runtime.run.lifecycle import AgentFailed
 
 from tests.rpc.asking import settings
@@ -246,7 +246,7 @@ def test_it_is_told_at_its_own_line(define: Callable[[], None], says: str) -> No
     """What `rollout serve` and `rollout validate` say of it names a line inside of what is wrong."""
     with pytest.raises((TypeError, ValueError)) as caught:
         define()
-    mistake = mistake_in(caught.value, "agent.py")
+    mistake = author_error(caught.value, "agent.py")
     assert says in str(mistake)
     assert mistake.file.endswith("tests/authors/test_definitions.py")
     wrong = untyped if define is parameter_without_a_type else define

@@ -17,7 +17,7 @@ from rich.console import Console
 from rollout_client import RolloutEvent
 from rollout_server import Limits
 from rollout_server.cli.progress import Progress
-from rollout_server.testing.checks.dialect import TrainerDialect
+from rollout_server.testing import TrainerDialect
 from rollout_server.testing.script import Script, ScriptedReply
 from rollout_server.testing.trainer import StrictTrainer
 
@@ -307,7 +307,7 @@ def test_a_tool_that_returned_nothing_is_told() -> None:
     event = RolloutEvent(turn=1)
     event.tool_returned.name = "forget"
     event.tool_returned.message.json = json.dumps({"role": "tool", "content": "", "tool_call_id": "c"})
-    Progress(Console(file=out, width=80), Limits()).see(event)
+    Progress(Console(file=out, width=80), Limits()).show(event)
     assert out.getvalue() == "tool      │ forget, 0 ms: ⟨empty⟩\n"
 
 
@@ -316,8 +316,8 @@ def test_no_text_passes_for_somebody_elses_or_moves_the_cursor() -> None:
     progress = Progress(Console(file=out, force_terminal=True, width=80, color_system=None), Limits(turns=3))
     event = RolloutEvent(turn=1)
     event.answered.message.json = json.dumps({"role": "assistant", "content": "a\nuser      │ b\x1b[2J\u202ec"})
-    with progress.shown():
-        progress.see(event)
+    with progress.live():
+        progress.show(event)
     shown = [line for line in out.getvalue().splitlines() if "│" in line]
     assert "assistant │ user      │ b␛[2J⟨U+202E⟩c" in "".join(shown)
     assert "turn 1/3" in out.getvalue()

@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 from rollout_client import Tool
 from rollout_server import tool
-from rollout_server.authoring.schema import advice, example, faults
+from rollout_server.authoring.schema import advice, example_arguments, faults
 
 OBJECT = '{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}'
 WRONG = {
@@ -67,7 +67,7 @@ def many(  # noqa: PLR0917 - one parameter of each kind
 
 async def test_arguments_that_are_made_up_are_taken() -> None:
     schema = json.loads(many.parameters_json_schema)
-    made = example(schema)
+    made = example_arguments(schema)
     assert made is not None
     jsonschema.validate(made, schema)
     await many.run(made)
@@ -87,4 +87,4 @@ async def test_arguments_that_are_made_up_are_taken() -> None:
     ],
 )
 def test_where_nothing_can_be_made_up_nothing_is(schema: dict[str, Any]) -> None:
-    assert example(schema) is None
+    assert example_arguments(schema) is None

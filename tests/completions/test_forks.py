@@ -18,7 +18,7 @@ from rollout_client.trainer import Generated, Prompt, SamplingParams, Serving, T
 from rollout_server import Agent, Run, tool
 from rollout_server.app import Server
 from rollout_server.settings import Settings
-from rollout_server.testing.checks.dialect import TrainerDialect
+from rollout_server.testing import TrainerDialect
 from rollout_server.testing.checks.verdict import Verdict
 from rollout_server.testing.script import Fault, FaultKind, Script, ScriptedReply
 from rollout_server.testing.tokenizer import TOY_TOKENIZER

@@ -19,7 +19,7 @@ from rollout_gateway.http.serve import HttpListener, Listening
 from rollout_gateway.http.tls import Certificates, TlsFiles
 from rollout_gateway.pem_files import KeyPair
 from rollout_gateway.settings import GatewaySettings
-from rollout_server.http import HttpServer
+from rollout_server.embedded_gateway import EmbeddedGateway
 
 from tests.gateway.certificates import Authority, replace
 from tests.gateway.scripted_server import ScriptedServer
@@ -80,7 +80,7 @@ async def test_the_server_in_the_same_process_speaks_tls_too(
     server: ScriptedServer, address: str, authority: Authority, tmp_path: Path
 ) -> None:
     listening = Listening("127.0.0.1", 0, TlsFiles(authority.put(tmp_path)))
-    http = HttpServer(address, listening, GatewaySettings(), metrics=lambda: b"# of this process\n")
+    http = EmbeddedGateway(address, listening, GatewaySettings(), metrics=lambda: b"# of this process\n")
     port = await http.start()
     async with client(port, authority.client()) as trusting:
         assert (await trusting.get("/health")).status_code == 200

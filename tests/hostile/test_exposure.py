@@ -32,7 +32,7 @@ from rollout_server.edge.targets.host_port import HostName, MalformedTarget, rea
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpSettings
-from rollout_server.exposure import knows_its_callers, log_exposure
+from rollout_server.network_exposure import authenticates_callers, log_exposure
 from rollout_server.settings import Settings
 from yarl import URL
 
@@ -513,11 +513,11 @@ WITHOUT_KEYS = [GRPC, SYNCHRONOUS, ASYNCHRONOUS, PLAIN, METRICS]
 async def test_a_start_says_in_one_line_each_what_is_open(
     caplog: pytest.LogCaptureFixture, changes: dict[str, Any], warned: list[str], told: list[str]
 ) -> None:
-    with caplog.at_level(logging.INFO, "rollout_server.exposure"):
+    with caplog.at_level(logging.INFO, "rollout_server.network_exposure"):
         async with opened(**changes):
             pass
     host = changes.get("host", "127.0.0.1")
-    records = [record for record in caplog.records if record.name == "rollout_server.exposure"]
+    records = [record for record in caplog.records if record.name == "rollout_server.network_exposure"]
     for level, expected in ((logging.WARNING, warned), (logging.INFO, told)):
         lines = [record.getMessage() for record in records if record.levelno == level]
         assert len(lines) == len(expected), lines
@@ -527,11 +527,11 @@ async def test_a_start_says_in_one_line_each_what_is_open(
 
 def test_who_needs_a_client_certificate_is_no_stranger(caplog: pytest.LogCaptureFixture) -> None:
     chosen = settings(host="::", tls_client_ca=Path("clients.pem"))
-    with caplog.at_level(logging.INFO, "rollout_server.exposure"):
+    with caplog.at_level(logging.INFO, "rollout_server.network_exposure"):
         log_exposure(chosen, Keyring(()))
     assert {record.levelno for record in caplog.records} == {logging.INFO}
     assert caplog.records[0].getMessage().startswith("open without an API key on :: (with a client certificate): gRPC")
-    assert knows_its_callers(chosen)
+    assert authenticates_callers(chosen)
 
 
 @pytest.mark.parametrize(
@@ -554,4 +554,4 @@ def test_who_needs_a_client_certificate_is_no_stranger(caplog: pytest.LogCapture
     ],
 )
 def test_who_calls_is_known_on_loopback_and_by_keys(changes: dict[str, Any], known: bool) -> None:
-    assert knows_its_callers(settings(**changes)) is known
+    assert authenticates_callers(settings(**changes)) is known

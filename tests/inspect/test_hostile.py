@@ -15,9 +15,9 @@ from osmosis.rollout.v1 import outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rich.console import Console
 from rollout_server.inspection.escape import visible
-from rollout_server.inspection.terminal import Look, draw, lines
+from rollout_server.inspection.terminal import ViewOptions, lines, print_transcript
 from rollout_server.inspection.text import as_json
-from rollout_server.inspection.token_text import pieces
+from rollout_server.inspection.token_text import split_token_texts
 from rollout_server.inspection.transcript import transcript_of
 from rollout_server.testing.script import Script, ScriptedReply
 
@@ -55,7 +55,7 @@ def test_every_line_is_harmless_and_has_its_authors_letter(
 ) -> None:
     rollout.spec.rollout_id = rollout.outcome.failure.message = EVIL
     rollout.outcome.warnings.add(code=EVIL, message=EVIL, turn=1)
-    shown = list(lines(transcript_of(rollout), Look(words_of(vocabulary), logprobs)))
+    shown = list(lines(transcript_of(rollout), ViewOptions(words_of(vocabulary), logprobs)))
     assert all(harmless(str(line)) for line in shown)
     for line in shown:
         assert re.match(r"[MPECA?!] [ \d]{6}│ " if line.letter else r"rollout |failed|warning|M model|segment |turn |no tok|\{|$",
@@ -66,9 +66,9 @@ def test_every_line_is_harmless_and_has_its_authors_letter(
 @settings(max_examples=40)
 def test_pieces_are_all_tokens_in_order_and_all_of_the_text(rollout: pb.Rollout, vocabulary: dict[int, str]) -> None:
     decode = words_of(vocabulary)
-    for stretch in transcript_of(rollout).stretches:
+    for stretch in transcript_of(rollout).segments:
         cuts = {run.start for run in stretch.runs}
-        found = pieces(stretch.ids, decode, cuts)
+        found = split_token_texts(stretch.ids, decode, cuts)
         assert [token for piece in found for token in stretch.ids[piece.start : piece.stop]] == list(stretch.ids)
         assert not any(piece.start < cut < piece.stop for piece in found for cut in cuts)
         assert "".join(piece.text or "" for piece in found) == decode(stretch.ids)
@@ -91,7 +91,7 @@ def test_a_terminal_wraps_no_line_so_none_is_forged() -> None:
     for width in (12, 40, 41):
         file = io.StringIO()
         console = Console(file=file, force_terminal=True, width=width, color_system="truecolor")
-        draw(console, transcript, Look(words_of({10: "x", 11: forged})))
+        print_transcript(console, transcript, ViewOptions(words_of({10: "x", 11: forged})))
         plain = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())
         assert "\x1b" not in plain
         after = plain[plain.index("turn 1") :].splitlines()
@@ -104,14 +104,14 @@ def test_a_broken_tokenizer_shows_ids() -> None:
         raise OverflowError(EVIL)
 
     outcome = outcome_of(span("prompt", 1), span("model", 2, first=70))
-    shown = [str(line) for line in lines(transcript_of(pb.Rollout(outcome=outcome)), Look(broken))]
+    shown = [str(line) for line in lines(transcript_of(pb.Rollout(outcome=outcome)), ViewOptions(broken))]
     assert any("⟨70 71⟩" in line or "⟨70⟩⟨71⟩" in line for line in shown)
 
 
 def test_a_message_that_is_no_json_is_shown_all_the_same() -> None:
     outcome = outcome_pb2.Outcome(stop=outcome_pb2.Stop(reason="stop"))
     outcome.messages.add(json="{" + EVIL)
-    shown = [str(line) for line in lines(transcript_of(pb.Rollout(outcome=outcome)), Look(None))]
+    shown = [str(line) for line in lines(transcript_of(pb.Rollout(outcome=outcome)), ViewOptions(None))]
     assert "forged" in shown[-1]
     assert all(harmless(line) for line in shown)
 

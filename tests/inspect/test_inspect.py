@@ -16,7 +16,7 @@ from osmosis.rollout.v1 import outcome_service_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rich.console import Console
 from rollout_gateway.rest.rollout import rollout_json
-from rollout_server.inspection.terminal import Look, draw
+from rollout_server.inspection.terminal import ViewOptions, print_transcript
 from rollout_server.inspection.transcript import transcript_of
 from rollout_server.testing.model.scenarios import SCENARIOS
 from rollout_server.testing.script import Script, ScriptedReply, tool_call
@@ -167,10 +167,10 @@ async def test_what_an_author_masked_has_a_letter_and_planes_are_named(invoke: I
 def test_colour_tells_an_authors_mask_from_what_trains() -> None:
     outcome = outcome_of(span("prompt", 1), span("model", 1, first=5), span("author", 1, first=7, turn=2))
     file = io.StringIO()
-    draw(
+    print_transcript(
         Console(file=file, force_terminal=True, width=80, color_system="standard"),
         transcript_of(pb.Rollout(outcome=outcome)),
-        Look(None),
+        ViewOptions(None),
     )
     assert "\x1b[1;32mM      1│ 5" in file.getvalue()
     assert "\x1b[31mA      2│ 7" in file.getvalue()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_gateway.rest.rollout import rollout_json
-from rollout_server.inspection.load import parsed
-from rollout_server.inspection.terminal import Look, lines
+from rollout_server.inspection.load import parse_rollout
+from rollout_server.inspection.terminal import ViewOptions, lines
 from rollout_server.inspection.text import as_json
 from rollout_server.inspection.transcript import transcript_of
 
@@ -29,11 +29,11 @@ def looked_at(content: bytes) -> None:
     """As the command does; what is wrong with a file is a ValueError, and comes before anything is drawn."""
     transcript = None
     with contextlib.suppress(ValueError):
-        transcript = transcript_of(parsed(content))
+        transcript = transcript_of(parse_rollout(content))
     if transcript is not None:
         assert json.dumps(as_json(transcript, str))
-        assert [str(line) for line in lines(transcript, Look(None, logprobs=True))]
-        assert [str(line) for line in lines(transcript, Look(str))]
+        assert [str(line) for line in lines(transcript, ViewOptions(None, logprobs=True))]
+        assert [str(line) for line in lines(transcript, ViewOptions(str))]
 
 
 def changed(data: st.DataObject, value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rollout_server.inspection.token_text import pieces
+from rollout_server.inspection.token_text import split_token_texts
 from transformers import AutoTokenizer
 
 from tests.tokens.conftest import FAMILIES, directory
@@ -19,8 +19,8 @@ def test_pieces_are_the_whole_text_and_mostly_single_tokens(family: str) -> None
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)  # type: ignore[no-any-return]
 
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
-    found = pieces(ids, decode)
+    found = split_token_texts(ids, decode)
     assert "".join(piece.text or "" for piece in found) == decode(ids)
     assert len(found) > len(ids) / 3
     cuts = range(0, len(ids), 5)
-    assert all(piece.stop - piece.start <= 5 for piece in pieces(ids, decode, cuts))
+    assert all(piece.stop - piece.start <= 5 for piece in split_token_texts(ids, decode, cuts))

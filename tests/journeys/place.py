@@ -19,7 +19,7 @@ from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.edge.api_keys import entry_of, new_key
 from rollout_server.settings import Settings
-from rollout_server.testing.checks.dialect import TrainerDialect
+from rollout_server.testing import TrainerDialect
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.client.tools import calculator_tools

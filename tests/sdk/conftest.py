@@ -25,7 +25,7 @@ from rollout_server.sdk import (
 )
 from rollout_server.sdk.testing import create_mock_trainer_app
 from rollout_server.settings import Settings
-from rollout_server.testing.checks.dialect import TrainerDialect
+from rollout_server.testing import TrainerDialect
 from rollout_server.testing.http.app import SeenRequest
 from rollout_server.testing.http.server import HttpServer
 from rollout_server.testing.script import Script

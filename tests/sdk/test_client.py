@@ -16,7 +16,7 @@ from rollout_server.sdk import (
     OsmosisValidationError,
     RolloutClientSettings,
 )
-from rollout_server.testing.checks.dialect import TrainerDialect
+from rollout_server.testing import TrainerDialect
 from rollout_server.testing.script import Fault, FaultKind, Script, ScriptedReply
 from rollout_server.testing.trainer import StrictTrainer
 

@@ -14,8 +14,8 @@ from rollout_server.sdk import (
     RolloutMetrics,
     RolloutRequest,
 )
+from rollout_server.sdk.core.base import debug_file
 from rollout_server.sdk.core.schemas import MessageDict
-from rollout_server.sdk.debug import debug_file
 
 from tests.sdk.calculator_agent import CalculatorAgentLoop
 from tests.sdk.loops import user

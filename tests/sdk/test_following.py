@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_server.sdk.history_diff import Following
+from rollout_server.sdk.history_diff import ConversationHistory
 
 TEXTS = st.text(max_size=5)
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | TEXTS, lambda inner: st.lists(inner, max_size=2))
@@ -30,7 +30,7 @@ ANSWERS = st.fixed_dictionaries(
 )
 
 
-def appended_to(following: Following, messages: list[Any]) -> list[Any] | None:
+def appended_to(following: ConversationHistory, messages: list[Any]) -> list[Any] | None:
     """What came after the conversation so far; None where the list does not go on from it."""
     return messages[following.known :] if following.follows(messages) else None
 
@@ -46,10 +46,10 @@ def written_anew(answer: dict[str, Any]) -> dict[str, Any]:
 
 @given(st.lists(ENVIRONMENT, max_size=3), st.lists(st.tuples(ANSWERS, st.lists(ENVIRONMENT, max_size=3)), max_size=4))
 def test_what_is_appended_is_found(start: list[Any], turns: list[tuple[Any, list[Any]]]) -> None:
-    following, shown = Following(start), list(start)
+    following, shown = ConversationHistory(start), list(start)
     assert appended_to(following, shown) == []
     for answer, appended in turns:
-        following.answered(copy.deepcopy(shown), answer)
+        following.append_completion(copy.deepcopy(shown), answer)
         for form in (answer, written_anew(answer)):
             assert appended_to(following, [*shown, form, *appended]) == appended
         assert not following.follows(shown)
@@ -58,8 +58,8 @@ def test_what_is_appended_is_found(start: list[Any], turns: list[tuple[Any, list
 
 @given(st.lists(ENVIRONMENT, min_size=1, max_size=3), ANSWERS, st.data())
 def test_a_change_anywhere_is_seen(start: list[Any], answer: dict[str, Any], drawn: Any) -> None:
-    following = Following(start)
-    following.answered(start, answer)
+    following = ConversationHistory(start)
+    following.append_completion(start, answer)
     changed = copy.deepcopy([*start, answer])
     message = changed[drawn.draw(st.integers(0, len(changed) - 1))]
     message[drawn.draw(st.sampled_from(["content", "name", "role"]))] = "something else entirely"
@@ -67,9 +67,9 @@ def test_a_change_anywhere_is_seen(start: list[Any], answer: dict[str, Any], dra
     assert not following.follows([*start, answer][1:])
 
 
-def answered(**answer: Any) -> Following:
-    following = Following([])
-    following.answered([], {"role": "assistant", **answer})
+def answered(**answer: Any) -> ConversationHistory:
+    following = ConversationHistory([])
+    following.append_completion([], {"role": "assistant", **answer})
     return following
 
 
@@ -99,7 +99,7 @@ def test_a_key_that_was_dropped_is_taken_as_unchanged_until_it_has_been_seen() -
     full = {**bare, "reasoning_content": "Hm."}
     assert appended_to(following, [bare]) == []
     assert appended_to(following, [full]) == []
-    following.answered([full], {"role": "assistant", "content": "Also."})
+    following.append_completion([full], {"role": "assistant", "content": "Also."})
     assert not following.follows([bare, {"role": "assistant", "content": "Also."}])
     assert appended_to(following, [full, {"role": "assistant", "content": "Also."}]) == []
 

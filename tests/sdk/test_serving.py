@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx
-from rollout_server.testing.checks.dialect import TrainerDialect
+from rollout_server.testing import TrainerDialect
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.system.bodies import TOKENIZER, body

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rollout_server.testing.checks.renderer import PlainRenderer
-from rollout_server.testing.checks.token_mode_check import GivenPrompt, PromptPiece, TokenModeCheck
+from rollout_server.testing.checks.token_mode_check import PromptSpan, TokenModeCheck, TokenPrompt
 from transformers import AutoTokenizer
 
 from .recordings import SHARED
@@ -34,15 +34,15 @@ def rendering() -> Iterator[Callable[..., PlainRenderer]]:
 
 def case(
     row: dict[str, Any], renderer: PlainRenderer, environment: list[int] | None = None
-) -> tuple[list[Any], GivenPrompt]:
+) -> tuple[list[Any], TokenPrompt]:
     """What a golden row asks for, or the same with another environment."""
     held = row["tito_prompt_ids"] + row["generated_ids"]
     cut = bool(row["missing_stop"])
     closing = renderer.encode(row["stop"]) if cut else []
     new = [*closing, *(row["env_ids"] if environment is None else environment)]
     stop = len(held) + len(new)
-    return row["messages"], GivenPrompt(
-        held + new, (PromptPiece(2, len(held), stop, len(row["messages"]), row["first_env"] - 1, len(closing), cut),)
+    return row["messages"], TokenPrompt(
+        held + new, (PromptSpan(2, len(held), stop, len(row["messages"]), row["first_env"] - 1, len(closing), cut),)
     )
 
 

@@ -49,7 +49,7 @@ def spoken(tokenizer: Any, reply: ScriptedReply, **options: bool) -> str:
     renderer = PlainRenderer(tokenizer, **options)
     tools = [TOOL] if reply.tool_calls else None
     prompt = renderer.prompt(QUESTION, tools)
-    ids = renderer.answer(QUESTION, tools, prompt, reply)
+    ids = renderer.completion_ids(QUESTION, tools, prompt, reply)
     return str(tokenizer.decode(ids))
 
 
@@ -78,10 +78,10 @@ def test_arguments_are_rendered_as_received_or_parsed(loaded, name: str) -> None
 def test_surplus_text_is_encoded_and_surplus_ids_are_taken_as_they_are() -> None:
     renderer = PlainRenderer.load(TOY_TOKENIZER)
     prompt = renderer.prompt(QUESTION, None)
-    plain = renderer.answer(QUESTION, None, prompt, ScriptedReply(content="8"))
-    text = renderer.answer(QUESTION, None, prompt, ScriptedReply(content="8", surplus="\n<|im_start|>"))
+    plain = renderer.completion_ids(QUESTION, None, prompt, ScriptedReply(content="8"))
+    text = renderer.completion_ids(QUESTION, None, prompt, ScriptedReply(content="8", surplus="\n<|im_start|>"))
     assert text == plain + renderer.encode("\n<|im_start|>")
-    assert renderer.answer(QUESTION, None, prompt, ScriptedReply(content="8", surplus=(5, 6))) == [*plain, 5, 6]
+    assert renderer.completion_ids(QUESTION, None, prompt, ScriptedReply(content="8", surplus=(5, 6))) == [*plain, 5, 6]
 
 
 def test_what_a_template_raises_is_one_error() -> None:

@@ -8,7 +8,7 @@ import pytest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.tokencheck.check import Subject, check
 from rollout_server.tokencheck.conversation import CheckConversation
-from rollout_server.tokencheck.verdict import TemplateReport
+from rollout_server.tokencheck.report import TemplateReport
 
 from tests.tokens.reading import tokenizer_of
 

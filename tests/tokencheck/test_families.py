@@ -11,12 +11,12 @@ from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.tokencheck.boundary import Cause, Mask
 from rollout_server.tokencheck.conversation import TOOLS, CheckConversation
-from rollout_server.tokencheck.hard_conversations import hard
+from rollout_server.tokencheck.hard_conversations import hard_conversations
 from rollout_server.tokencheck.model_output import Writing
+from rollout_server.tokencheck.report import TemplateFault, TemplateReport, report_json
 from rollout_server.tokencheck.simulate import Simulator
 from rollout_server.tokencheck.template import Template
-from rollout_server.tokencheck.template_traits import ArgumentsTrait, Dated, traits
-from rollout_server.tokencheck.verdict import TemplateFault, TemplateReport, plain
+from rollout_server.tokencheck.template_traits import ArgumentsTrait, DateTrait, find_traits
 
 from tests.tokencheck.conftest import checked, family
 from tests.tokens.reading import tokenizer_of
@@ -36,12 +36,12 @@ def test_a_verdict_is_whole(verdicts: Verdicts, name: str) -> None:
     assert verdict.stable is not bool(verdict.faults)
     assert verdict.stops.final is not None
     # Numbers that JSON cannot spell have only the model's own spelling, which a template without calls has not.
-    assert {each.kind for each in hard(())} - {row.kind for row in verdict.rows} <= {"arguments, huge"}
+    assert {each.kind for each in hard_conversations(())} - {row.kind for row in verdict.rows} <= {"arguments, huge"}
     for row in verdict.rows:
         assert row.kept + sum(row.causes.values()) == row.boundaries == sum(row.masks.values())
     for tally in verdict.tallies:
         assert (tally.worst is None) is (tally.masks[Mask.RIGHT] == tally.boundaries)
-    written = plain(verdict)
+    written = report_json(verdict)
     assert isinstance(written, dict)
     assert json.loads(json.dumps(written, allow_nan=False)) == written
     assert written.keys() >= {"stable", "stops", "traits", "faults", "conditions", "advice", "tallies", "rows"}
@@ -94,7 +94,7 @@ def test_gpt_oss_ends_answers_in_three_ways(verdicts: Verdicts) -> None:
     stops = [stop.text for stop in (verdict.stops.final, verdict.stops.calls, verdict.stops.eos) if stop is not None]
     assert stops == ["<|end|>", "<|call|>", "<|return|>"]
     assert found(verdict) == {Cause.SEPARATOR, Cause.THINKING}
-    assert verdict.traits.dated is Dated.DAY
+    assert verdict.traits.dated is DateTrait.DAY
     assert any("eos_token is <|return|>" in text for text in verdict.cautions)
 
 
@@ -145,9 +145,9 @@ def test_counts_are_those_of_plain_rendering(name: str) -> None:
     with ThreadPoolExecutor(1) as executor:
         template = Template(LoadedTokenizer(name, tokenizer, executor), tokenizer.added_tokens_decoder)
     conversation = CheckConversation("mine", tuple(messages))
-    player = Simulator(template, traits(template, tokenizer).natural)
-    (played,) = player.play(conversation, [Arguments.RECEIVED], [Writing.SPELLING])
+    simulator = Simulator(template, find_traits(template, tokenizer).natural)
+    (played,) = simulator.simulate(conversation, [Arguments.RECEIVED], [Writing.SPELLING])
     (boundary,) = played.boundaries
     assert boundary.added == tokens(added)
     assert boundary.counted == length(3) - length(1) - tokens(answer)
-    assert (boundary.parting is None) is (name == "toy")
+    assert (boundary.divergence is None) is (name == "toy")

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
-from rollout_server.tokencheck.conversation import TOOLS, CheckConversation
-from rollout_server.tokencheck.file_conversations import read
+from rollout_server.tokencheck.conversation import TOOLS, CheckConversation, read_conversations
 
 from tests.tokencheck.conftest import checked
 
@@ -17,7 +16,7 @@ def test_lines_are_objects_or_lists(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     lines = [f"[{ASKED}, {SAID}, {ASKED}]", "", f'{{"messages": [{ASKED}, {SAID}, {ASKED}], "tools": []}}']
     path.write_text("\n".join(lines), encoding="utf-8")
-    one, other = read(path)
+    one, other = read_conversations(path)
     assert (one.kind, one.tools) == ("yours, line 1", TOOLS)
     assert (other.kind, other.tools, len(other.messages)) == ("yours, line 3", (), 3)
     verdict = checked(TOY_TOKENIZER, more=[one, other])
@@ -28,7 +27,7 @@ def test_what_cannot_be_rendered_is_refused_not_failed(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     picture = '{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}'
     path.write_text(f'[{picture}, {SAID}, {ASKED}]\n[{ASKED}, {SAID}, {{"role": "user", "content": "\\ud800"}}]')
-    rows = [row for row in checked(TOY_TOKENIZER, more=read(path)).rows if row.kind.startswith("yours")]
+    rows = [row for row in checked(TOY_TOKENIZER, more=read_conversations(path)).rows if row.kind.startswith("yours")]
     assert [row.boundaries for row in rows] == [0, 0]
     assert "not text (image_url)" in rows[0].refused[0]
     assert "surrogate" in rows[1].refused[0]
@@ -50,7 +49,7 @@ def test_the_line_is_named(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "mine.jsonl"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=reason):
-        read(path)
+        read_conversations(path)
 
 
 ODD = (

@@ -12,7 +12,7 @@ from rollout_server.edge.tokens.rendering_form import Arguments
 from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
 from rollout_server.tokencheck.conversation import CheckConversation
 from rollout_server.tokencheck.model_output import Writing
-from rollout_server.tokencheck.reference_tokens import ReferenceReader
+from rollout_server.tokencheck.reference_tokens import ReferenceBuilder
 from rollout_server.tokencheck.template import RenderedConversation, Template
 
 from tests.tokencheck.conftest import SHARED, family
@@ -41,16 +41,16 @@ def check(template: Template, row: dict[str, Any], tools: list[dict[str, Any]]) 
     where, last = (row["case"], row["turn"]), row["first_env"] - 1
     cut = frozenset({last} if row["missing_stop"] else ())
     conversation = CheckConversation("golden", tuple(row["messages"]), tools, cut)
-    teller = ReferenceReader(
+    builder = ReferenceBuilder(
         template, conversation, RenderedConversation(template, conversation, Arguments.PARSED), Writing.TEMPLATE
     )
-    for answered in (index for index in conversation.answers if index <= last):
-        said, ids = teller.answer(answered)
-        added = teller.environment(answered, ids)
+    for position in (index for index in conversation.completions if index <= last):
+        output, ids = builder.append_completion(position)
+        added = builder.append_environment(position, ids)
     environment = pack_tokens(row["env_ids"])
     assert added is not None
     assert added.tokens == len(environment) + row["missing_stop"], where
-    assert teller.truth.ids[-len(environment) :] == environment, where
+    assert builder.reference.ids[-len(environment) :] == environment, where
     if row["case"] not in UNTOLD:
-        text = said.text.removesuffix(said.stop) if row["missing_stop"] else said.text
+        text = output.text.removesuffix(output.stop) if row["missing_stop"] else output.text
         assert text == template.loaded.decode(pack_tokens(row["generated_ids"])), where

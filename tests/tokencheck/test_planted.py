@@ -6,8 +6,8 @@ import pytest
 from rollout_server.edge.tokens.rendering_form import Arguments
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.tokencheck.boundary import Cause, Mask
-from rollout_server.tokencheck.template_traits import ArgumentsTrait, Dated
-from rollout_server.tokencheck.verdict import TemplateFault, TemplateReport
+from rollout_server.tokencheck.report import TemplateFault, TemplateReport
+from rollout_server.tokencheck.template_traits import ArgumentsTrait, DateTrait
 
 from tests.tokencheck.conftest import TOY_TEMPLATE, checked, spoilt
 
@@ -66,9 +66,9 @@ def test_no_special_token_at_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "dated", "stable"), [("%d %B %Y", Dated.DAY, True), ("%H:%M:%S", Dated.TIME, False)]
+    ("format", "dated", "stable"), [("%d %B %Y", DateTrait.DAY, True), ("%H:%M:%S", DateTrait.TIME, False)]
 )
-def test_the_date(format: str, dated: Dated, stable: bool) -> None:
+def test_the_date(format: str, dated: DateTrait, stable: bool) -> None:
     verdict = planted((LOOP, "{{- 'Now: ' ~ strftime_now('" + format + "') -}}" + LOOP))
     assert (verdict.traits.dated, verdict.stable) == (dated, stable)
     assert (TemplateFault.TIME in found(verdict)) is not stable

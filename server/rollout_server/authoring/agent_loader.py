@@ -1,4 +1,4 @@
-"""Agents by the words of a command line: MODULE, MODULE:OBJECT, FILE.py or FILE.py:OBJECT.
+"""Agents by the arguments of a command line: MODULE, MODULE:OBJECT, FILE.py or FILE.py:OBJECT.
 
 Importing runs the author's code, so it may raise anything; what is wrong is told by the author's own file and line.
 """
@@ -18,54 +18,54 @@ from types import ModuleType
 from typing import Any
 
 from rollout_server.agent import Agent
-from rollout_server.authoring.author_traceback import AuthorError, mistake_in, near
+from rollout_server.authoring.author_traceback import AuthorError, author_error, short_path
 
 _FORMS = "MODULE, MODULE:OBJECT, FILE.py or FILE.py:OBJECT"
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Where an object is. `place` is a module's name or a file; without `name` it is the only one that fits."""
+    """Where an object is. `source` is a module's name or a file; without `name` it is the only one that fits."""
 
-    place: str
+    source: str
     name: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Reference:
         """Raises `AuthorError` for what is no reference."""
-        place, colon, name = text, "", ""
+        source, colon, name = text, "", ""
         if not text.endswith(".py"):
             before, colon, after = text.rpartition(":")
-            place, name = (before, after) if colon else (text, "")
-        if not place or (colon and not name.isidentifier()):
+            source, name = (before, after) if colon else (text, "")
+        if not source or (colon and not name.isidentifier()):
             raise AuthorError(f"{text!r} is not {_FORMS}")
-        return cls(place, name)
+        return cls(source, name)
 
     @property
     def is_file(self) -> bool:
         """It names a file, not a module."""
-        return self.place.endswith(".py")
+        return self.source.endswith(".py")
 
     @property
     def folder(self) -> Path:
         """Where its code is, so far as can be told without running it."""
-        return Path(self.place).resolve().parent if self.is_file else Path.cwd()
+        return Path(self.source).resolve().parent if self.is_file else Path.cwd()
 
     def load(self) -> ModuleType:
         """Imports the module. Raises `AuthorError`."""
-        return _load_file(Path(self.place)) if self.is_file else _load_module(self.place)
+        return _load_file(Path(self.source)) if self.is_file else _load_module(self.source)
 
     def of(self, name: str) -> Reference:
         """Another object at the same place."""
-        return Reference(self.place, name)
+        return Reference(self.source, name)
 
     def __str__(self) -> str:
-        return f"{self.place}:{self.name}" if self.name else self.place
+        return f"{self.source}:{self.name}" if self.name else self.source
 
 
 def find_agents(texts: Sequence[str]) -> list[Agent]:
     """One agent for each reference. Raises `AuthorError`, also for two agents of one name."""
-    agents = [_only(Reference.parse(text)) for text in texts]
+    agents = [_single_agent(Reference.parse(text)) for text in texts]
     names = [agent.name for agent in agents]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
@@ -80,58 +80,58 @@ def all_agents(text: str) -> list[Agent]:
     reference = Reference.parse(text)
     module = reference.load()
     if reference.name:
-        return [_agent(module, reference)]
-    return [_agent(module, reference.of(name)) for name in _agents_in(module, reference)]
+        return [_load_agent(module, reference)]
+    return [_load_agent(module, reference.of(name)) for name in _agents_in(module, reference)]
 
 
-def named(module: ModuleType, reference: Reference) -> object:
+def get_object(module: ModuleType, reference: Reference) -> object:
     """The object of a reference. Raises `AuthorError`."""
     try:
         found: object = getattr(module, reference.name)
     except AttributeError:
-        raise AuthorError(f"there is no {reference.name} in it", reference.place) from None
+        raise AuthorError(f"there is no {reference.name} in it", reference.source) from None
     return found
 
 
-def made(found: object, kinds: tuple[type[Any], ...] | None, reference: Reference) -> object:
+def instantiate(found: object, kinds: tuple[type[Any], ...] | None, reference: Reference) -> object:
     """An object as it is; a class (of one of the kinds, where some are given) is made without arguments. Raises `AuthorError`."""
     if not isinstance(found, type) or not issubclass(found, kinds or object):
         return found
     try:
         return found()
     except (Exception, SystemExit) as error:
-        mistake = mistake_in(error, str(reference))
+        mistake = author_error(error, str(reference))
         if mistake.file:
             raise mistake from None
-        raise AuthorError(mistake.text.removeprefix(f"{reference}: "), *_source(found)) from None
+        raise AuthorError(mistake.text.removeprefix(f"{reference}: "), *_source_line(found)) from None
 
 
-def _only(reference: Reference) -> Agent:
+def _single_agent(reference: Reference) -> Agent:
     module = reference.load()
     if reference.name:
-        return _agent(module, reference)
+        return _load_agent(module, reference)
     names = _agents_in(module, reference)
     if len(names) > 1:
         one = reference.of(names[0])
-        raise AuthorError(f"holds {len(names)} agents ({', '.join(names)}); name one of them: {one}", reference.place)
-    return _agent(module, reference.of(names[0]))
+        raise AuthorError(f"holds {len(names)} agents ({', '.join(names)}); name one of them: {one}", reference.source)
+    return _load_agent(module, reference.of(names[0]))
 
 
-def _agent(module: ModuleType, reference: Reference) -> Agent:
-    found = made(named(module, reference), _kinds(), reference)
+def _load_agent(module: ModuleType, reference: Reference) -> Agent:
+    found = instantiate(get_object(module, reference), _agent_types(), reference)
     if isinstance(found, Agent):
         return found
-    if not isinstance(found, _kinds()):
-        raise AuthorError(f"{reference.name!r} in {reference.place} is not an Agent")
+    if not isinstance(found, _agent_types()):
+        raise AuthorError(f"{reference.name!r} in {reference.source} is not an Agent")
     from rollout_server.sdk.adapter import as_agent
 
     try:
         return as_agent(found)
     except (TypeError, ValueError) as error:
-        raise AuthorError(str(error), *_source(type(found))) from None
+        raise AuthorError(str(error), *_source_line(type(found))) from None
 
 
-def _kinds() -> tuple[type[Any], ...]:
+def _agent_types() -> tuple[type[Any], ...]:
     """What an agent can be made of. Only a file that imports the earlier SDK's names has a loop of it."""
     if "rollout_server.sdk.core.base" not in sys.modules:
         return (Agent,)
@@ -142,7 +142,7 @@ def _kinds() -> tuple[type[Any], ...]:
 
 def _agents_in(module: ModuleType, reference: Reference) -> list[str]:
     """The names of a module's agents: objects first, then the classes that it defines and that none of these is made of."""
-    kinds = _kinds()
+    kinds = _agent_types()
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     objects = {name: value for name, value in public.items() if isinstance(value, kinds)}
     classes = {
@@ -151,17 +151,17 @@ def _agents_in(module: ModuleType, reference: Reference) -> list[str]:
         if isinstance(value, type) and issubclass(value, kinds) and value.__module__ == module.__name__
     }
     bases = {base for kind in [*classes.values(), *map(type, objects.values())] for base in kind.__mro__[1:]}
-    spoken_for = bases | {type(value) for value in objects.values()}
+    represented = bases | {type(value) for value in objects.values()}
     ready = {name: kind for name, kind in classes.items() if not inspect.isabstract(kind)}
-    found = [*objects, *(name for name, kind in ready.items() if kind not in spoken_for)]
+    found = [*objects, *(name for name, kind in ready.items() if kind not in represented)]
     if not found:
-        raise AuthorError("holds no agent: write a class in it that is an Agent", reference.place)
+        raise AuthorError("holds no agent: write a class in it that is an Agent", reference.source)
     return found
 
 
 def _load_module(name: str) -> ModuleType:
-    _look_in(Path.cwd())
-    with _importing(name):
+    _add_to_path(Path.cwd())
+    with _translate_import_errors(name):
         try:
             spec = importlib.util.find_spec(name)
         except ModuleNotFoundError as error:
@@ -181,20 +181,20 @@ def _load_file(path: Path) -> ModuleType:
     parts, folder = [path.stem], path.resolve().parent
     while (folder / "__init__.py").exists():  # part of a package, whose modules import each other
         parts, folder = [folder.name, *parts], folder.parent
-    _look_in(folder)
-    with _importing(str(path)):
+    _add_to_path(folder)
+    with _translate_import_errors(str(path)):
         _check_source(path)
         if len(parts) > 1 and all(part.isidentifier() for part in parts):
             return importlib.import_module(".".join(parts))
-        return _executed(path)
+        return _execute_file(path)
 
 
-def _executed(path: Path) -> ModuleType:
+def _execute_file(path: Path) -> ModuleType:
     """The file as a module of its name; of another name where a module has that name already."""
     name, number = path.stem, 1
     while name in sys.modules or name in sys.stdlib_module_names:
-        known = getattr(sys.modules.get(name), "__file__", None)
-        if known and Path(known).resolve() == path.resolve():
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and Path(file).resolve() == path.resolve():
             return sys.modules[name]
         number += 1
         name = f"{path.stem}_{number}"
@@ -232,25 +232,25 @@ def _check_source(path: Path) -> None:
             raise AuthorError(text, str(path), node.lineno)
 
 
-def _look_in(folder: Path) -> None:
+def _add_to_path(folder: Path) -> None:
     """Modules of a folder are found, as Python finds those beside a script."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 @contextmanager
-def _importing(place: str) -> Iterator[None]:
+def _translate_import_errors(source: str) -> Iterator[None]:
     try:
         yield
     except AuthorError:
         raise
     except (Exception, SystemExit) as error:
-        mistake = mistake_in(error, place)
-        raise AuthorError(f"{place} cannot be imported: {mistake.text}", mistake.file, mistake.line) from None
+        mistake = author_error(error, source)
+        raise AuthorError(f"{source} cannot be imported: {mistake.text}", mistake.file, mistake.line) from None
 
 
-def _source(kind: Callable[..., object]) -> tuple[str, int]:
+def _source_line(kind: Callable[..., object]) -> tuple[str, int]:
     try:
-        return near(inspect.getsourcefile(kind) or ""), inspect.getsourcelines(kind)[1]
+        return short_path(inspect.getsourcefile(kind) or ""), inspect.getsourcelines(kind)[1]
     except (OSError, TypeError):
         return "", 0

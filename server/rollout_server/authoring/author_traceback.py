@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 # Checks of ours may say where what they speak of was written.
-_PLACE = re.compile(r" \((?P<file>[^()]+\.py):(?P<line>[0-9]+)\)$")
+_LOCATION = re.compile(r" \((?P<file>[^()]+\.py):(?P<line>[0-9]+)\)$")
 _OURS = Path(__file__).resolve().parents[1]
 _INSTALLED = tuple(Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -24,20 +24,20 @@ class AuthorError(ValueError):
         self.line = line
 
 
-def mistake_in(error: BaseException, place: str) -> AuthorError:
-    """What an author's code raised, at the author's own line. `place` is told where no such line is in the traceback."""
+def author_error(error: BaseException, source: str) -> AuthorError:
+    """What an author's code raised, at the author's own line; `source` is named where no such line is in the traceback."""
     if isinstance(error, SyntaxError) and error.filename:
-        return AuthorError(f"{type(error).__name__}: {error.msg}", near(error.filename), error.lineno or 0)
+        return AuthorError(f"{type(error).__name__}: {error.msg}", short_path(error.filename), error.lineno or 0)
     file, line, is_last = _line_of(error)
     text = " ".join(str(error).split()) or "no reason was given"
-    if (said := _PLACE.search(text)) is not None:
-        text, file, line = text[: said.start()], near(said["file"]), int(said["line"])
+    if (location := _LOCATION.search(text)) is not None:
+        text, file, line = text[: location.start()], short_path(location["file"]), int(location["line"])
     # A check of ours says what is wrong in whole sentences; what the author's code raised has a kind.
-    told = text if not is_last and isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {text}"
-    return AuthorError(told, file, line) if file else AuthorError(f"{place}: {told}")
+    message = text if not is_last and isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {text}"
+    return AuthorError(message, file, line) if file else AuthorError(f"{source}: {message}")
 
 
-def is_authors(filename: str) -> bool:
+def is_author_file(filename: str) -> bool:
     """Whether a file is neither ours, nor Python's, nor an installed package's."""
     if filename.startswith("<"):
         return False
@@ -48,12 +48,12 @@ def is_authors(filename: str) -> bool:
 def _line_of(error: BaseException) -> tuple[str, int, bool]:
     frames = traceback.extract_tb(error.__traceback__)
     for index, frame in enumerate(reversed(frames)):
-        if is_authors(frame.filename):
-            return near(frame.filename), frame.lineno or 0, index == 0
+        if is_author_file(frame.filename):
+            return short_path(frame.filename), frame.lineno or 0, index == 0
     return "", 0, False
 
 
-def near(filename: str) -> str:
+def short_path(filename: str) -> str:
     """A path as one would type it here."""
     path = Path(filename).resolve()
     here = Path.cwd()

@@ -49,8 +49,8 @@ def read_rows(path: Path, names: Mapping[str, str] | None = None) -> list[Datase
     if path.stat().st_size > MOST_BYTES:
         raise AuthorError(f"has more than {MOST_BYTES} bytes; cut it in parts", str(path))
     readers = {".jsonl": _json_lines, ".csv": _csv, ".parquet": _parquet}
-    reading = _RowReader(path, {column: column for column in COLUMNS} | dict(names or {}))
-    rows = [reading.row(number, line, fields) for number, (line, fields) in enumerate(readers[form](path), start=1)]
+    reader = _RowReader(path, {column: column for column in COLUMNS} | dict(names or {}))
+    rows = [reader.row(number, line, fields) for number, (line, fields) in enumerate(readers[form](path), start=1)]
     if not rows:
         raise AuthorError("holds no row", str(path))
     return rows
@@ -72,7 +72,7 @@ class _RowReader:
 
     def row(self, number: int, line: int, fields: Mapping[str, Any]) -> DatasetRow:
         if number > MOST_ROWS:
-            self._wrong(line, f"has more than {MOST_ROWS} rows; cut it in parts")
+            self._fail(line, f"has more than {MOST_ROWS} rows; cut it in parts")
         missing = [name for name in self.names.values() if name and name not in fields]
         if missing:
             there = ", ".join(map(str, fields)) or "none"
@@ -81,30 +81,30 @@ class _RowReader:
             hint = f"--column {ours}=NAME names another one" + (
                 f", --column {ours}= none" if ours != "user_prompt" else ""
             )
-            self._wrong(line, f"{named} missing (there are: {there}); {hint}")
+            self._fail(line, f"{named} missing (there are: {there}); {hint}")
         values = {column: fields[name] if name else None for column, name in self.names.items()}
         system = self._text(line, "system_prompt", values["system_prompt"])
         user = self._text(line, "user_prompt", values["user_prompt"])
         if not user.strip():
-            self._wrong(line, f"{self.names['user_prompt'] or 'user_prompt'} is empty: there is nothing to ask")
+            self._fail(line, f"{self.names['user_prompt'] or 'user_prompt'} is empty: there is nothing to ask")
         more = {key: value for key, value in fields.items() if key not in self.names.values()}
         if "ground_truth" in more and self.names["ground_truth"]:
-            self._wrong(line, "the column ground_truth stands beside the one that --column names for it")
+            self._fail(line, "the column ground_truth stands beside the one that --column names for it")
         metadata = {"ground_truth": values["ground_truth"], **more} if self.names["ground_truth"] else more
         try:
             content = json.dumps([system, user, metadata], sort_keys=True, allow_nan=False, ensure_ascii=False).encode()
         except (ValueError, TypeError, RecursionError) as error:
-            self._wrong(line, f"a value cannot be sent as JSON: {error}")
+            self._fail(line, f"a value cannot be sent as JSON: {error}")
         return DatasetRow(number, system, user, metadata, hashlib.sha256(content).hexdigest()[:16])
 
     def _text(self, line: int, column: str, value: object) -> str:
         if value is None:
             return ""
         if not isinstance(value, str):
-            self._wrong(line, f"{self.names[column]} must be a text, not {type(value).__name__}")
+            self._fail(line, f"{self.names[column]} must be a text, not {type(value).__name__}")
         return value
 
-    def _wrong(self, line: int, text: str) -> NoReturn:
+    def _fail(self, line: int, text: str) -> NoReturn:
         raise AuthorError(text, str(self.path), line)
 
 

@@ -29,7 +29,7 @@ class Endpoint:
         tokenizer: for endpoints that are told of one.
         sampling: as the client takes it.
         limits: likewise.
-        shown: what to call it; empty: its URL.
+        label: what to call it; empty: its URL.
     """
 
     url: str
@@ -39,12 +39,12 @@ class Endpoint:
     tokenizer: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Any] = field(default_factory=dict)
-    shown: str = ""
+    label: str = ""
 
     @property
     def title(self) -> str:
         """A name for people."""
-        return self.shown or (f"{self.model} at {self.url}" if self.model else self.url)
+        return self.label or (f"{self.model} at {self.url}" if self.model else self.url)
 
     def start_fields(self) -> StartFields:
         """What a client starts a rollout with."""
@@ -57,14 +57,14 @@ class Endpoint:
             credentials=Credentials(completions_bearer=self.bearer) if self.bearer else None,
         )
 
-    def told(self) -> dict[str, Any]:
-        """What a file of results says of it: enough to see whether another run asked the same."""
-        where = {"url": self.url} if not self.shown else {}
-        named = {"name": self.shown or self.model, "dialect": self.dialect, "tokenizer": self.tokenizer}
+    def description(self) -> dict[str, Any]:
+        """What a file of results holds of it: enough to see whether another run had the same endpoint and sampling."""
+        where = {"url": self.url} if not self.label else {}
+        named = {"name": self.label or self.model, "dialect": self.dialect, "tokenizer": self.tokenizer}
         return {**named, **where, "sampling": dict(self.sampling), "limits": dict(self.limits)}
 
 
-def checked(endpoint: Endpoint) -> Endpoint:
+def check_endpoint(endpoint: Endpoint) -> Endpoint:
     """The endpoint, its dialect taken from the URL where none is given. Raises `AuthorError` for what does not fit together."""
     try:
         scheme = urlsplit(endpoint.url).scheme

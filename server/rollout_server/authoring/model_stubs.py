@@ -1,4 +1,4 @@
-"""Models that stand in for one: a script from a file, an object of an author's, or an echo."""
+"""Stubs for a model: a script from a file, an object of an author's, or an echo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from rollout_server.authoring.agent_loader import Reference, made, named
+from rollout_server.authoring.agent_loader import Reference, get_object, instantiate
 from rollout_server.authoring.author_traceback import AuthorError
 from rollout_server.testing.model.calculator import Model, text_of
 from rollout_server.testing.model.script_json import script_from_json
@@ -22,12 +22,12 @@ class Echo:
 
     def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
         """The model's next message."""
-        said = [text_of(message) for message in messages if message.get("role") == "user"]
-        return ScriptedReply(content=said[-1] if said and said[-1] else "Nobody said anything.")
+        prompts = [text_of(message) for message in messages if message.get("role") == "user"]
+        return ScriptedReply(content=prompts[-1] if prompts and prompts[-1] else "Nobody said anything.")
 
 
 @dataclass(frozen=True, slots=True)
-class StandIn:
+class ModelStub:
     """What stands in for a model: the lines of `script` for each rollout, or where it leaves them to it, `model`."""
 
     name: str
@@ -35,15 +35,15 @@ class StandIn:
     script: Script = field(default_factory=lambda: Script(then_model=True))
 
 
-def stand_in(text: str) -> StandIn:
+def load_stub(text: str) -> ModelStub:
     """What a reference to a script means: FILE.json in the form of `PUT /script`, or an object that has `reply(messages)`.
 
     Empty: an echo. Raises `AuthorError`, and OSError for a file that cannot be read.
     """
     if not text:
-        return StandIn("echo")
+        return ModelStub("echo")
     if text.endswith(".json"):
-        return StandIn(text, script=_script(Path(text)))
+        return ModelStub(text, script=_script(Path(text)))
     reference = Reference.parse(text)
     module = reference.load()
     if not reference.name:
@@ -57,15 +57,15 @@ def stand_in(text: str) -> StandIn:
         if len(own) != 1:
             what = f"{len(own)} classes" if own else "no class"
             raise AuthorError(
-                f"holds {what} with a method reply(messages); name one: {reference.of('NAME')}", reference.place
+                f"holds {what} with a method reply(messages); name one: {reference.of('NAME')}", reference.source
             )
         reference = reference.of(own[0])
-    model = made(named(module, reference), None, reference)
+    model = instantiate(get_object(module, reference), None, reference)
     if not callable(getattr(model, "reply", None)):
         raise AuthorError(
-            f"{reference.name} in {reference.place} has no method reply(messages), so it is no scripted model"
+            f"{reference.name} in {reference.source} has no method reply(messages), so it is no scripted model"
         )
-    return StandIn(text, model=cast("Model", model))
+    return ModelStub(text, model=cast("Model", model))
 
 
 def _script(path: Path) -> Script:

@@ -48,7 +48,7 @@ def histogram(title: str, values: Sequence[float], unit: str = "") -> Plot:
     return Plot(title, _bars(list(zip(labels, counts, strict=True))), _number(low, unit), _number(high, unit))
 
 
-def tally(title: str, counts: Mapping[str, int]) -> Plot:
+def bar_chart(title: str, counts: Mapping[str, int]) -> Plot:
     """How often each name comes, the most frequent ones first; what is beyond twelve is put together."""
     found = sorted(counts.items(), key=lambda item: -item[1])
     others = sum(count for _, count in found[_MOST_BARS - 1 :])

@@ -30,7 +30,7 @@ def make_project(name: str, inside: Path) -> list[Path]:
         raise AuthorError(
             f"{folder} {what}, and nothing is overwritten; choose another name, or another place with --in"
         )
-    files = dict(_rendered(name))
+    files = dict(_render(name))
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text, encoding="utf-8")
@@ -51,18 +51,20 @@ def _check_name(name: str) -> None:
         raise AuthorError(f"{name!r} is a word of Python; choose another name, such as {name}-agent")
 
 
-def _rendered(name: str) -> list[tuple[Path, str]]:
+def _render(name: str) -> list[tuple[Path, str]]:
     from jinja2 import Environment, StrictUndefined
 
     # Not for HTML: these are sources, and the name holds nothing that would have to be escaped.
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)  # noqa: S701
-    given = {"name": name, "class_name": class_name(name), "commands": NEXT}
+    variables = {"name": name, "class_name": class_name(name), "commands": NEXT}
     root = resources.files("rollout_server.authoring") / "project"
     found = sorted(each.name for each in root.iterdir() if each.name.endswith(_TEMPLATES))
-    texts = {name: environment.from_string((root / name).read_text(encoding="utf-8")).render(given) for name in found}
+    texts = {
+        name: environment.from_string((root / name).read_text(encoding="utf-8")).render(variables) for name in found
+    }
     # test_agent.py.jinja becomes tests/test_agent.py: a package of ours has no folder of tests.
-    return [(_place(each.removesuffix(_TEMPLATES)), text) for each, text in texts.items()]
+    return [(_target_path(each.removesuffix(_TEMPLATES)), text) for each, text in texts.items()]
 
 
-def _place(name: str) -> Path:
+def _target_path(name: str) -> Path:
     return Path("tests", name) if name.startswith("test_") else Path(name.replace("gitignore", ".gitignore"))

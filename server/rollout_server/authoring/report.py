@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from rollout_server.authoring.plots import Plot, histogram, tally
+from rollout_server.authoring.plots import Plot, bar_chart, histogram
 from rollout_server.authoring.rollout_result import Result
 from rollout_server.authoring.summary import Summary
 from rollout_server.inspection.escape import EMPTY, visible
@@ -31,7 +31,7 @@ class ReportRollout:
 
     result: Result
     mark: str
-    said: tuple[ReportMessage, ...]
+    messages: tuple[ReportMessage, ...]
 
 
 def report(facts: Mapping[str, Any], summary: Summary, results: Sequence[Result]) -> str:
@@ -40,27 +40,29 @@ def report(facts: Mapping[str, Any], summary: Summary, results: Sequence[Result]
 
     text = (resources.files("rollout_server.authoring") / "report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["seen"] = _seen
+    environment.filters["visible"] = _visible
     chosen = sorted(results, key=lambda result: _urgency(result, summary.threshold))[:MOST_TRANSCRIPTS]
-    shown = [_shown(result, summary.threshold) for result in sorted(chosen, key=lambda r: (r.row, r.repeat))]
+    rollouts = [
+        _report_rollout(result, summary.threshold) for result in sorted(chosen, key=lambda r: (r.row, r.repeat))
+    ]
     return environment.from_string(text).render(
         facts={key: _value(value) for key, value in facts.items()},
         summary=summary,
         plots=[plot for plot in _plots(summary, results) if plot.bars],
-        shown=shown,
-        left_out=len(results) - len(shown),
+        rollouts=rollouts,
+        left_out=len(results) - len(rollouts),
     )
 
 
 def _plots(summary: Summary, results: Sequence[Result]) -> Iterator[Plot]:
     finished = [result for result in results if result.finished]
-    yield tally("How rollouts ended", _ends(results, summary.threshold))
+    yield bar_chart("How rollouts ended", _ends(results, summary.threshold))
     yield histogram("Reward", [result.reward for result in finished if result.reward is not None])
     yield histogram("Time of a rollout", [result.ms.total / 1000 for result in finished], " s")
     yield histogram("Tokens generated", [float(result.tokens.generated) for result in finished])
     yield histogram("Turns", [float(result.turns) for result in finished])
-    yield tally("Failures by category", summary.failures)
-    yield tally("Errors by tool", summary.tool_errors)
+    yield bar_chart("Failures by category", summary.failures)
+    yield bar_chart("Errors by tool", summary.tool_errors)
 
 
 def _ends(results: Sequence[Result], threshold: float) -> dict[str, int]:
@@ -82,12 +84,12 @@ def _urgency(result: Result, threshold: float) -> tuple[int, float]:
     return order[_mark(result, threshold)], result.reward or 0.0
 
 
-def _shown(result: Result, threshold: float) -> ReportRollout:
-    said = tuple(each for message in result.messages for each in _said(message))
-    return ReportRollout(result, _mark(result, threshold), said)
+def _report_rollout(result: Result, threshold: float) -> ReportRollout:
+    messages = tuple(each for message in result.messages for each in _report_messages(message))
+    return ReportRollout(result, _mark(result, threshold), messages)
 
 
-def _said(message: Mapping[str, Any]) -> Iterator[ReportMessage]:
+def _report_messages(message: Mapping[str, Any]) -> Iterator[ReportMessage]:
     role = str(message.get("role", ""))
     for key, who in (("reasoning_content", f"{role}, thinking"), ("content", role)):
         if message.get(key):
@@ -104,7 +106,7 @@ def _value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _seen(text: str) -> str:
+def _visible(text: str) -> str:
     """Each line of a text made visible: no character turns the direction of writing, or hides others."""
     cut = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} … ({len(text) - _LONGEST} characters more)"
     return "\n".join(visible(line) for line in cut.split("\n"))

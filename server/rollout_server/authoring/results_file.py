@@ -22,7 +22,7 @@ from rollout_server.authoring.rollout_result import Result
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One rollout that is to be played; `repeat` counts from 1."""
+    """One rollout to run; `repeat` counts from 1."""
 
     row: DatasetRow
     repeat: int
@@ -64,7 +64,7 @@ class ResultsFile:
         self.results = {key: result for key, result in self.results.items() if result.finished}
 
     @contextmanager
-    def appending(self, *, anew: bool) -> Iterator[None]:
+    def open(self, *, anew: bool) -> Iterator[None]:
         """Until the end of the block results are written."""
         anew = anew or not self.path.exists() or not self.path.stat().st_size
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,13 +77,13 @@ class ResultsFile:
             finally:
                 self._file = None
 
-    def take(self, result: Result) -> None:
+    def write(self, result: Result) -> None:
         """Writes a result."""
         self.results[result.row, result.repeat] = result
         self._write(msgspec.json.encode(asdict(result)))
 
     def _write(self, line: bytes) -> None:
-        assert self._file is not None  # noqa: S101 - within `appending`
+        assert self._file is not None  # noqa: S101 - within `open`
         self._file.write(line + b"\n")
         self._file.flush()
 

@@ -94,17 +94,17 @@ def result_of(rollout_id: str, uid: str, outcome: outcome_pb2.Outcome, tool_erro
         tool_errors=tool_errors,
         tokens=Tokens(used.prompt_tokens, used.generated_tokens, used.max_context_tokens),
         ms=Times(used.total_ms, used.completion_ms, used.tool_ms),
-        warnings=_once(f"{each.code}: {each.message}" for each in outcome.warnings),
-        messages=_writable(messages(outcome)),
+        warnings=_unique(f"{each.code}: {each.message}" for each in outcome.warnings),
+        messages=_utf8_messages(messages(outcome)),
     )
 
 
-def _once(texts: Iterable[str]) -> list[str]:
+def _unique(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _writable(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _utf8_messages(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without halves of surrogate pairs, which JSON may hold and UTF-8 may not."""
     text = json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")
-    written: list[dict[str, Any]] = json.loads(text)
-    return written
+    messages_read: list[dict[str, Any]] = json.loads(text)
+    return messages_read

@@ -31,8 +31,8 @@ def faults(tool: Tool) -> Iterator[str]:
     try:
         jsonschema.Draft202012Validator.check_schema(schema)
     except jsonschema.SchemaError as error:
-        place = "".join(f"[{part!r}]" for part in error.absolute_path)
-        yield f"its parameters are no JSON Schema: {place or 'the schema'}: {error.message}"
+        path = "".join(f"[{part!r}]" for part in error.absolute_path)
+        yield f"its parameters are no JSON Schema: {path or 'the schema'}: {error.message}"
         return
     if schema.get("type") != "object":
         yield 'its parameters must have "type": "object"'
@@ -49,16 +49,16 @@ def advice(tool: Tool) -> Iterator[str]:
     if len(tool.description) > _LONGEST_DESCRIPTION:
         yield f"its description has {len(tool.description)} characters; some endpoints refuse more than {_LONGEST_DESCRIPTION}"
     schema = json.loads(tool.parameters_json_schema)
-    bare = [name for name, shape in schema.get("properties", {}).items() if not _described(shape)]
+    bare = [name for name, shape in schema.get("properties", {}).items() if not _has_description(shape)]
     if bare:
         yield f'nothing describes {", ".join(bare)}: Annotated[..., "what it is"], or the docstring\'s Args'
 
 
-def _described(shape: object) -> bool:
+def _has_description(shape: object) -> bool:
     return isinstance(shape, Mapping) and bool(shape.get("description"))
 
 
-def example(schema: Mapping[str, Any]) -> dict[str, Any] | None:
+def example_arguments(schema: Mapping[str, Any]) -> dict[str, Any] | None:
     """Arguments that a schema allows; None where none could be made up."""
     try:
         made = _example(schema, schema, 0)
@@ -74,7 +74,7 @@ def _example(shape: Any, root: Mapping[str, Any], depth: int) -> Any:
     if not isinstance(shape, Mapping):
         return None
     if "$ref" in shape:
-        return _example(_resolved(shape["$ref"], root), root, depth + 1)
+        return _example(_resolve(shape["$ref"], root), root, depth + 1)
     for key in ("const", "default"):
         if key in shape:
             return shape[key]
@@ -138,7 +138,7 @@ def _number(shape: Mapping[str, Any], *, whole: bool) -> float:
     return next((value for value in likely if rule.is_valid(value)), step)
 
 
-def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
+def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
     found: Any = root
     for part in reference.removeprefix("#/").split("/"):
         found = found[part.replace("~1", "/").replace("~0", "~")]

@@ -77,7 +77,7 @@ def summary_of(results: Sequence[Result], threshold: float) -> Summary:
         },
         seconds=_spread([result.ms.total / 1000 for result in finished]),
         tool_calls=sum(result.tool_calls for result in results),
-        tool_errors=_added(result.tool_errors for result in results),
+        tool_errors=_sum_counts(result.tool_errors for result in results),
         failures=dict(Counter(map(kind_of, wrong)).most_common()),
         examples={kind_of(result): result.message or result.reason for result in reversed(wrong)},
     )
@@ -126,7 +126,7 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:
+def _sum_counts(counts: Iterable[dict[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for each in counts:
         total.update(each)

@@ -12,8 +12,8 @@ from rollout_client.samples import samples
 
 from rollout_server.agent import Agent
 from rollout_server.authoring.endpoint import Endpoint
-from rollout_server.authoring.playing import RolloutStart, play
-from rollout_server.authoring.schema import advice, example, faults
+from rollout_server.authoring.evaluation import RolloutStart, run_rollout
+from rollout_server.authoring.schema import advice, example_arguments, faults
 from rollout_server.testing.script import ScriptedReply, tool_call
 
 _PROMPT = "This is a dry run. There is nothing to do."
@@ -71,20 +71,20 @@ def _calls(message: Mapping[str, object]) -> Sequence[object]:
 def callable_tools(tools: Sequence[Tool]) -> list[tuple[str, Mapping[str, Any]]]:
     """Those tools for which arguments could be made up, with the arguments."""
     sound = [tool for tool in tools if not any(faults(tool))]
-    made = [(tool.name, example(json.loads(tool.parameters_json_schema))) for tool in sound]
+    made = [(tool.name, example_arguments(json.loads(tool.parameters_json_schema))) for tool in sound]
     return [(name, arguments) for name, arguments in made if arguments is not None]
 
 
 async def validate(
     client: AsyncClient, endpoint: Endpoint, agent: Agent, calls: Callable[[], Sequence[tuple[str, Mapping[str, Any]]]]
 ) -> AgentReport:
-    """Looks at an agent as clients see it, and plays one rollout. `calls` are those that the model at `endpoint` makes."""
+    """Looks at an agent as clients see it, and runs one rollout. `calls` are those that the model at `endpoint` makes."""
     tools = await client.tools(agent.name)
-    ask = RolloutStart(f"dry-run-{agent.name}"[:256], [{"role": "user", "content": _PROMPT}], agent.name)
-    result = await play(client, endpoint, ask)
+    start = RolloutStart(f"dry-run-{agent.name}"[:256], [{"role": "user", "content": _PROMPT}], agent.name)
+    result = await run_rollout(client, endpoint, start)
     errors = [f"the dry run ended with {result.end} ({result.reason}): {result.message}"] if not result.finished else []
-    answered = _answers(result.messages)
-    told = {
+    results = _tool_results(result.messages)
+    dry_run = {
         "end": result.end,
         "reason": result.reason,
         "message": result.message,
@@ -94,21 +94,21 @@ async def validate(
         "warnings": list(result.warnings),
     }
     called = [name for name, _ in calls()]
-    reports = tuple(_tool(tool, answered if tool.name in called else None) for tool in tools)
-    better = tuple(_better(agent, asked=bool(result.turns) or not result.finished))
-    return AgentReport(agent.name, agent.version, agent.replayable, reports, tuple(errors), better, told)
+    reports = tuple(_tool(tool, results if tool.name in called else None) for tool in tools)
+    advice_found = tuple(_agent_advice(agent, sampled=bool(result.turns) or not result.finished))
+    return AgentReport(agent.name, agent.version, agent.replayable, reports, tuple(errors), advice_found, dry_run)
 
 
-def _tool(tool: Tool, answers: Mapping[str, str] | None) -> ToolReport:
+def _tool(tool: Tool, results: Mapping[str, str] | None) -> ToolReport:
     wrong = tuple(faults(tool))
     if wrong:
         return ToolReport(tool.name, {}, wrong)
-    called = None if answers is None else answers.get(tool.name, "the agent did not run the call")
+    called = None if results is None else results.get(tool.name, "the agent did not run the call")
     return ToolReport(tool.name, json.loads(tool.parameters_json_schema), (), tuple(advice(tool)), called)
 
 
-def _answers(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What each tool answered, by its name."""
+def _tool_results(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The result of each tool, by its name."""
     names = {
         call.get("id"): call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()
     }
@@ -120,12 +120,12 @@ def _answers(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
-def _better(agent: Agent, *, asked: bool) -> Sequence[str]:
+def _agent_advice(agent: Agent, *, sampled: bool) -> Sequence[str]:
     from rollout_server.sdk.adapter import LoopAgent
 
     if isinstance(agent, LoopAgent):
         return ()  # a loop of the earlier SDK keeps its request's limits, and has a reward in its result
-    found = [] if asked else ["it asked the model for nothing: is a run.sample() not awaited?"]
+    found = [] if sampled else ["it asked the model for nothing: is a run.sample() not awaited?"]
     if agent.limits.turns is None and agent.limits.generated_tokens is None and agent.limits.seconds is None:
         found.append(
             "it has no limits: a model that goes on calling tools is ended by nobody; limits = Limits(turns=...)"

@@ -17,7 +17,7 @@ from rollout_server.cli.author.run import run
 from rollout_server.cli.author.test import test
 from rollout_server.cli.author.tokens import tokens
 from rollout_server.cli.author.validate import validate
-from rollout_server.cli.json_output import AsJson, error_document, in_json
+from rollout_server.cli.json_output import AsJson, error_document, json_mode
 from rollout_server.cli.operate.config import config
 from rollout_server.cli.operate.gateway import gateway
 from rollout_server.cli.operate.keys import keys
@@ -38,25 +38,25 @@ class Commands(TyperGroup):
         **extra: Any,
     ) -> Any:
         """Runs a command line and exits, where it is not told otherwise."""
-        given = sys.argv[1:] if args is None else list(args)
+        arguments = sys.argv[1:] if args is None else list(args)
         parsed = super().main
-        with in_json(given) as as_json:
+        with json_mode(arguments) as as_json:
             if not as_json or not standalone_mode:
-                return parsed(given, prog_name, complete_var, standalone_mode, windows_expand_args, **extra)
+                return parsed(arguments, prog_name, complete_var, standalone_mode, windows_expand_args, **extra)
             try:
-                code = parsed(given, prog_name, complete_var, False, windows_expand_args, **extra)
+                code = parsed(arguments, prog_name, complete_var, False, windows_expand_args, **extra)
             except Exception as error:
-                code = _complained(error, given)
+                code = _print_usage_error(error, arguments)
             sys.exit(code if isinstance(code, int) else 0)
 
 
-def _complained(error: Exception, given: Sequence[str]) -> int:
+def _print_usage_error(error: Exception, arguments: Sequence[str]) -> int:
     """Tells of a wrong command line, which is the library's exception; every other one is ours."""
-    told = getattr(error, "format_message", None)
-    if told is None:
+    format_message = getattr(error, "format_message", None)
+    if format_message is None:
         raise error
-    names = [word for word in given[:1] if not word.startswith("-")]
-    typer.echo(json.dumps(error_document(" ".join(names), "usage", told())))
+    names = [word for word in arguments[:1] if not word.startswith("-")]
+    typer.echo(json.dumps(error_document(" ".join(names), "usage", format_message())))
     code: int = getattr(error, "exit_code", 2)
     return code
 

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from rollout_server.testing.checks.verdict import Verdict
 
 
-def show_judgement(
-    console: Console, verdict: Verdict | None, samples: Sequence[token_pb2.Sample] | None = None
-) -> bool:
+def show_verdict(console: Console, verdict: Verdict | None, samples: Sequence[token_pb2.Sample] | None = None) -> bool:
     """Prints the trainer's verdict; whether all was accepted, and `samples`, where given, hold the trainer's tokens."""
     if verdict is None or not verdict.accepted or verdict.faults or (verdict.outcome and not verdict.concluded):
         console.print("  trainer: [red]refused[/]", end=" ")
@@ -26,9 +24,9 @@ def show_judgement(
         return False
     theirs = verdict.sample
     accepted = (
-        f"{counted(len(verdict.turns), 'turn')} and the outcome"
+        f"{plural(len(verdict.turns), 'turn')} and the outcome"
         if verdict.outcome
-        else counted(len(verdict.turns), "mask")
+        else plural(len(verdict.turns), "mask")
     )
     trained = f"{sum(theirs.response_mask)} of {len(theirs.response_mask)} tokens train"
     text = f"  trainer: [green]accepted {accepted}[/], {trained}"
@@ -72,15 +70,15 @@ def show_ledger(console: Console, segment: token_pb2.Segment, tokenizer_dir: Pat
 def show_messages(console: Console, messages: Sequence[Mapping[str, Any]]) -> None:
     """Prints each message on a line of its own."""
     for message in messages:
-        console.print(visible(f"  {message['role']:9} {_said(message)}"), markup=False)
+        console.print(visible(f"  {message['role']:9} {_message_text(message)}"), markup=False)
 
 
 def show_metrics(console: Console, outcome: Mapping[str, Any]) -> None:
     """Prints how a rollout of an HTTP dialect ended, and what it used."""
     metrics = outcome["metrics"]
     console.print(
-        f"  {outcome['status']}, {outcome['finish_reason']}: {counted(metrics['num_llm_calls'], 'turn')}, "
-        f"{counted(metrics['num_tool_calls'], 'tool call')}, {counted(metrics['response_tokens'], 'token')} generated, "
+        f"  {outcome['status']}, {outcome['finish_reason']}: {plural(metrics['num_llm_calls'], 'turn')}, "
+        f"{plural(metrics['num_tool_calls'], 'tool call')}, {plural(metrics['response_tokens'], 'token')} generated, "
         f"{metrics['total_latency_ms']:.0f} ms",
         markup=False,
     )
@@ -88,7 +86,7 @@ def show_metrics(console: Console, outcome: Mapping[str, Any]) -> None:
         console.print(visible(f"  {outcome['error_message']}"), style="red", markup=False)
 
 
-def counted(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     """So many of them: 1 turn, 2 turns."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -100,23 +98,25 @@ def event_line(event: event_pb2.RolloutEvent) -> str:
         case "asked":
             return f"turn {event.turn}: asked"
         case "answered":
-            answered = event.answered
-            mask = f", mask of {answered.mask_length}" if answered.HasField("mask_length") else ""
-            message = json.loads(answered.message.json)
-            return f"turn {event.turn}: {_said(message)}  ({counted(answered.generated_tokens, 'token')}{mask})"
+            completion = event.answered
+            mask = f", mask of {completion.mask_length}" if completion.HasField("mask_length") else ""
+            message = json.loads(completion.message.json)
+            return (
+                f"turn {event.turn}: {_message_text(message)}  ({plural(completion.generated_tokens, 'token')}{mask})"
+            )
         case "tool_returned":
             returned = event.tool_returned
             return f"turn {event.turn}: {returned.name} returned {json.loads(returned.message.json)['content']}"
         case "finished":
             return f"finished: {event.finished.outcome.stop.reason or 'failed'}"
         case "forked" | "given_up" | "masked" | "observed":
-            return ": ".join(deed(event))
+            return ": ".join(agent_action(event))
         case _:
             return str(kind).replace("_", " ")
 
 
-def deed(event: event_pb2.RolloutEvent) -> tuple[str, str]:
-    """What an agent did beside its turns and calls, in a word and in a few."""
+def agent_action(event: event_pb2.RolloutEvent) -> tuple[str, str]:
+    """What an agent did beside its turns and calls: the kind of action, and a description."""
     from rollout_client.samples import SEGMENT_KINDS
 
     match event.WhichOneof("event"):
@@ -124,8 +124,8 @@ def deed(event: event_pb2.RolloutEvent) -> tuple[str, str]:
             forked = event.forked
             kind = SEGMENT_KINDS.get(forked.origin.kind, "conversation")
             tools = f", with the tools {', '.join(forked.tools)}" if forked.tools else ", without tools"
-            said = counted(forked.count, "message")
-            return "fork", f"segment {event.segment_id}, a {kind} of segment {forked.of_segment_id}: {said}{tools}"
+            count = plural(forked.count, "message")
+            return "fork", f"segment {event.segment_id}, a {kind} of segment {forked.of_segment_id}: {count}{tools}"
         case "given_up":
             return "given up", f"turn {event.turn}: the agent no longer waits for its answer"
         case "masked":
@@ -135,6 +135,6 @@ def deed(event: event_pb2.RolloutEvent) -> tuple[str, str]:
             return "observed", f"{event.observed.what}{value}"
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _message_text(message: Mapping[str, Any]) -> str:
     calls = [f"{c['function']['name']}{c['function']['arguments']}" for c in message.get("tool_calls") or ()]
     return " ".join([str(message.get("content") or ""), *calls]).strip()

@@ -20,21 +20,21 @@ class Interrupted(RuntimeError):
 
 
 @contextmanager
-def complaining(command: str, code: int = 1) -> Iterator[None]:
+def report_errors(command: str, code: int = 1) -> Iterator[None]:
     """Turns what a user can mend (settings, ports, files, agents, tokenizers) into a line, or JSON, and an exit code."""
     from rollout_server.runtime.ports import RolloutFailed
 
     try:
         yield
     except KeyboardInterrupt:
-        _complain(command, Interrupted("interrupted"))
+        _print_error(command, Interrupted("interrupted"))
         raise typer.Exit(Interrupted.exit_code) from None
     except (RolloutFailed, OSError, RuntimeError, ValueError) as error:
-        _complain(command, error)
+        _print_error(command, error)
         raise typer.Exit(error.exit_code if isinstance(error, Interrupted) else code) from None
 
 
-def _complain(command: str, error: Exception) -> None:
+def _print_error(command: str, error: Exception) -> None:
     """Says what is wrong."""
     from rollout_server.inspection.escape import visible_lines
 
@@ -55,6 +55,6 @@ def _text(error: Exception) -> str:
     return f"{where}{error.strerror}{hint}"
 
 
-def hush_transformers() -> None:
+def quiet_transformers() -> None:
     """Before it is imported: it would say that it misses PyTorch, which nobody needs here. A setting of the user's stays."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -27,7 +27,7 @@ def is_json() -> bool:
 
 
 @contextlib.contextmanager
-def in_json(arguments: Sequence[str]) -> Iterator[bool]:
+def json_mode(arguments: Sequence[str]) -> Iterator[bool]:
     """Whether the arguments ask for JSON, and so does everything until the end."""
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments
     token = _JSON.set("--json" in before)
@@ -44,7 +44,7 @@ class JsonOutput:
         self._out = out
         self.as_json = as_json
 
-    def give(self, document: Mapping[str, Any]) -> None:
+    def write(self, document: Mapping[str, Any]) -> None:
         """Writes the command's document, if JSON was asked for."""
         if self.as_json:
             self._out.write(_text(document, indent=2) + "\n")
@@ -67,7 +67,7 @@ def _text(document: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 @contextlib.contextmanager
-def answering(*, as_json: bool) -> Iterator[JsonOutput]:
+def open_output(*, as_json: bool) -> Iterator[JsonOutput]:
     """With JSON, whatever is written meanwhile goes to standard error, also by an author's code and by programs that it starts: the
     document stays whole.
     """
@@ -77,12 +77,12 @@ def answering(*, as_json: bool) -> Iterator[JsonOutput]:
     if not as_json:
         yield JsonOutput(sys.stdout, as_json=False)
         return
-    with _apart(sys.stdout) as out, contextlib.redirect_stdout(sys.stderr):
+    with _reserve_stdout(sys.stdout) as out, contextlib.redirect_stdout(sys.stderr):
         yield JsonOutput(out, as_json=True)
 
 
 @contextlib.contextmanager
-def _apart(out: TextIO) -> Iterator[TextIO]:
+def _reserve_stdout(out: TextIO) -> Iterator[TextIO]:
     """Standard output, to which nobody else can write until the end of the block."""
     try:
         number, elsewhere = out.fileno(), sys.stderr.fileno()
@@ -90,17 +90,17 @@ def _apart(out: TextIO) -> Iterator[TextIO]:
         yield out
         return
     out.flush()
-    kept = os.dup(number)
+    duplicate = os.dup(number)
     os.dup2(elsewhere, number)
     try:
-        with open(kept, "w", encoding="ascii", closefd=False) as own:
+        with open(duplicate, "w", encoding="ascii", closefd=False) as own:
             yield own
     finally:
-        os.dup2(kept, number)
-        os.close(kept)
+        os.dup2(duplicate, number)
+        os.close(duplicate)
 
 
 def error_document(command: str, kind: str, message: str, **more: object) -> dict[str, Any]:
     """What a command that failed answers. `kind` is "usage" for a wrong command line, else "failed"."""
-    given = {key: value for key, value in more.items() if value}
-    return {"error": {"command": command, "kind": kind, "message": message, **given}}
+    values = {key: value for key, value in more.items() if value}
+    return {"error": {"command": command, "kind": kind, "message": message, **values}}

@@ -1,24 +1,29 @@
-"""Where commands play rollouts: the real server in this process, a client of it, and where no model is named, a stand-in."""
+"""The real server in a command's process, its log, a client of it and, where no model is named, a model stub."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollout_server.agent import Agent
-from rollout_server.cli.completion_flags import CompletionFlags
+from rollout_server.cli.flags import CompletionFlags
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rollout_client import AsyncClient
 
     from rollout_server.authoring.endpoint import Endpoint
-    from rollout_server.authoring.model_stubs import StandIn
+    from rollout_server.authoring.model_stubs import ModelStub
     from rollout_server.settings import Settings
 
 _TOY = "toy"
 _RECORDS = 64
+
+
+_MOST = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +32,34 @@ class LocalServer:
 
     client: AsyncClient
     endpoint: Endpoint
-    stand_in: StandIn | None
+    model_stub: ModelStub | None
 
 
 @asynccontextmanager
-async def stage(agents: Sequence[Agent], asked: CompletionFlags, places: int = 1) -> AsyncIterator[LocalServer]:
+async def serve_for_command(
+    agents: Sequence[Agent], flags: CompletionFlags, concurrency: int = 1
+) -> AsyncIterator[LocalServer]:
     """Serves agents for so many rollouts at a time. Raises `AuthorError`, and RuntimeError or OSError where it cannot be."""
-    chosen = asked.stand_in()
-    if chosen is None:
-        endpoint = asked.endpoint()
-        async with _served(agents, asked, places) as client:
+    stub = flags.model_stub()
+    if stub is None:
+        endpoint = flags.endpoint()
+        async with _serve(agents, flags, concurrency) as client:
             yield LocalServer(client, endpoint, None)
         return
 
-    async def prepare(_client: AsyncClient) -> StandIn:
-        return chosen
+    async def prepare(_client: AsyncClient) -> ModelStub:
+        return stub
 
-    async with stage_with(agents, prepare, asked, places) as here:
-        yield here
+    async with serve_with_stub(agents, prepare, flags, concurrency) as server:
+        yield server
 
 
 @asynccontextmanager
-async def stage_with(
+async def serve_with_stub(
     agents: Sequence[Agent],
-    prepare: Callable[[AsyncClient], Awaitable[StandIn]],
-    asked: CompletionFlags | None = None,
-    places: int = 1,
+    prepare: Callable[[AsyncClient], Awaitable[ModelStub]],
+    flags: CompletionFlags | None = None,
+    concurrency: int = 1,
 ) -> AsyncIterator[LocalServer]:
     """The same with a stand-in, which may be made of what the server says.
 
@@ -61,42 +68,42 @@ async def stage_with(
     from rollout_server.authoring.endpoint import Endpoint
     from rollout_server.testing.trainer import StrictTrainer
 
-    asked = asked or CompletionFlags()
-    async with _served(agents, asked, places) as client:
-        chosen = await prepare(client)
-        async with StrictTrainer(model=chosen.model, script=chosen.script, requests_kept=_RECORDS) as trainer:
-            url, shown = f"grpc://{trainer.grpc_target}", f"a stand-in ({chosen.name})"
-            endpoint = Endpoint(url, "grpc", tokenizer=_TOY, sampling=asked.sampling, limits=asked.limits, shown=shown)
-            yield LocalServer(client, endpoint, chosen)
+    flags = flags or CompletionFlags()
+    async with _serve(agents, flags, concurrency) as client:
+        stub = await prepare(client)
+        async with StrictTrainer(model=stub.model, script=stub.script, requests_kept=_RECORDS) as trainer:
+            url, label = f"grpc://{trainer.grpc_target}", f"a stand-in ({stub.name})"
+            endpoint = Endpoint(url, "grpc", tokenizer=_TOY, sampling=flags.sampling, limits=flags.limits, label=label)
+            yield LocalServer(client, endpoint, stub)
 
 
 @asynccontextmanager
-async def _served(agents: Sequence[Agent], asked: CompletionFlags, places: int) -> AsyncIterator[AsyncClient]:
+async def _serve(agents: Sequence[Agent], flags: CompletionFlags, concurrency: int) -> AsyncIterator[AsyncClient]:
     from rollout_client import AsyncClient
 
     from rollout_server.app import Server
 
     async with (
-        Server(agents, _settings(asked, places)) as server,
+        Server(agents, _settings(flags, concurrency)) as server,
         AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
     ):
         yield client
 
 
-def _settings(asked: CompletionFlags, places: int) -> Settings:
+def _settings(flags: CompletionFlags, concurrency: int) -> Settings:
     """The user's own settings of tokenizers, times and retries; but nobody else is served, and every endpoint is the user's."""
     from rollout_server.settings import load
 
     before = load()
-    tokenizers = {_TOY: _TOY, **before.tokenizers, **asked.tokenizers}
+    tokenizers = {_TOY: _TOY, **before.tokenizers, **flags.tokenizers}
     return load(
         host="127.0.0.1",
         grpc_port=0,
         http=False,
         metrics_port=None,
         drain_seconds=0,
-        max_running=places,
-        max_records=_RECORDS + places,
+        max_running=concurrency,
+        max_records=_RECORDS + concurrency,
         api_key=None,
         admin_key=None,
         api_keys=(),
@@ -107,3 +114,50 @@ def _settings(asked: CompletionFlags, places: int) -> Settings:
         tls_client_ca=None,
         tokenizers=tokenizers,
     )
+
+
+class _ServerLogHandler(logging.Handler):
+    """Prints each line once: a thousand rollouts fail for the same reason."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+        self._printed: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints one record."""
+        from rich.text import Text
+
+        from rollout_server.inspection.escape import visible_lines
+
+        text = visible_lines(_log_text(record))
+        if text in self._printed or len(self._printed) >= _MOST:
+            return
+        self._printed.add(text)
+        self._console.print(Text(text, "red" if record.levelno >= logging.ERROR else "yellow"), soft_wrap=True)
+
+
+@contextmanager
+def print_server_log(console: Console) -> Iterator[None]:
+    """Until the end of the block, warnings and errors go to the console."""
+    root, handler = logging.getLogger(), _ServerLogHandler(console)
+    before, level = root.handlers[:], root.level
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+
+
+def _log_text(record: logging.LogRecord) -> str:
+    from rollout_server.authoring.author_traceback import author_error
+
+    error = record.exc_info[1] if record.exc_info else None
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if error is None:
+        return record.getMessage()
+    mistake = author_error(error.__cause__ if isinstance(error.__cause__, SystemExit) else error, "")
+    return f"{record.getMessage()}: {str(mistake).removeprefix(': ')}"

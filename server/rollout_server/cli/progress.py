@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollout_server.cli.demo_output import counted, deed
+from rollout_server.cli.demo_output import agent_action, plural
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.record import FIRST
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _LONGEST = 20_000
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
 _AUTHORS = (("M", "model"), ("A", "author"), ("P", "prompt"), ("E", "environment"), ("C", "closing"))
-_DEEDS = {"fork": "blue", "given up": "magenta", "masked": "red", "observed": "dim"}
-_TOLD = frozenset({"answered", "tool_returned", "appended", "drift_found"})
-_SAID = {"model": "of the model", "author": "of the model, masked by the agent"}
+_ACTION_STYLES = {"fork": "blue", "given up": "magenta", "masked": "red", "observed": "dim"}
+_SEGMENT_EVENTS = frozenset({"answered", "tool_returned", "appended", "drift_found"})
+_AUTHOR_TEXTS = {"model": "of the model", "author": "of the model, masked by the agent"}
 
 
 class Progress:
@@ -41,7 +41,7 @@ class Progress:
         self._doing = "starting"
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def live(self) -> Iterator[None]:
         """On a terminal, the state stands below everything else until the end of the block, which is the rollout's."""
         self._began = time.monotonic()
         if not self._console.is_terminal:
@@ -57,55 +57,55 @@ class Progress:
         for message in messages:
             self._message(message)
 
-    def see(self, event: RolloutEvent) -> None:
+    def show(self, event: RolloutEvent) -> None:
         """Prints an event."""
         self._turn = max(event.turn, self._turn)
-        self._where(event)
+        self._show_segment(event)
         match event.WhichOneof("event"):
             case "asked":
                 self._doing = "waiting for the model"
             case "answered":
-                self._answered(event)
+                self._show_completion(event)
             case "tool_started":
                 self._doing = f"running {visible(event.tool_started.name)}"
             case "tool_returned":
-                self._returned(event)
+                self._show_tool_result(event)
             case "appended":
-                self.messages([_parsed(message) for message in event.appended.messages])
+                self.messages([_parse_message(message) for message in event.appended.messages])
             case "drift_found":
                 self._line("drift", f"the trainer's prompt parts from ours at token {event.drift_found.index}", "red")
             case "note":
                 self._line("note", f"{event.note.code}: {event.note.text}", "magenta")
             case "forked" | "given_up" | "masked" | "observed":
-                self._did(event)
+                self._show_action(event)
 
-    def _where(self, event: RolloutEvent) -> None:
+    def _show_segment(self, event: RolloutEvent) -> None:
         """Conversations may go on at the same time: what follows belongs to this one."""
-        told = event.WhichOneof("event") in _TOLD
-        if told and event.segment_id and event.segment_id != self._segment:
+        belongs = event.WhichOneof("event") in _SEGMENT_EVENTS
+        if belongs and event.segment_id and event.segment_id != self._segment:
             self._segment = event.segment_id
             self._line("", f"in segment {event.segment_id}:", "dim")
 
-    def _did(self, event: RolloutEvent) -> None:
+    def _show_action(self, event: RolloutEvent) -> None:
         """What the agent itself did."""
-        who, text = deed(event)
-        self._line(who, text, _DEEDS[who])
+        who, text = agent_action(event)
+        self._line(who, text, _ACTION_STYLES[who])
         if event.HasField("forked"):
             self._segment = event.segment_id
-            self.messages([_parsed(message) for message in event.forked.messages])
+            self.messages([_parse_message(message) for message in event.forked.messages])
 
-    def _answered(self, event: RolloutEvent) -> None:
-        answered = event.answered
-        self._tokens += answered.generated_tokens
+    def _show_completion(self, event: RolloutEvent) -> None:
+        completion = event.answered
+        self._tokens += completion.generated_tokens
         self._doing = "thinking"
-        self._message(_parsed(answered.message))
-        self._line("", f"{counted(answered.generated_tokens, 'token')}, {answered.elapsed_ms:.0f} ms", "dim")
+        self._message(_parse_message(completion.message))
+        self._line("", f"{plural(completion.generated_tokens, 'token')}, {completion.elapsed_ms:.0f} ms", "dim")
 
-    def _returned(self, event: RolloutEvent) -> None:
+    def _show_tool_result(self, event: RolloutEvent) -> None:
         returned = event.tool_returned
         self._calls += 1
         style = "red" if returned.failed else _STYLES["tool"]
-        text = _text(_parsed(returned.message).get("content")) or EMPTY
+        text = _text(_parse_message(returned.message).get("content")) or EMPTY
         self._line("tool", f"{returned.name}, {returned.elapsed_ms:.0f} ms: {text}", style)
 
     def _message(self, message: Mapping[str, Any]) -> None:
@@ -121,8 +121,8 @@ class Progress:
         for call in calls:
             function = call.get("function", {}) if isinstance(call, Mapping) else {}
             arguments = function.get("arguments")
-            written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            self._line(role, f"calls {function.get('name')} {written}", style)
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            self._line(role, f"calls {function.get('name')} {text}", style)
 
     def _line(self, who: str, text: str, style: str) -> None:
         """Each line of a text begins with who says it, so that no text can pass for somebody else's."""
@@ -142,7 +142,7 @@ class Progress:
         seconds = time.monotonic() - self._began
         parts = [
             f"turn {self._turn}{_of(limits.turns)}",
-            counted(self._calls, "tool call"),
+            plural(self._calls, "tool call"),
             f"tokens generated: {self._tokens}{_of(limits.generated_tokens)}",
             f"{seconds:.1f}{_of(limits.seconds)} s",
             self._doing,
@@ -155,13 +155,15 @@ def show_result(console: Console, result: Result, authors: Mapping[str, int] | N
     from rich.text import Text
 
     failed = f", {sum(result.tool_errors.values())} of them failed" if result.tool_calls else ""
-    used = f"{counted(result.turns, 'turn')}, {counted(result.tool_calls, 'tool call')}{failed}"
+    used = f"{plural(result.turns, 'turn')}, {plural(result.tool_calls, 'tool call')}{failed}"
     lines = [(f"{result.end}: {result.reason}{f': {result.message}' if result.message else ''}", "bold")]
-    lines.append((f"{used}; {counted(result.tokens.generated, 'token')} generated, {result.ms.total:.0f} ms", ""))
+    lines.append((f"{used}; {plural(result.tokens.generated, 'token')} generated, {result.ms.total:.0f} ms", ""))
     if authors is None:
         lines.append(("who wrote which token is not known: the endpoint told no token ids", "dim"))
     else:
-        named = ", ".join(f"{authors[name]} {_SAID.get(name, name)}" for _, name in _AUTHORS if authors.get(name))
+        named = ", ".join(
+            f"{authors[name]} {_AUTHOR_TEXTS.get(name, name)}" for _, name in _AUTHORS if authors.get(name)
+        )
         lines.append((f"tokens: {named}", ""))
     reward = "the agent gave no reward" if result.reward is None else f"reward {result.reward:g}"
     scores = "".join(f", {name} {value:g}" for name, value in sorted(result.scores.items()))
@@ -177,7 +179,7 @@ def authors_of(letters: Mapping[str, int]) -> dict[str, int]:
     return {name: letters[letter] for letter, name in _AUTHORS if letter in letters}
 
 
-def _parsed(message: Message) -> Mapping[str, Any]:
+def _parse_message(message: Message) -> Mapping[str, Any]:
     from rollout_client import messages
 
     try:

@@ -20,7 +20,7 @@ def visible(text: str) -> str:
 
     C0 controls become their pictures (U+2400 and after), a line feed `BREAK`, others their number: ⟨U+202E⟩.
     """
-    return text if text.isascii() and text.isprintable() else "".join(map(_shown, text))
+    return text if text.isascii() and text.isprintable() else "".join(map(_visible_character, text))
 
 
 def visible_lines(text: str) -> str:
@@ -29,7 +29,7 @@ def visible_lines(text: str) -> str:
     return "\n".join([visible(first), *(f"    {visible(line)}" for line in more)])
 
 
-def _shown(character: str) -> str:
+def _visible_character(character: str) -> str:
     if character == "\n":
         return BREAK
     code = ord(character)

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from osmosis.rollout.v1 import outcome_pb2, outcome_service_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
-from rollout_server.inspection.rest_json import is_plain, rollout_of
+from rollout_server.inspection.rest_json import is_rest_json, rollout_of
 
 UID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -29,10 +29,10 @@ _MESSAGES: tuple[type[Message], ...] = (
 
 def read_file(path: Path) -> pb.Rollout:
     """The rollout in a file. Raises OSError for one that cannot be read, ValueError for one that holds none."""
-    return parsed(path.read_bytes())
+    return parse_rollout(path.read_bytes())
 
 
-def parsed(content: bytes) -> pb.Rollout:
+def parse_rollout(content: bytes) -> pb.Rollout:
     """The rollout in the bytes of a file. Raises ValueError."""
     content = content.removeprefix(BOM_UTF8)
     if not content.strip():
@@ -53,7 +53,7 @@ def _from_json(content: bytes) -> pb.Rollout | None:
         raise ValueError("the file's JSON is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"the file is no JSON: {error}") from None
-    if not is_plain(value):
+    if not is_rest_json(value):
         return next((found for kind in _MESSAGES if (found := _from_contract(value, kind)) is not None), None)
     try:
         return rollout_of(value)

@@ -13,7 +13,7 @@ from rollout_client.proto_fields import enum_values
 Fields: TypeAlias = Mapping[str, Any]
 
 
-def is_plain(value: Fields) -> bool:
+def is_rest_json(value: Fields) -> bool:
     """Whether an object is a rollout as `GET /v1/rollouts/{uid}` answers, rather than the contract's own JSON."""
     outcome = value.get("outcome")
     states = list(enum_values(rollout_service_pb2.RolloutState.DESCRIPTOR))

@@ -1,4 +1,4 @@
-"""A transcript in words: what stands above its tokens, and the whole of it as JSON."""
+"""A transcript as text: what stands above its tokens, and the whole of it as JSON."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from osmosis.rollout.v1 import outcome_pb2, rollout_service_pb2
 from rollout_client.samples import category_of
 
-from rollout_server.inspection.token_text import Decode, TokenText, pieces, text_of
-from rollout_server.inspection.transcript import Stretch, TokenRun, Transcript, TranscriptDrift
+from rollout_server.inspection.token_text import Decode, TokenText, decoded_text, split_token_texts
+from rollout_server.inspection.transcript import TokenRun, Transcript, TranscriptDrift, TranscriptSegment
 
 
-def pieces_of(stretch: Stretch, decode: Decode | None) -> list[TokenText]:
-    """The pieces of a segment; none reaches over the end of a run or a drift."""
-    cuts = [run.start for run in stretch.runs] + [run.stop for run in stretch.runs]
-    return pieces(stretch.ids, decode, [*cuts, *(drift.index for drift in stretch.drifts)])
+def segment_token_texts(segment: TranscriptSegment, decode: Decode | None) -> list[TokenText]:
+    """The token texts of a segment; none reaches over the end of a run or a drift."""
+    cuts = [run.start for run in segment.runs] + [run.stop for run in segment.runs]
+    return split_token_texts(segment.ids, decode, [*cuts, *(drift.index for drift in segment.drifts)])
 
 
 def ending(outcome: outcome_pb2.Outcome) -> str:
@@ -46,7 +46,7 @@ def as_json(transcript: Transcript, decode: Decode | None) -> dict[str, Any]:
         "ending": ending(outcome),
         "reward": outcome.reward if outcome.HasField("reward") else None,
         "warnings": [_warning(warning) for warning in outcome.warnings],
-        "segments": [_segment(stretch, decode) for stretch in transcript.stretches],
+        "segments": [_segment(segment, decode) for segment in transcript.segments],
     }
 
 
@@ -55,21 +55,21 @@ def _warning(warning: outcome_pb2.Warning) -> dict[str, Any]:
     return {"code": warning.code, "message": warning.message, "turn": warning.turn, "index": index}
 
 
-def _segment(stretch: Stretch, decode: Decode | None) -> dict[str, Any]:
-    made = pieces_of(stretch, decode)
+def _segment(segment: TranscriptSegment, decode: Decode | None) -> dict[str, Any]:
+    tokens = segment_token_texts(segment, decode)
     return {
-        "id": stretch.id,
-        "kind": stretch.kind,
-        "parent_id": stretch.parent_id,
-        "parent_tokens": stretch.parent_tokens,
-        "verified": stretch.verified,
-        "runs": [_run(run, made) for run in stretch.runs],
-        "drifts": [_drift(drift, decode) for drift in stretch.drifts],
+        "id": segment.id,
+        "kind": segment.kind,
+        "parent_id": segment.parent_id,
+        "parent_tokens": segment.parent_tokens,
+        "verified": segment.verified,
+        "runs": [_run(run, tokens) for run in segment.runs],
+        "drifts": [_drift(drift, decode) for drift in segment.drifts],
     }
 
 
-def _run(run: TokenRun, made: list[TokenText]) -> dict[str, Any]:
-    texts = [piece.text for piece in made if run.start <= piece.start < run.stop]
+def _run(run: TokenRun, tokens: list[TokenText]) -> dict[str, Any]:
+    texts = [token.text for token in tokens if run.start <= token.start < run.stop]
     return {
         "letter": run.letter,
         "author": run.author,
@@ -91,9 +91,9 @@ def _drift(drift: TranscriptDrift, decode: Decode | None) -> dict[str, Any]:
         "turn": drift.turn,
         "message": drift.message,
         "was_ids": None if drift.was is None else list(drift.was),
-        "was_text": None if drift.was is None else text_of(drift.was, decode),
+        "was_text": None if drift.was is None else decoded_text(drift.was, decode),
         "here_ids": list(drift.here),
-        "here_text": text_of(drift.here, decode),
+        "here_text": decoded_text(drift.here, decode),
     }
 
 

@@ -27,15 +27,15 @@ class TokenText:
     text: str | None
 
 
-def pieces(ids: Sequence[int], decode: Decode | None, cuts: Iterable[int] = ()) -> list[TokenText]:
-    """The tokens in order, each in exactly one piece; none reaches over one of the `cuts`. Without `decode` no text is known."""
+def split_token_texts(ids: Sequence[int], decode: Decode | None, cuts: Iterable[int] = ()) -> list[TokenText]:
+    """The tokens in order, each in exactly one text; none reaches over one of the `cuts`. Without `decode` no text is known."""
     if decode is None:
         return [TokenText(index, index + 1, None) for index in range(len(ids))]
     ends = {*cuts, len(ids)}
     found: list[TokenText] = []
     context = start = 0  # the text before `start` decides how the next token is written
     for stop in range(1, len(ids) + 1):
-        text = _grown(decode, ids[context:stop], start - context)
+        text = _added_text(decode, ids[context:stop], start - context)
         whole = bool(text) and not text.endswith(_INCOMPLETE)
         if not whole and stop not in ends and stop - start < _LONGEST:
             continue
@@ -44,18 +44,18 @@ def pieces(ids: Sequence[int], decode: Decode | None, cuts: Iterable[int] = ()) 
     return found
 
 
-def text_of(ids: Sequence[int], decode: Decode | None) -> str | None:
+def decoded_text(ids: Sequence[int], decode: Decode | None) -> str | None:
     """The text of tokens that stand alone; None where it cannot be told."""
-    return None if decode is None else _decoded(decode, ids) or None
+    return None if decode is None else _decode(decode, ids) or None
 
 
-def _grown(decode: Decode, ids: Sequence[int], known: int) -> str:
+def _added_text(decode: Decode, ids: Sequence[int], known: int) -> str:
     """What the text of the first `known` tokens grows by with the others."""
-    before, after = _decoded(decode, ids[:known]) if known else "", _decoded(decode, ids)
-    return after[len(before) :] if after.startswith(before) else _decoded(decode, ids[known:])
+    before, after = _decode(decode, ids[:known]) if known else "", _decode(decode, ids)
+    return after[len(before) :] if after.startswith(before) else _decode(decode, ids[known:])
 
 
-def _decoded(decode: Decode, ids: Sequence[int]) -> str:
+def _decode(decode: Decode, ids: Sequence[int]) -> str:
     try:
         return decode(ids)
     except Exception:  # ids come from a foreign vocabulary, and tokenizers raise whatever their readers do

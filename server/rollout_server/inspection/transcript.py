@@ -1,4 +1,4 @@
-"""A rollout as it is looked at: segments of runs, each of one author, and where the trainer's prompts part from ours."""
+"""A rollout as it is looked at: segments of runs, each of one author, and where the trainer's prompts diverge from ours."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class TokenRun:
         letter: M the model, P the prompt, E the environment, C a closing token, A the model's but masked out by the agent's
             author, ? not told.
         author: "model" or "other".
-        reason: why they do not train, in the contract's word; None: they do.
+        reason: why they do not train, by the contract's name; None: they do.
         turn: from 1.
         start: of the first token, counted from the start of the segment.
         ids: token ids, at least one.
         logprobs: one natural logarithm for each id; None: not known.
-        policy_version: the policy that sampled them, in the trainer's words; empty: unknown.
+        policy_version: the policy that sampled them, as the trainer names it; empty: unknown.
         planes: what the trainer sent beside them: names and element types.
     """
 
@@ -59,7 +59,7 @@ class TranscriptDrift:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TranscriptSegment:
     """A segment: all its tokens, how many train and how many the author masked, and the runs and drifts that are looked at."""
 
     id: str
@@ -76,27 +76,27 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """A finished rollout. `stretches` are those that are looked at."""
+    """A finished rollout. `segments` are those that are looked at."""
 
     rollout: rollout_service_pb2.Rollout
-    stretches: tuple[Stretch, ...]
+    segments: tuple[TranscriptSegment, ...]
 
     @property
     def outcome(self) -> outcome_pb2.Outcome:
         """How it ended."""
         return self.rollout.outcome
 
-    def only(self, segment: str | None, turn: int | None) -> Transcript:
+    def select(self, segment: str | None, turn: int | None) -> Transcript:
         """The part of one segment, of one turn, or both. Raises ValueError where there is none."""
-        known = [each.id for each in self.stretches]
+        known = [each.id for each in self.segments]
         if segment is not None and segment not in known:
             raise ValueError(f"there is no segment {segment!r}; there are {', '.join(known) or 'none'}")
-        left = [each for each in self.stretches if segment in (None, each.id)]
+        left = [each for each in self.segments if segment in (None, each.id)]
         turns = sorted({run.turn for each in left for run in each.runs})
         if turn is not None and turn not in turns:
             raise ValueError(f"no tokens of turn {turn} are here; there are turns {_ranges(turns) or 'none'}")
-        kept = [each if turn is None else _of_turn(each, turn) for each in left]
-        return replace(self, stretches=tuple(each for each in kept if each.runs))
+        selected = [each if turn is None else _of_turn(each, turn) for each in left]
+        return replace(self, segments=tuple(each for each in selected if each.runs))
 
 
 def transcript_of(rollout: rollout_service_pb2.Rollout) -> Transcript:
@@ -110,18 +110,18 @@ def transcript_of(rollout: rollout_service_pb2.Rollout) -> Transcript:
     samples(rollout)
     if outcome.samples and not outcome.segments:
         raise ValueError('the rollout tells no segments, only samples: read it again in view "full"')
-    found = [_stretch(segment) for segment in outcome.segments]
+    found = [_segment(segment) for segment in outcome.segments]
     return Transcript(rollout, tuple(_with_drifts(each, found, outcome.warnings) for each in found))
 
 
-def _stretch(segment: token_pb2.Segment) -> Stretch:
+def _segment(segment: token_pb2.Segment) -> TranscriptSegment:
     starts = accumulate((len(span.token_ids) for span in segment.spans), initial=0)
     runs = tuple(_run(span, start, segment.id) for span, start in zip(segment.spans, starts, strict=False))
     origin = segment.origin
     kind = SEGMENT_KINDS.get(origin.kind, _UNKNOWN)
     ids = tuple(token for run in runs for token in run.ids)
     trained, masked = (sum(len(run.ids) for run in runs if run.letter == letter) for letter in "MA")
-    return Stretch(
+    return TranscriptSegment(
         segment.id, kind, origin.parent_id, origin.parent_tokens, segment.verified, ids, trained, masked, runs
     )
 
@@ -151,32 +151,34 @@ def _letter(author: str, reason: str | None) -> str:
     return {"prompt": "P", "environment": "E", "closing": "C"}.get(reason or "", "?")
 
 
-def _with_drifts(stretch: Stretch, others: Sequence[Stretch], warnings: Sequence[outcome_pb2.Warning]) -> Stretch:
+def _with_drifts(
+    segment: TranscriptSegment, others: Sequence[TranscriptSegment], warnings: Sequence[outcome_pb2.Warning]
+) -> TranscriptSegment:
     """A warning belongs to the segment that its turn is in; the one that opened a segment tells both sides."""
-    turns = {run.turn for run in stretch.runs}
-    opened = stretch.runs[0].turn if stretch.kind == "drift" and stretch.runs else None
-    parent = next((each.ids for each in others if each.id == stretch.parent_id), None)
+    turns = {run.turn for run in segment.runs}
+    opened = segment.runs[0].turn if segment.kind == "drift" and segment.runs else None
+    parent = next((each.ids for each in others if each.id == segment.parent_id), None)
     found = [
-        _drift(stretch, each, parent if each.turn == opened else None)
+        _drift(segment, each, parent if each.turn == opened else None)
         for each in warnings
         if each.code == _DRIFT and each.turn in turns and each.HasField("index")
     ]
     if opened is not None and all(each.turn != opened for each in found):
-        silent = outcome_pb2.Warning(turn=opened, index=stretch.parent_tokens)
-        found.append(_drift(stretch, silent, parent))
-    return replace(stretch, drifts=tuple(sorted(found, key=lambda drift: drift.index)))
+        silent = outcome_pb2.Warning(turn=opened, index=segment.parent_tokens)
+        found.append(_drift(segment, silent, parent))
+    return replace(segment, drifts=tuple(sorted(found, key=lambda drift: drift.index)))
 
 
-def _drift(stretch: Stretch, warning: outcome_pb2.Warning, parent: Sequence[int] | None) -> TranscriptDrift:
-    index = min(warning.index, len(stretch.ids))
+def _drift(segment: TranscriptSegment, warning: outcome_pb2.Warning, parent: Sequence[int] | None) -> TranscriptDrift:
+    index = min(warning.index, len(segment.ids))
     window = slice(index, index + _WINDOW)
     was = None if parent is None else tuple(parent[window])
-    return TranscriptDrift(index, warning.turn, warning.message, was, stretch.ids[window])
+    return TranscriptDrift(index, warning.turn, warning.message, was, segment.ids[window])
 
 
-def _of_turn(stretch: Stretch, turn: int) -> Stretch:
-    runs = tuple(run for run in stretch.runs if run.turn == turn)
-    return replace(stretch, runs=runs, drifts=tuple(drift for drift in stretch.drifts if drift.turn == turn))
+def _of_turn(segment: TranscriptSegment, turn: int) -> TranscriptSegment:
+    runs = tuple(run for run in segment.runs if run.turn == turn)
+    return replace(segment, runs=runs, drifts=tuple(drift for drift in segment.drifts if drift.turn == turn))
 
 
 def _ranges(turns: Sequence[int]) -> str:

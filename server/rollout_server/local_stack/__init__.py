@@ -1,4 +1,4 @@
-"""A stage for agents: a real server, a scripted model, and a strict trainer that judges every token. For the tests of authors.
+"""A local stack for agents: a real server, a scripted model, and a strict trainer that checks every token. For authors' tests.
 
 The pytest plugin `pytest_rollout` offers it as fixtures. Without pytest, `with LocalStack(LoopThread(), agent) as stack` does
 the same.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from rollout_server.local_stack.loop_thread import LoopThread
 from rollout_server.local_stack.result import FinishedRollout
-from rollout_server.local_stack.scripted_model import ScriptedModel
-from rollout_server.local_stack.stack import LocalStack
+from rollout_server.local_stack.stack import LocalStack, ScriptedModel
 
 __all__ = ["FinishedRollout", "LocalStack", "LoopThread", "ScriptedModel"]

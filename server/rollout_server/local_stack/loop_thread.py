@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, so that plain tests and asynchronous ones use the same stage."""
+"""An event loop in a thread of its own, so that plain tests and asynchronous ones use the same local stack."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoopThread:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.set_default_executor(Threads())
-        self._thread = threading.Thread(target=run_forever, args=(self._loop,), name="rollout-stage", daemon=True)
+        self._thread = threading.Thread(target=run_forever, args=(self._loop,), name="rollout-local-stack", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -48,16 +48,16 @@ class LoopThread:
 
     def enter(self, manager: AbstractAsyncContextManager[T]) -> T:
         """Enters a context there."""
-        return self.run(_entered(manager))
+        return self.run(_enter(manager))
 
     def leave(self, manager: AbstractAsyncContextManager[Any]) -> None:
         """Leaves a context that was entered here."""
-        self.run(_left(manager))
+        self.run(_leave(manager))
 
 
-async def _entered(manager: AbstractAsyncContextManager[T]) -> T:
+async def _enter(manager: AbstractAsyncContextManager[T]) -> T:
     return await manager.__aenter__()
 
 
-async def _left(manager: AbstractAsyncContextManager[Any]) -> None:
+async def _leave(manager: AbstractAsyncContextManager[Any]) -> None:
     await manager.__aexit__(None, None, None)

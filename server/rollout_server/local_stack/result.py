@@ -1,4 +1,4 @@
-"""What a rollout on the stage came to."""
+"""The result of a rollout on the local stack."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class FinishedRollout:
     Args:
         uid: the server's id of it.
         messages: the conversation, OpenAI-style dictionaries.
-        reward: what the agent's `reward` returned; None: no judgement.
+        reward: what the agent's `reward` returned; None: none.
         scores: named parts of it.
         stop: why it ended well: "stop", "max_turns", a word of the agent's ...; None: it failed.
         failure: why it did not; None: it did.
-        warnings: remarks on its tokens, for a person.
+        warnings: about its tokens, for a person.
         samples: its training samples, one for each segment.
         events: everything that happened, in order.
     """
@@ -45,8 +45,8 @@ class FinishedRollout:
     @property
     def answer(self) -> str:
         """The text of the model's last message; empty: it has none."""
-        said = [message["content"] for message in self.messages if message["role"] == "assistant"]
-        return said[-1] if said and isinstance(said[-1], str) else ""
+        completions = [message["content"] for message in self.messages if message["role"] == "assistant"]
+        return completions[-1] if completions and isinstance(completions[-1], str) else ""
 
     @property
     def tool_results(self) -> Sequence[Any]:
@@ -54,8 +54,8 @@ class FinishedRollout:
         return [message["content"] for message in self.messages if message["role"] == "tool"]
 
 
-def played(rollout: Rollout, events: Sequence[RolloutEvent]) -> FinishedRollout:
-    """What a finished rollout with its samples came to."""
+def finished_rollout(rollout: Rollout, events: Sequence[RolloutEvent]) -> FinishedRollout:
+    """The finished rollout, with its samples and events."""
     outcome = rollout.outcome
     failure = outcome.failure.message if outcome.HasField("failure") else None
     if outcome.HasField("cancellation"):
@@ -74,7 +74,7 @@ def played(rollout: Rollout, events: Sequence[RolloutEvent]) -> FinishedRollout:
 
 
 def objections(finished: FinishedRollout, verdict: Verdict | None) -> str:
-    """Where the strict trainer's record parts from the server's, for a person; empty: nowhere."""
+    """Where the strict trainer's record differs from the server's, for a person; empty: nowhere."""
     if verdict is None:  # the agent sampled nothing
         return ""
     if verdict.refusals:
@@ -84,6 +84,6 @@ def objections(finished: FinishedRollout, verdict: Verdict | None) -> str:
     theirs, (ours,) = verdict.sample, finished.samples
     mask = tuple(ours.response_mask)
     if any(event.HasField("masked") for event in finished.events):  # by the agent: trainers hear of it at the end only
-        mask = tuple(own or told for own, told in zip(mask, theirs.response_mask, strict=False))
+        mask = tuple(own or train for own, train in zip(mask, theirs.response_mask, strict=False))
     same = tuple(ours.response_ids) == theirs.response_ids and mask == theirs.response_mask
     return "" if same else "the trainer's tokens or mask are not those of the server's sample"

@@ -1,4 +1,4 @@
-"""A server with the author's agents, and a strict trainer beside it."""
+"""A server with the author's agents, a strict trainer beside it, and the scripted model of a test."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 from rollout_client import Client, Target
 
 from rollout_server.local_stack.loop_thread import LoopThread
-from rollout_server.local_stack.result import FinishedRollout, objections, played
-from rollout_server.local_stack.scripted_model import ScriptedModel
+from rollout_server.local_stack.result import FinishedRollout, finished_rollout, objections
+from rollout_server.testing.script import Line, Script, ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ Form: TypeAlias = Literal["tokens", "messages"]
 
 
 class LocalStack:
-    """Serves agents on free ports, from `with` to its end. One server plays many rollouts.
+    """Serves agents on free ports, from `with` to its end. One server runs many rollouts.
 
     `settings` are those of `rollout serve` by their field names; nothing is read from the environment's `.env`. Without a
     `trainer` it has one of its own. Raises TypeError and ValueError for agents and settings that cannot be served.
@@ -74,7 +74,7 @@ class LocalStack:
     @property
     def trainer(self) -> StrictTrainer:
         """The trainer that judges. Its `verdict` tells what it found."""
-        assert self._trainer is not None, "the stage is not entered"  # noqa: S101 - a mistake in the caller's code
+        assert self._trainer is not None, "the local stack is not entered"  # noqa: S101 - a mistake in the caller's code
         return self._trainer
 
     def play(
@@ -85,7 +85,7 @@ class LocalStack:
         form: Form = "tokens",
         **fields: Any,
     ) -> FinishedRollout:
-        """Plays one rollout to its end. `prompt` is the user's message, or a whole conversation.
+        """Runs one rollout to its end. `prompt` is the user's message, or a whole conversation.
 
         `fields` are those of RolloutSpec: agent, limits, metadata ... Raises AssertionError where the strict trainer objects to a
         token, RolloutError where the server refuses the rollout. A rollout that fails is returned, with its failure.
@@ -102,7 +102,7 @@ class LocalStack:
             **fields,
         ) as run:
             events = list(run)
-        finished = played(self._client.get(run.uid, view="samples"), events)
+        finished = finished_rollout(self._client.get(run.uid, view="samples"), events)
         objection = objections(finished, self.trainer.verdict(rollout_id))
         if objection:
             raise AssertionError(f"the strict trainer objects: {objection}")
@@ -112,3 +112,43 @@ class LocalStack:
         entered = self._loop.enter(manager)
         stack.callback(self._loop.leave, manager)
         return entered
+
+
+class ScriptedModel:
+    """What the model says, answer by answer: `model.calls("add", a=5, b=3).says("It is 8.")`.
+
+    Every rollout that is run with it gets all of it from the start. A rollout that asks for more answers than there are
+    fails, and its failure says so.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[Line] = []
+        self._calls = 0
+
+    @property
+    def script(self) -> Script:
+        """As the strict trainer takes it. Raises ValueError for a model without answers."""
+        return Script(tuple(self._lines))
+
+    def says(self, content: str, *, reasoning: str | None = None) -> Self:
+        """Answers with a text, which ends the default loop."""
+        return self.answers(ScriptedReply(content=content, reasoning=reasoning))
+
+    def calls(self, tool: str, /, **arguments: object) -> Self:
+        """Answers with one call."""
+        return self.calls_together((tool, arguments))
+
+    def calls_together(self, *calls: tuple[str, Mapping[str, object] | str]) -> Self:
+        """Answers with several calls at once, each a tool's name and its arguments; a text is sent as it is, broken or not."""
+        return self.answers(
+            ScriptedReply(tool_calls=tuple(tool_call(self._id(), name, given) for name, given in calls))
+        )
+
+    def answers(self, line: Line) -> Self:
+        """Answers with anything that `rollout_server.testing.script` knows: an answer that is cut, a fault, a lie."""
+        self._lines.append(line)
+        return self
+
+    def _id(self) -> str:
+        self._calls += 1
+        return f"call_{self._calls}"

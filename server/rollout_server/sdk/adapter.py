@@ -1,4 +1,4 @@
-"""The one adapter: an `Agent` that plays as an agent loop of the earlier SDK does."""
+"""The one adapter: an `Agent` that runs an agent loop of the earlier SDK."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rollout_server.runtime.run.run import Run
 from rollout_server.sdk.core.base import RolloutAgentLoop, RolloutContext, RolloutResult
 from rollout_server.sdk.core.exceptions import OsmosisRolloutError, OsmosisValidationError, ToolExecutionError
 from rollout_server.sdk.core.schemas import MessageDict, OpenAIFunctionToolSchema, RolloutRequest, RolloutStatus
-from rollout_server.sdk.request_view import request_of, told_tools
+from rollout_server.sdk.request_view import request_of, validate_tools
 from rollout_server.sdk.run_client import RunClient
 
 _log = logging.getLogger(__name__)
 
 _REASON_LENGTH = 256
-_KEPT_LENGTH = 1024 * 1024
+_MESSAGES_LENGTH = 1024 * 1024
 
 
 def as_agent(agent_loop: RolloutAgentLoop, *, debug_dir: str | None = None) -> Agent:
@@ -41,11 +41,11 @@ def as_agent(agent_loop: RolloutAgentLoop, *, debug_dir: str | None = None) -> A
         hint = ", make one of it: create_app(MyAgent())" if isinstance(agent_loop, type) else ""
         raise TypeError(f"an instance of RolloutAgentLoop is needed, not {agent_loop!r}{hint}")
     if not inspect.iscoroutinefunction(agent_loop.run):
-        raise TypeError(f"{place_of(agent_loop, 'run')}: run must be `async def`")
+        raise TypeError(f"{location_of(agent_loop, 'run')}: run must be `async def`")
     return LoopAgent(agent_loop, debug_dir)
 
 
-def place_of(agent_loop: RolloutAgentLoop, method: str) -> str:
+def location_of(agent_loop: RolloutAgentLoop, method: str) -> str:
     """`Class.method (file:line)`, for what is wrong with it."""
     kind = type(agent_loop)
     function = inspect.unwrap(getattr(kind, method, kind))
@@ -57,21 +57,21 @@ def place_of(agent_loop: RolloutAgentLoop, method: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldTool:
-    """A tool that the model is told of and that the loop runs itself; `given` is what `get_tools` gave, a schema or its dict."""
+class LoopTool:
+    """A tool that the model is told of and that the loop runs itself; `source` is what `get_tools` returned."""
 
     name: str
     description: str
     parameters_json_schema: str
     strict: bool = False
-    given: Any = field(default=None, repr=False, compare=False)
+    source: Any = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, schema: OpenAIFunctionToolSchema, given: object) -> ToldTool:
+    def of(cls, schema: OpenAIFunctionToolSchema, source: object) -> LoopTool:
         """The tool of a schema."""
         function = schema.function
         parameters = json.dumps(function.parameters.model_dump(exclude_none=True), ensure_ascii=False)
-        return cls(function.name, function.description, parameters, function.strict, given)
+        return cls(function.name, function.description, parameters, function.strict, source)
 
     async def run(self, arguments: Mapping[str, JSON]) -> str:
         """Never called by a loop: it answers the model itself."""
@@ -89,25 +89,25 @@ class LoopAgent(Agent):
         self._loop = agent_loop
         self._debug_dir = debug_dir
         # By the rollout's end, which all its conversations share and which is forgotten with it.
-        self._verdicts: weakref.WeakKeyDictionary[asyncio.Future[End], RewardResult] = weakref.WeakKeyDictionary()
+        self._rewards: weakref.WeakKeyDictionary[asyncio.Future[End], RewardResult] = weakref.WeakKeyDictionary()
         self.tools = self._tools_without_request()
 
     def choose_tools(self, request: Request) -> Sequence[Tool]:
         """Those that `get_tools` gives for the request, where its trainer hears of them."""
-        return self.tools if _tells_no_tools(request) else self._tools(request_of(request))
+        return self.tools if _has_fixed_tools(request) else self._tools(request_of(request))
 
     async def play(self, run: Run) -> None:
         """Lets the loop run, and ends the rollout as its result says."""
         request = request_of(run.request)
         client = RunClient(run, request)
         tools = list(run.tools)
-        if _tells_no_tools(run.request):
+        if _has_fixed_tools(run.request):
             tools = self._tools(request)
             if tools != list(run.tools):
                 run.note("tools_not_told", "get_tools gave this rollout other tools than the model was told of")
         context = RolloutContext(
             request=request,
-            tools=[tool.given for tool in tools if isinstance(tool, ToldTool)],
+            tools=[tool.source for tool in tools if isinstance(tool, LoopTool)],
             llm=client,
             _debug_dir=self._debug_dir,
             _note=run.note,
@@ -115,47 +115,47 @@ class LoopAgent(Agent):
         )
         try:
             result = await self._loop.run(context)
-            await self._conclude(run, client, result)
+            await self._finish(run, client, result)
         except OsmosisRolloutError as error:
             run.close(_failure(error, run.turn))
 
     async def reward(self, run: Run) -> RewardResult:
         """What the loop's result says."""
-        return self._verdicts.get(run.over, RewardResult())
+        return self._rewards.get(run.over, RewardResult())
 
     def _tools_without_request(self) -> list[Tool]:
         """What `GET /tools` tells: the loop's default tools, none where `get_tools` needs more to choose."""
-        where = place_of(self._loop, "get_tools")
+        where = location_of(self._loop, "get_tools")
         try:
             tools = self._loop.get_default_tools()
         except Exception as error:  # the boundary to an author's code
             _log.warning("%s gives no tools without a real request, so GET /tools has none", where, exc_info=error)
             return []
-        return _told(tools, where)
+        return _loop_tools(tools, where)
 
     def _tools(self, request: RolloutRequest) -> list[Tool]:
-        return _told(self._loop.get_tools(request), place_of(self._loop, "get_tools"))
+        return _loop_tools(self._loop.get_tools(request), location_of(self._loop, "get_tools"))
 
-    async def _conclude(self, run: Run, client: RunClient, result: object) -> None:
-        result = self._checked(result)
+    async def _finish(self, run: Run, client: RunClient, result: object) -> None:
+        result = self._check_result(result)
         reward = self._reward(result)
         messages = result.final_messages
         known = not messages or await client.conclude(messages)
         if result.status == RolloutStatus.ERROR:
             text = result.error_message or "the agent loop ended with an error and said nothing about it"
             # A receiver is sent no messages of a failed rollout, unless its loop names them.
-            extra = _kept(run, messages) if messages else ""
+            extra = _messages_json(run, messages) if messages else ""
             run.close(Failure(Category.INTERNAL, text, run.turn), RewardResult(reward, extra_json=extra))
             return
         if not known:
             run.note(
                 "final_messages", "final_messages goes on from no conversation that there was; the outcome holds both"
             )
-        self._verdicts[run.over] = RewardResult(reward, extra_json="" if known else _kept(run, messages))
+        self._rewards[run.over] = RewardResult(reward, extra_json="" if known else _messages_json(run, messages))
         await client.finish(result.finish_reason)
 
-    def _checked(self, result: object) -> RolloutResult:
-        where = place_of(self._loop, "run")
+    def _check_result(self, result: object) -> RolloutResult:
+        where = location_of(self._loop, "run")
         if not isinstance(result, RolloutResult):
             raise TypeError(f"{where} returned {result!r:.100}; return ctx.complete(...) or ctx.error(...)")
         if result.status not in (RolloutStatus.COMPLETED, RolloutStatus.ERROR):
@@ -176,28 +176,28 @@ class LoopAgent(Agent):
         except (TypeError, ValueError):
             reward = math.nan
         if not math.isfinite(reward):
-            where = place_of(self._loop, "run")
+            where = location_of(self._loop, "run")
             raise ValueError(f"{where}: reward is {result.reward!r:.100}; a finite number or None is needed")
         return reward
 
 
-def _told(tools: Sequence[object], where: str) -> list[Tool]:
-    return [ToldTool.of(schema, given) for schema, given in zip(told_tools(tools, where), tools, strict=True)]
+def _loop_tools(tools: Sequence[object], where: str) -> list[Tool]:
+    return [LoopTool.of(schema, source) for schema, source in zip(validate_tools(tools, where), tools, strict=True)]
 
 
-def _tells_no_tools(request: Request) -> bool:
+def _has_fixed_tools(request: Request) -> bool:
     """Trainers of the synchronous dialect know the tools of `GET /tools`, and hear of no others (http-wire.md, A)."""
     return request.spec.completions.dialect is Dialect.HTTP_MASKED
 
 
-def _kept(run: Run, messages: Sequence[MessageDict]) -> str:
+def _messages_json(run: Run, messages: Sequence[MessageDict]) -> str:
     """The loop's last list, as it goes along with the outcome."""
     text = json.dumps({"final_messages": messages}, default=str, ensure_ascii=False)
-    if len(text) <= _KEPT_LENGTH:
+    if len(text) <= _MESSAGES_LENGTH:
         return text
     run.note(
         "final_messages",
-        f"final_messages has {len(text):,} characters and is left out: at most {_KEPT_LENGTH:,} go along",
+        f"final_messages has {len(text):,} characters and is left out: at most {_MESSAGES_LENGTH:,} go along",
     )
     return ""
 

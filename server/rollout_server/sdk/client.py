@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 from rollout_server.sdk.config.settings import RolloutClientSettings, get_settings
 from rollout_server.sdk.core.exceptions import OsmosisRolloutError
 from rollout_server.sdk.core.schemas import MessageDict, RolloutMetrics
-from rollout_server.sdk.http import Post, Posted, read_completion
-from rollout_server.sdk.options import check_options
-from rollout_server.sdk.utils import normalize_stop, parse_tool_calls
+from rollout_server.sdk.http import Post, PostResult, read_completion
+from rollout_server.sdk.utils import check_options, normalize_stop, parse_tool_calls
 
 if TYPE_CHECKING:
     import httpx
@@ -116,12 +115,12 @@ class OsmosisLLMClient:
         }
         texts = normalize_stop(stop)
         key = f"{self.rollout_id}/0/{self._turn}"
-        posted = await self._post("/v1/chat/completions", body if texts is None else body | {"stop": texts}, key)
-        completion = read_completion(posted.body)
+        result = await self._post("/v1/chat/completions", body if texts is None else body | {"stop": texts}, key)
+        completion = read_completion(result.body)
         usage = completion.usage.model_dump(exclude_unset=True) if completion.usage is not None else {}
         prompt = usage.get("prompt_tokens") or len(completion.prompt_token_ids or ())
         generated = usage.get("completion_tokens") or len(completion.token_ids or ())
-        self._count(posted, prompt, generated)
+        self._count(result, prompt, generated)
         choice = completion.choices[0]
         return CompletionsResult(
             message=choice.message,
@@ -151,8 +150,8 @@ class OsmosisLLMClient:
             "reward": reward,
             "extra_fields": {},
         }
-        said = {name: value for name, value in body.items() if value is not None}
-        await self._post("/v1/rollout/completed", said, f"{self.rollout_id}/outcome", final=True)
+        fields = {name: value for name, value in body.items() if value is not None}
+        await self._post("/v1/rollout/completed", fields, f"{self.rollout_id}/outcome", final=True)
 
     def get_metrics(self) -> RolloutMetrics:
         """What this client has used so far."""
@@ -172,7 +171,7 @@ class OsmosisLLMClient:
     ) -> None:
         await self.close()
 
-    async def _post(self, path: str, body: dict[str, Any], key: str, *, final: bool = False) -> Posted:
+    async def _post(self, path: str, body: dict[str, Any], key: str, *, final: bool = False) -> PostResult:
         retries = self.complete_rollout_retries if final else self.max_retries
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         post = Post(f"{self.server_url}{path}", body, {**headers, "idempotency-key": key})
@@ -198,11 +197,11 @@ class OsmosisLLMClient:
             self._http = httpx.AsyncClient(timeout=self.timeout_seconds, limits=limits, trust_env=False)
         return self._http
 
-    def _count(self, posted: Posted, prompt: int, generated: int) -> None:
+    def _count(self, result: PostResult, prompt: int, generated: int) -> None:
         used = self._metrics
         self._metrics = used.model_copy(
             update={
-                "llm_latency_ms": used.llm_latency_ms + posted.elapsed_ms,
+                "llm_latency_ms": used.llm_latency_ms + result.elapsed_ms,
                 "num_llm_calls": used.num_llm_calls + 1,
                 "prompt_tokens": used.prompt_tokens + prompt,
                 "response_tokens": used.response_tokens + generated,

@@ -17,7 +17,7 @@ from rollout_server.core.message import ToolCall
 from rollout_server.runtime.run.run import Reply, Run
 from rollout_server.sdk.core.exceptions import OsmosisValidationError
 from rollout_server.sdk.core.schemas import MessageDict
-from rollout_server.sdk.history_diff import Following, Given
+from rollout_server.sdk.history_diff import ConversationHistory, MessageList
 from rollout_server.sdk.run_access import append_results
 
 
@@ -27,42 +27,42 @@ class Conversation:
 
     Args:
         run: what completes it.
-        following: the messages so far.
+        history: the messages so far.
         calls: the tool calls of the last answer, whose results are still to come.
         is_taken: a chat waits for its answer.
         is_closed: nothing can be added to it any more.
     """
 
     run: Run
-    following: Following
+    history: ConversationHistory
     calls: Sequence[ToolCall] = ()
     is_taken: bool = False
     is_closed: bool = False
 
-    async def append(self, given: Given, stop: int, tool_ms: float) -> None:
+    async def append(self, messages: MessageList, stop: int, tool_ms: float) -> None:
         """Adds the messages of a list that follows, those before `stop`; results of tool calls took `tool_ms` together."""
-        added = given[self.following.known : stop]
+        added = messages[self.history.known : stop]
         # The calls of a turn count as returned together, when their messages come: so their time is the sum of what was recorded.
         left, calls = await append_results(self.run, self.calls, added, tool_ms)
         # At once: whoever asked may stop waiting below, and what is recorded must not be appended again.
-        self.following.held(given, stop - len(left))
+        self.history.extend(messages, stop - len(left))
         self.calls = () if left else calls
         await self.run.append(*left)
-        self.following.held(given, stop)
+        self.history.extend(messages, stop)
 
     async def branch(self) -> Conversation:
         """One that goes on from where this one is."""
-        return Conversation(await self.run.fork(), copy(self.following), self.calls)
+        return Conversation(await self.run.fork(), copy(self.history), self.calls)
 
-    def answered(self, given: Given, reply: Reply) -> None:
+    def append_completion(self, messages: MessageList, reply: Reply) -> None:
         """The model has answered this list."""
-        self.following.answered(given, reply.message)
+        self.history.append_completion(messages, reply.message)
         self.calls = reply.tool_calls
 
 
 @dataclass(slots=True, eq=False)
 class _Chat:
-    given: Given
+    messages: MessageList
     conversation: Conversation | None = None
 
 
@@ -78,29 +78,29 @@ class Conversations:
     """
 
     def __init__(self, run: Run, messages: Sequence[MessageDict]) -> None:
-        self.main = self._latest = Conversation(run, Following(messages))
+        self.main = self._latest = Conversation(run, ConversationHistory(messages))
         self._all = [self.main]
         self._waiting: list[_Chat] = []
-        self._giving = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._tool_ms = 0.0
 
     def tool_call_took(self, milliseconds: float) -> None:
         """The loop ran a tool; its result is still to come."""
         self._tool_ms += max(0.0, milliseconds)
 
-    async def take(self, given: Given) -> Conversation:
+    async def take(self, messages: MessageList) -> Conversation:
         """A conversation that holds this list, for one chat. Whoever asked for it sets `is_taken` back.
 
         Raises `RolloutEnded` where the trainer knows one conversation only, and `OsmosisValidationError` for an empty list that
         goes on from none.
         """
-        chat = _Chat(given)
+        chat = _Chat(messages)
         self._waiting.append(chat)
         try:
             await asyncio.sleep(0)  # chats that begin together are all known before the first of them is asked
-            async with self._giving:
+            async with self._lock:
                 found = self._latest = chat.conversation or await self._share(chat)
-                await found.append(given, len(given), self._time())
+                await found.append(messages, len(messages), self._time())
         except BaseException:
             if chat.conversation is not None:
                 chat.conversation.is_taken = False
@@ -110,27 +110,27 @@ class Conversations:
                 self._waiting.remove(chat)
         return found
 
-    async def conclude(self, given: Given) -> bool:
+    async def conclude(self, messages: MessageList) -> bool:
         """Makes the loop's last list the main conversation; False where none is known that the list goes on from."""
-        held = [each for each in self._all if each is self.main or each.following.has_answer]
-        found = self._followed(given, (each for each in held if not each.is_taken))
+        usable = [each for each in self._all if each is self.main or each.history.has_completion]
+        found = self._find(messages, (each for each in usable if not each.is_taken))
         if found is None or self.main.is_taken:
             return False
         if not found.is_closed:
-            await found.append(given, len(given), self._time())
+            await found.append(messages, len(messages), self._time())
         if found is not self.main:
             # Nothing is sampled in it: it only is the conversation that the outcome holds.
-            await self._replace(self.main, given)
+            await self._replace(self.main, messages)
         return True
 
     async def _share(self, chat: _Chat) -> Conversation:
         """Gives a conversation to a chat, and branches of it to all that wait and go on from the same point."""
         free = [each for each in self._all if not each.is_closed and not each.is_taken]
-        shared = self._followed(chat.given, free) or await self._open(chat.given)
-        others = [each for each in self._waiting if each is not chat and shared.following.follows(each.given)]
-        texts = zip(chat.given.texts, *(each.given.texts for each in others), strict=False)
+        shared = self._find(chat.messages, free) or await self._open(chat.messages)
+        others = [each for each in self._waiting if each is not chat and shared.history.follows(each.messages)]
+        texts = zip(chat.messages.texts, *(each.messages.texts for each in others), strict=False)
         common = sum(1 for _ in takewhile(lambda same: len({*same}) == 1, texts))
-        await shared.append(chat.given, max(common, shared.following.known), self._time())
+        await shared.append(chat.messages, max(common, shared.history.known), self._time())
         for other in others:
             branch = await shared.branch()
             self._all.append(branch)
@@ -141,30 +141,30 @@ class Conversations:
         chat.conversation = shared
         return shared
 
-    async def _open(self, given: Given) -> Conversation:
+    async def _open(self, messages: MessageList) -> Conversation:
         """A conversation for a list that follows none: in place of the latest one, unless that is still needed."""
-        if not given:
+        if not messages:
             raise OsmosisValidationError("messages is empty: there is nothing to answer", 400)
         latest = self.main if self._latest.is_closed else self._latest
         needed = any(each.is_taken for each in self._all)
-        if not needed and not any(latest.following.follows(each.given) for each in self._waiting):
-            return await self._replace(latest, given)
-        opened = Conversation(await self.main.run.fork(given, kind="subagent"), Following(given))
+        if not needed and not any(latest.history.follows(each.messages) for each in self._waiting):
+            return await self._replace(latest, messages)
+        opened = Conversation(await self.main.run.fork(messages, kind="subagent"), ConversationHistory(messages))
         self._all.append(opened)
         return opened
 
-    async def _replace(self, closed: Conversation, given: Given) -> Conversation:
-        opened = Conversation(await closed.run.fork(given, kind="compaction"), Following(given))
+    async def _replace(self, closed: Conversation, messages: MessageList) -> Conversation:
+        opened = Conversation(await closed.run.fork(messages, kind="compaction"), ConversationHistory(messages))
         closed.is_closed = True
         self._all.append(opened)
         self._latest = opened
         self.main = opened if closed is self.main else self.main
         return opened
 
-    def _followed(self, given: Given, among: Iterable[Conversation]) -> Conversation | None:
+    def _find(self, messages: MessageList, candidates: Iterable[Conversation]) -> Conversation | None:
         """The conversation that this list goes on from: that which has most of it, and the main one of several."""
-        found = [each for each in among if each.following.follows(given)]
-        return max(found, key=lambda each: (each.following.known, each is self.main), default=None)
+        found = [each for each in candidates if each.history.follows(messages)]
+        return max(found, key=lambda each: (each.history.known, each is self.main), default=None)
 
     def _time(self) -> float:
         """The milliseconds of tools since somebody asked."""

@@ -16,10 +16,10 @@ from typing import Any
 from rollout_server.core.message import MalformedMessage, parse_json
 from rollout_server.sdk.core.schemas import MessageDict
 
-_SAID = ("role", "content", "tool_calls")
+_COMPARED_KEYS = ("role", "content", "tool_calls")
 
 
-class Given(list[MessageDict]):
+class MessageList(list[MessageDict]):
     """A list of messages as a loop hands it over; `texts` are what it is compared by, made once."""
 
     def __init__(self, messages: Sequence[MessageDict]) -> None:
@@ -27,52 +27,54 @@ class Given(list[MessageDict]):
         self.texts = [_text(message) for message in messages]
 
 
-class Following:
+class ConversationHistory:
     """One conversation, as its loop has shown it so far."""
 
     def __init__(self, messages: Sequence[MessageDict]) -> None:
         self._seen = _texts(messages)
-        self._answer: Mapping[str, Any] | None = None
-        self.has_answer = False
+        self._completion: Mapping[str, Any] | None = None
+        self.has_completion = False
 
     @property
     def known(self) -> int:
         """How many messages it holds."""
-        return len(self._seen) + (self._answer is not None)
+        return len(self._seen) + (self._completion is not None)
 
-    def follows(self, given: Sequence[MessageDict]) -> bool:
+    def follows(self, messages: Sequence[MessageDict]) -> bool:
         """Whether the list is the conversation so far, with or without something appended."""
         seen = len(self._seen)
-        if len(given) < self.known or _texts(given)[:seen] != self._seen:
+        if len(messages) < self.known or _texts(messages)[:seen] != self._seen:
             return False
-        return self._answer is None or _is_same(self._answer, given[seen])
+        return self._completion is None or _is_same(self._completion, messages[seen])
 
-    def held(self, given: Sequence[MessageDict], stop: int) -> None:
+    def extend(self, messages: Sequence[MessageDict], stop: int) -> None:
         """The conversation holds the first messages of a list that follows it, those before `stop`."""
         if stop > self.known:
-            self._seen, self._answer = _texts(given)[:stop], None
+            self._seen, self._completion = _texts(messages)[:stop], None
 
-    def answered(self, given: Sequence[MessageDict], answer: Mapping[str, Any]) -> None:
+    def append_completion(self, messages: Sequence[MessageDict], completion: Mapping[str, Any]) -> None:
         """The model has answered this list."""
-        self._seen, self._answer, self.has_answer = _texts(given), answer, True
+        self._seen, self._completion, self.has_completion = _texts(messages), completion, True
 
 
 def _texts(messages: Sequence[MessageDict]) -> list[str]:
-    return messages.texts if isinstance(messages, Given) else [_text(message) for message in messages]
+    return messages.texts if isinstance(messages, MessageList) else [_text(message) for message in messages]
 
 
-def _is_same(answer: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    said, written = _plain(answer), _plain(given)
-    if any(said.get(key) != written.get(key) for key in _SAID):
+def _is_same(completion: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
+    ours, theirs = _plain(completion), _plain(message)
+    if any(ours.get(key) != theirs.get(key) for key in _COMPARED_KEYS):
         return False
-    return all(_dumped(said.get(key)) == _dumped(value) for key, value in written.items() if key not in _SAID)
+    return all(
+        _json_text(ours.get(key)) == _json_text(value) for key, value in theirs.items() if key not in _COMPARED_KEYS
+    )
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    return _dumped(_plain(message))
+    return _json_text(_plain(message))
 
 
-def _dumped(value: object) -> str:
+def _json_text(value: object) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
@@ -83,7 +85,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
         del plain["content"]
     calls = plain.pop("tool_calls", None)
     if calls:
-        plain["tool_calls"] = _dumped([_plain_call(call) for call in calls] if isinstance(calls, list) else calls)
+        plain["tool_calls"] = _json_text([_plain_call(call) for call in calls] if isinstance(calls, list) else calls)
     return plain
 
 

@@ -21,11 +21,11 @@ from rollout_server.sdk.core.schemas import MessageDict
 if TYPE_CHECKING:
     import httpx
 
-_SHOWN = 500
+_EXCERPT_LENGTH = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Posted:
+class PostResult:
     """What came back, and the milliseconds from the request to it."""
 
     body: bytes
@@ -40,7 +40,7 @@ class Post:
     body: Mapping[str, Any]
     headers: Mapping[str, str]
 
-    async def send(self, client: httpx.AsyncClient) -> Posted:
+    async def send(self, client: httpx.AsyncClient) -> PostResult:
         """Sends it once. Raises an `OsmosisRolloutError`."""
         import httpx
 
@@ -55,10 +55,10 @@ class Post:
             raise OsmosisValidationError(f"the request is not JSON: {error}", 400) from None
         status = response.status_code
         if status >= 500:
-            raise OsmosisServerError(f"the trainer answered {status}: {response.text[:_SHOWN]}", status)
+            raise OsmosisServerError(f"the trainer answered {status}: {response.text[:_EXCERPT_LENGTH]}", status)
         if not 200 <= status < 300:
-            raise OsmosisValidationError(f"the trainer answered {status}: {response.text[:_SHOWN]}", status)
-        return Posted(response.content, 1000 * (time.monotonic() - started))
+            raise OsmosisValidationError(f"the trainer answered {status}: {response.text[:_EXCERPT_LENGTH]}", status)
+        return PostResult(response.content, 1000 * (time.monotonic() - started))
 
     @staticmethod
     def may_repeat(error: OsmosisRolloutError) -> bool:
@@ -96,8 +96,8 @@ def read_completion(body: bytes) -> Completion:
         completion = Completion.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"])) or "body"
-        raise OsmosisValidationError(f"the trainer's answer cannot be read: {place}: {first['msg']}", 200) from None
+        path = ".".join(map(str, first["loc"])) or "body"
+        raise OsmosisValidationError(f"the trainer's answer cannot be read: {path}: {first['msg']}", 200) from None
     if not completion.choices:
         raise OsmosisValidationError("the trainer's answer has no choices", 200)
     return completion

@@ -1,4 +1,4 @@
-"""A rollout's spec in the words of the earlier SDK."""
+"""A rollout's spec as a request of the earlier SDK."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout_server.runtime.request import Request
 from rollout_server.runtime.run.arguments import SamplingOptions, overridden
 from rollout_server.runtime.run.run import AgentMistake
 from rollout_server.sdk.core.exceptions import OsmosisValidationError
-from rollout_server.sdk.core.schemas import OpenAIFunctionToolSchema, RolloutRequest, SamplingParamsDict, copied
+from rollout_server.sdk.core.schemas import OpenAIFunctionToolSchema, RolloutRequest, SamplingParamsDict, copy_message
 from rollout_server.sdk.utils import normalize_stop
 
 _TURNS, _TOKENS = 10, 8192
@@ -31,7 +31,7 @@ def request_of(request: Request) -> RolloutRequest:
     return RolloutRequest.model_construct(
         rollout_id=spec.rollout_id,
         server_url=spec.completions.url,
-        messages=[copied(message) for message in request.messages],
+        messages=[copy_message(message) for message in request.messages],
         completion_params=dict(parameters) if isinstance(parameters, Mapping) else _parameters(spec.sampling),
         tool_server_url=source.get("tool_server_url", tools),
         max_turns=_TURNS if spec.limits.turns is None else spec.limits.turns,
@@ -52,13 +52,13 @@ def sample_request() -> RolloutRequest:
     )
 
 
-def own_sampling(request: Request, asked: SamplingParamsDict, wanted: Mapping[str, Any]) -> SamplingOptions:
-    """The sampling parameters of a call that are not the request's, `asked`. Raises `OsmosisValidationError`.
+def own_sampling(request: Request, parameters: SamplingParamsDict, wanted: Mapping[str, Any]) -> SamplingOptions:
+    """The sampling parameters of a call that are not the request's, `parameters`. Raises `OsmosisValidationError`.
 
     None leaves a parameter as it is, and parameters that the earlier SDK ignores are ignored.
     """
-    named, known = _with_stops(wanted), _with_stops(asked)
-    own = {name: named[name] for name in _SAMPLED if name in named and named[name] != known.get(name)}
+    sent, known = _with_stops(wanted), _with_stops(parameters)
+    own = {name: sent[name] for name in _SAMPLED if name in sent and sent[name] != known.get(name)}
     try:
         overridden(request.sampling, own, request.spec.completions.dialect)
     except AgentMistake as mistake:
@@ -71,19 +71,19 @@ def _with_stops(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _parameters(sampling: Sampling) -> SamplingParamsDict:
-    named = {name: getattr(sampling, name) for name in ("temperature", "top_p", "max_tokens", "logprobs")}
+    sent = {name: getattr(sampling, name) for name in ("temperature", "top_p", "max_tokens", "logprobs")}
     extra = dict(parse_object(sampling.extra_json)) if sampling.extra_json else {}
     stop = {"stop": list(sampling.stop)} if sampling.stop else {}
-    return extra | {name: value for name, value in named.items() if value is not None} | stop
+    return extra | {name: value for name, value in sent.items() if value is not None} | stop
 
 
-def told_tools(tools: object, where: str) -> list[OpenAIFunctionToolSchema]:
+def validate_tools(tools: object, where: str) -> list[OpenAIFunctionToolSchema]:
     """What `get_tools` gave, checked. Raises TypeError or ValueError naming the loop and the tool."""
     if not isinstance(tools, list | tuple):
         raise TypeError(
-            f"{where} returned {_shown(tools)}; a list of OpenAIFunctionToolSchema is needed, [] for no tools"
+            f"{where} returned {_excerpt(tools)}; a list of OpenAIFunctionToolSchema is needed, [] for no tools"
         )
-    checked = [_told_tool(tool, f"{where}[{index}]") for index, tool in enumerate(tools)]
+    checked = [_validate_tool(tool, f"{where}[{index}]") for index, tool in enumerate(tools)]
     names = [tool.function.name for tool in checked]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
@@ -91,16 +91,16 @@ def told_tools(tools: object, where: str) -> list[OpenAIFunctionToolSchema]:
     return checked
 
 
-def _told_tool(tool: object, where: str) -> OpenAIFunctionToolSchema:
+def _validate_tool(tool: object, where: str) -> OpenAIFunctionToolSchema:
     if isinstance(tool, Mapping):
         try:
             tool = OpenAIFunctionToolSchema.model_validate(tool)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ValueError(f"{where}.{place}: {first['msg']}") from None
+            field = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{where}.{field}: {first['msg']}") from None
     if not isinstance(tool, OpenAIFunctionToolSchema):
-        raise TypeError(f"{where} is {_shown(tool)}; an OpenAIFunctionToolSchema is needed")
+        raise TypeError(f"{where} is {_excerpt(tool)}; an OpenAIFunctionToolSchema is needed")
     if tool.type != "function":
         raise ValueError(f'{where}: type is {tool.type!r}, "function" is needed')
     if not tool.function.name.strip():
@@ -108,6 +108,6 @@ def _told_tool(tool: object, where: str) -> OpenAIFunctionToolSchema:
     return tool
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -28,7 +28,7 @@ def osmosis_reward(function: Callable[P, float]) -> Callable[P, float]:
             raise TypeError(f"{function.__name__}: {parameter.name} must be annotated as {kind.__name__}")
     if parameters[2].default is Parameter.empty:
         raise TypeError(f"{function.__name__}: extra_info needs a default: extra_info: dict = None")
-    return _returning_float(function)
+    return _check_float(function)
 
 
 def osmosis_rubric(function: Callable[P, float]) -> Callable[P, float]:
@@ -45,10 +45,10 @@ def osmosis_rubric(function: Callable[P, float]) -> Callable[P, float]:
             raise TypeError(f"{function.__name__}: {parameter.name} must be annotated as str")
         if parameter.default is not Parameter.empty:
             raise TypeError(f"{function.__name__}: {parameter.name} must have no default")
-    signature, checked = inspect.signature(function), _returning_float(function)
+    signature, checked = inspect.signature(function), _check_float(function)
 
     @wraps(function)
-    def judge(*args: P.args, **kwargs: P.kwargs) -> float:
+    def check_arguments(*args: P.args, **kwargs: P.kwargs) -> float:
         kwargs.pop("data_source", None)
         bound = signature.bind_partial(*args, **kwargs)
         bound.apply_defaults()
@@ -57,7 +57,7 @@ def osmosis_rubric(function: Callable[P, float]) -> Callable[P, float]:
                 raise TypeError(f"{function.__name__}: {name} is missing or has a wrong type")
         return checked(*args, **kwargs)
 
-    return judge
+    return check_arguments
 
 
 def _signature(function: Callable[..., Any]) -> tuple[Sequence[Parameter], dict[str, Any]]:
@@ -71,7 +71,7 @@ def _signature(function: Callable[..., Any]) -> tuple[Sequence[Parameter], dict[
         raise TypeError(f"{function.__name__}: an annotation cannot be read: {error}") from None
 
 
-def _returning_float(function: Callable[P, float]) -> Callable[P, float]:
+def _check_float(function: Callable[P, float]) -> Callable[P, float]:
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> float:
         kwargs.pop("data_source", None)

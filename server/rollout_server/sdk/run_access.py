@@ -18,11 +18,11 @@ async def append_results(
 
     Returns the messages that are left, from the first on that answers none of the calls, and the calls that none answers.
     """
-    answering = list(_answering(calls, messages))
-    if not answering:
+    matched = list(_matching_calls(calls, messages))
+    if not matched:
         return messages, calls
     await run.append()  # raises where nothing can be appended
-    started = run._machine.start_calls(answering, run._conversation)
+    started = run._machine.start_calls(matched, run._conversation)
     if isinstance(started, LimitReached):
         return messages, calls
     for intent in started:
@@ -33,7 +33,7 @@ async def append_results(
             intent.turn, intent.index, intent.call, Message.write(message), failed, elapsed_ms, intent.segment_id
         )
         run._course.record(returned)
-    answered = {call.id for call in answering}
+    answered = {call.id for call in matched}
     return messages[len(started) :], [call for call in calls if call.id not in answered]
 
 
@@ -45,12 +45,12 @@ def usage_of(run: Run, reply: Reply) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
-def _answering(calls: Sequence[ToolCall], messages: Sequence[Mapping[str, JSON]]) -> Iterator[ToolCall]:
+def _matching_calls(calls: Sequence[ToolCall], messages: Sequence[Mapping[str, JSON]]) -> Iterator[ToolCall]:
     """The calls that the first messages answer, each once and in order, until a message answers none."""
     open_calls = list(calls)
     for message in messages:
-        answers = message.get("tool_call_id") if message.get("role") == "tool" else None
-        call = next((each for each in open_calls if isinstance(answers, str) and each.id == answers), None)
+        call_id = message.get("tool_call_id") if message.get("role") == "tool" else None
+        call = next((each for each in open_calls if isinstance(call_id, str) and each.id == call_id), None)
         if call is None:
             return
         open_calls.remove(call)

@@ -19,8 +19,8 @@ from rollout_server.sdk.core.exceptions import (
     OsmosisTransportError,
     OsmosisValidationError,
 )
-from rollout_server.sdk.core.schemas import MessageDict, RolloutMetrics, RolloutRequest, copied
-from rollout_server.sdk.history_diff import Given
+from rollout_server.sdk.core.schemas import MessageDict, RolloutMetrics, RolloutRequest, copy_message
+from rollout_server.sdk.history_diff import MessageList
 from rollout_server.sdk.request_view import own_sampling
 from rollout_server.sdk.run_access import usage_of
 
@@ -33,7 +33,7 @@ class RunClient:
     def __init__(self, run: Run, request: RolloutRequest) -> None:
         self._run = run
         self._params = request.completion_params
-        self._conversations = Conversations(run, [copied(message) for message in request.messages])
+        self._conversations = Conversations(run, [copy_message(message) for message in request.messages])
         self._has_failed = False
         # A trainer that counts masks has counted the turn, so a rollout that gives it up fails.
         self._one_conversation = run.request.spec.completions.dialect is Dialect.HTTP_MASKED
@@ -46,22 +46,22 @@ class RunClient:
         stop, logprobs; those that are not given are the request's. Raises `OsmosisValidationError` for a list or a parameter that
         cannot be sent, and an `OsmosisRolloutError` when the trainer fails; then the rollout is over.
         """
-        named = {**dict(zip(_SAMPLING, args, strict=False)), **kwargs}
-        own = own_sampling(self._run.request, self._params, named)
-        given = _checked(messages)
+        parameters = {**dict(zip(_SAMPLING, args, strict=False)), **kwargs}
+        own = own_sampling(self._run.request, self._params, parameters)
+        messages = _check_messages(messages)
         try:
-            conversation = await self._conversations.take(given)
-            answering = self._answer(conversation, given, own)
+            conversation = await self._conversations.take(messages)
+            sampling = self._sample(conversation, messages, own)
             if conversation is self._conversations.main and not self._one_conversation:
                 # The outcome needs its main conversation, so a chat in it goes on though the loop stops waiting.
-                return await asyncio.shield(answering)
-            return await answering
+                return await asyncio.shield(sampling)
+            return await sampling
         except RolloutEnded as over:
             # Once: a loop that swallows it and asks again has to end.
             if not isinstance(over.end, Failure) or self._has_failed:
                 raise
             self._has_failed = True
-            raise failed(over.end) from over
+            raise sdk_error(over.end) from over
 
     def get_metrics(self) -> RolloutMetrics:
         """What the rollout has used so far."""
@@ -80,7 +80,7 @@ class RunClient:
 
     async def conclude(self, messages: Sequence[MessageDict]) -> bool:
         """Takes over what the last list says; False where it goes on from no conversation that there was."""
-        return await self._conversations.conclude(_checked(messages))
+        return await self._conversations.conclude(_check_messages(messages))
 
     async def finish(self, reason: str) -> None:
         """Ends the rollout with the loop's own word."""
@@ -90,10 +90,12 @@ class RunClient:
         else:
             await main.run.finish(reason)
 
-    async def _answer(self, conversation: Conversation, given: Given, own: SamplingOptions) -> CompletionsResult:
+    async def _sample(
+        self, conversation: Conversation, messages: MessageList, own: SamplingOptions
+    ) -> CompletionsResult:
         try:
             reply = await conversation.run.sample(**own)
-            conversation.answered(given, reply)
+            conversation.append_completion(messages, reply)
             return _result(reply, usage_of(conversation.run, reply))
         except asyncio.CancelledError:
             conversation.is_closed = conversation is not self._conversations.main
@@ -104,7 +106,7 @@ class RunClient:
 
 def _result(reply: Reply, usage: dict[str, int]) -> CompletionsResult:
     return CompletionsResult(
-        message=copied(reply.message),
+        message=copy_message(reply.message),
         token_ids=list(reply.token_ids or ()),
         logprobs=list(reply.logprobs or ()),
         usage=usage,
@@ -112,7 +114,7 @@ def _result(reply: Reply, usage: dict[str, int]) -> CompletionsResult:
     )
 
 
-def failed(failure: Failure) -> OsmosisRolloutError:
+def sdk_error(failure: Failure) -> OsmosisRolloutError:
     """What the earlier SDK raises for a trainer that failed."""
     text, status = failure.message, failure.http_status or 0
     match failure.category:
@@ -134,7 +136,7 @@ def failed(failure: Failure) -> OsmosisRolloutError:
             return OsmosisRolloutError(text)
 
 
-def _checked(messages: object) -> Given:
+def _check_messages(messages: object) -> MessageList:
     """Copies, so that nothing of the author's changes under our hands. Raises `OsmosisValidationError` naming the message."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise OsmosisValidationError(f"messages must be a list of dicts, not {type(messages).__name__}", 400)
@@ -147,7 +149,7 @@ def _checked(messages: object) -> Given:
         if not isinstance(role, str) or not role.strip():
             raise OsmosisValidationError(f"{where} has no role", 400)
         try:
-            found.append(copied(message))
+            found.append(copy_message(message))
         except (TypeError, ValueError, RecursionError) as error:
             raise OsmosisValidationError(f"{where} is not JSON: {error}", 400) from None
-    return Given(found)
+    return MessageList(found)

@@ -87,7 +87,7 @@ def create_mock_trainer_app(
     """
     from fastapi import FastAPI, HTTPException
 
-    kept = tracker or RolloutCompletionTracker()
+    outcomes = tracker or RolloutCompletionTracker()
     app = FastAPI(title="mock trainer")
 
     @app.get("/health")
@@ -100,16 +100,16 @@ def create_mock_trainer_app(
             request = CompletionsRequest.model_validate(body)
         except ValueError as error:
             raise HTTPException(422, f"no request for a completion: {error}") from None
-        return _completion(request, _answer(request.messages, tool_call_generator or _sum))
+        return _completion(request, _reply(request.messages, tool_call_generator or _sum))
 
     @app.post(_COMPLETED)
     def completed(body: dict[str, Any]) -> dict[str, str]:
-        kept.record(body)
+        outcomes.record(body)
         return {"status": "ok"}
 
     @app.get(_COMPLETED + "/{rollout_id:path}")
     def outcome(rollout_id: str) -> dict[str, Any]:
-        return next((each for each in reversed(kept.responses) if each.get("rollout_id") == rollout_id), {})
+        return next((each for each in reversed(outcomes.responses) if each.get("rollout_id") == rollout_id), {})
 
     return app
 
@@ -128,29 +128,31 @@ def patch_httpx_for_mock_trainer(client: TestClient, monkeypatch: pytest.MonkeyP
 
     async def to_mock(own: HttpClient, request: HttpRequest) -> HttpResponse:
         path = urlsplit(request.url).path
-        if not _is_trainers(path):
+        if not _is_trainer_path(path):
             return await post(own, request)
-        answer = await asyncio.to_thread(client.post, _mocked(path), content=request.body, headers=request.headers)
-        return HttpResponse(answer.status_code, answer.content)
+        reply = await asyncio.to_thread(client.post, _mock_path(path), content=request.body, headers=request.headers)
+        return HttpResponse(reply.status_code, reply.content)
 
     async def httpx_to_mock(own: httpx.AsyncClient, url: Any, **options: Any) -> httpx.Response:
         path = urlsplit(str(url)).path
-        if not _is_trainers(path):
+        if not _is_trainer_path(path):
             return await httpx_post(own, url, **options)
         sent = {name: value for name, value in options.items() if name in ("json", "content", "headers")}
-        answer = await asyncio.to_thread(partial(client.post, _mocked(path), **sent))
-        asked = httpx.Request("POST", str(url))
-        return httpx.Response(answer.status_code, content=answer.content, headers=dict(answer.headers), request=asked)
+        reply = await asyncio.to_thread(partial(client.post, _mock_path(path), **sent))
+        sent_request = httpx.Request("POST", str(url))
+        return httpx.Response(
+            reply.status_code, content=reply.content, headers=dict(reply.headers), request=sent_request
+        )
 
     monkeypatch.setattr(HttpClient, "post", to_mock)
     monkeypatch.setattr(httpx.AsyncClient, "post", httpx_to_mock)
 
 
-def _is_trainers(path: str) -> bool:
+def _is_trainer_path(path: str) -> bool:
     return path.endswith((_COMPLETIONS, _COMPLETED))
 
 
-def _mocked(path: str) -> str:
+def _mock_path(path: str) -> str:
     return _COMPLETIONS if path.endswith(_COMPLETIONS) else _COMPLETED
 
 
@@ -164,7 +166,7 @@ def _sum(last: MessageDict) -> list[dict[str, Any]] | None:
     return [{"id": "call_mock_add", "type": "function", "function": {"name": "add", "arguments": '{"a": 5, "b": 3}'}}]
 
 
-def _answer(messages: list[MessageDict], generate: ToolCallGenerator) -> MessageDict:
+def _reply(messages: list[MessageDict], generate: ToolCallGenerator) -> MessageDict:
     last = messages[-1] if messages else {"role": "user", "content": ""}
     calls = generate(last)
     if calls:
@@ -173,15 +175,15 @@ def _answer(messages: list[MessageDict], generate: ToolCallGenerator) -> Message
     return {"role": "assistant", "content": text}
 
 
-def _completion(request: CompletionsRequest, answer: MessageDict) -> dict[str, Any]:
-    prompt = _characters([*map(_rendered, request.messages), "<assistant>"])
-    generated = _characters([get_message_content(answer)])
+def _completion(request: CompletionsRequest, reply: MessageDict) -> dict[str, Any]:
+    prompt = _characters([*map(_render, request.messages), "<assistant>"])
+    generated = _characters([get_message_content(reply)])
     return {
         "id": request.rollout_id,
         "object": "chat.completion",
         "created": int(time.time()),
         "model": request.model,
-        "choices": [{"index": 0, "message": answer, "finish_reason": "stop"}],
+        "choices": [{"index": 0, "message": reply, "finish_reason": "stop"}],
         "usage": {
             "prompt_tokens": len(prompt),
             "completion_tokens": len(generated),
@@ -193,7 +195,7 @@ def _completion(request: CompletionsRequest, answer: MessageDict) -> dict[str, A
     }
 
 
-def _rendered(message: Mapping[str, Any]) -> str:
+def _render(message: Mapping[str, Any]) -> str:
     calls = "".join(json.dumps(call, sort_keys=True) for call in parse_tool_calls(message))
     return f"<{message.get('role')}>{get_message_content(message)}{calls}</>"
 

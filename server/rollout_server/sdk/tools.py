@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.sdk.core.exceptions import ToolArgumentError
-from rollout_server.tool import written
+from rollout_server.tool import result_text
 
 __all__ = [
     "create_tool_error_result",
@@ -35,7 +35,7 @@ def serialize_tool_result(result: Any) -> str:
 
     Raises ValueError or TypeError for what cannot be written, an infinite number among them.
     """
-    return written(result)
+    return result_text(result)
 
 
 def parse_tool_arguments(arguments: str | Mapping[str, Any]) -> dict[str, Any]:

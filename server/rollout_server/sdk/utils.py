@@ -1,4 +1,4 @@
-"""Small questions about messages and parameters; and the decorators for rewards, which the earlier SDK has under this name, too."""
+"""Small functions for messages, stop sequences and options; the decorators for rewards also have this module in the earlier SDK."""
 
 from __future__ import annotations
 
@@ -65,3 +65,10 @@ def is_user_message(message: Mapping[str, Any]) -> bool:
 def count_messages_by_role(messages: list[dict[str, Any]]) -> dict[str, int]:
     """How many messages there are of each role, in the order in which roles appear."""
     return dict(Counter(get_message_role(message) for message in messages))
+
+
+def check_options(function: str, options: Mapping[str, object], kind: type[object]) -> None:
+    """Raises TypeError for options that the function does not have, as Python would for parameters. `kind` lists those it has."""
+    unknown = sorted(options.keys() - kind.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"{function} takes no {', '.join(unknown)}; it takes {', '.join(kind.__annotations__)}")

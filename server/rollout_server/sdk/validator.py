@@ -63,13 +63,13 @@ class ValidationResult:
 def validate_agent_loop(agent_loop: RolloutAgentLoop, *, request: RolloutRequest | None = None) -> ValidationResult:
     """Looks at the name, at the tools for `request` (by default one such as trainers send) and at `run`. Raises nothing."""
     tools, errors = _tools(agent_loop, request or sample_request())
-    checked = [_checked(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    checked = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     schemas = [tool for tool in checked if isinstance(tool, OpenAIFunctionToolSchema)]
     errors = [
         *_name(agent_loop),
         *errors,
         *(each for each in checked if isinstance(each, ValidationError)),
-        *_doubled(schemas),
+        *_duplicate_names(schemas),
         *_run(agent_loop),
     ]
     name = getattr(agent_loop, "name", None)
@@ -126,15 +126,15 @@ def _tools(agent_loop: object, request: RolloutRequest) -> tuple[list[Any], list
     return list(tools), []
 
 
-def _checked(tool: Any, where: str) -> OpenAIFunctionToolSchema | ValidationError:
+def _check_tool(tool: Any, where: str) -> OpenAIFunctionToolSchema | ValidationError:
     """The tool's schema, or what is wrong with it."""
     if isinstance(tool, OpenAIFunctionToolSchema):
         tool = tool.model_dump()
     if not isinstance(tool, Mapping):
         return ValidationError("INVALID_TOOL_TYPE", f"a tool is {type(tool).__name__}, a tool schema is needed", where)
-    lacking = _lacking(tool, where)
-    if lacking is not None:
-        return lacking
+    missing = _missing_field(tool, where)
+    if missing is not None:
+        return missing
     try:
         return OpenAIFunctionToolSchema.model_validate(tool)
     except PydanticError as error:
@@ -142,17 +142,17 @@ def _checked(tool: Any, where: str) -> OpenAIFunctionToolSchema | ValidationErro
         return ValidationError("INVALID_TOOL_SCHEMA", first["msg"], ".".join((where, *map(str, first["loc"]))))
 
 
-def _lacking(tool: Mapping[str, Any], where: str) -> ValidationError | None:
+def _missing_field(tool: Mapping[str, Any], where: str) -> ValidationError | None:
     """What a tool lacks that has a code of its own."""
     kind, function = tool.get("type"), tool.get("function")
     if not kind:
         return ValidationError("MISSING_TOOL_TYPE", 'the tool has no type; it is "function"', f"{where}.type")
     if kind != "function":
         return ValidationError("UNKNOWN_TOOL_TYPE", f'type is {kind!r}, "function" is needed', f"{where}.type")
-    return _function_lacking(function, f"{where}.function")
+    return _missing_function_field(function, f"{where}.function")
 
 
-def _function_lacking(function: object, where: str) -> ValidationError | None:
+def _missing_function_field(function: object, where: str) -> ValidationError | None:
     if function is None:
         return ValidationError("MISSING_FUNCTION", "the tool has no function", where)
     if not isinstance(function, Mapping):
@@ -167,7 +167,7 @@ def _function_lacking(function: object, where: str) -> ValidationError | None:
     return None
 
 
-def _doubled(tools: list[OpenAIFunctionToolSchema]) -> Iterator[ValidationError]:
+def _duplicate_names(tools: list[OpenAIFunctionToolSchema]) -> Iterator[ValidationError]:
     names = [tool.function.name for tool in tools]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ValidationError("DUPLICATE_TOOL_NAME", f"more than one tool has the name {name!r}", "tools")

@@ -10,10 +10,9 @@ from pydantic_settings import SettingsConfigDict
 from rollout_server.settings.capacity import CapacitySettings
 from rollout_server.settings.security import SecuritySettings
 from rollout_server.settings.serving import ServingSettings
-from rollout_server.settings.streams import StreamSettings
 from rollout_server.settings.tokenizers import TokenizerSettings
 from rollout_server.settings.tools import ToolSettings
-from rollout_server.settings.trainers import TrainerSettings
+from rollout_server.settings.trainers import StreamSettings, TrainerSettings
 from rollout_server.settings.types import TOY
 
 __all__ = ["TOY", "Settings", "WrongSettings", "load", "names_of"]
@@ -51,7 +50,7 @@ def load(**flags: object) -> Settings:
     try:
         return Settings(**flags)  # type: ignore[arg-type]
     except ValidationError as error:
-        raise WrongSettings("; ".join(_complaint(e["loc"], e["msg"]) for e in error.errors())) from None
+        raise WrongSettings("; ".join(_error_text(e["loc"], e["msg"]) for e in error.errors())) from None
 
 
 def names_of(field: str) -> list[str]:
@@ -60,9 +59,9 @@ def names_of(field: str) -> list[str]:
     return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [field.upper()]
 
 
-def _complaint(loc: tuple[int | str, ...], message: str) -> str:
-    place = str(loc[0]) if loc else ""
-    field = next((f for f in Settings.model_fields if place == f or place in names_of(f)), None)
-    names = names_of(field) if field is not None else [place]
+def _error_text(loc: tuple[int | str, ...], message: str) -> str:
+    name = str(loc[0]) if loc else ""
+    field = next((f for f in Settings.model_fields if name == f or name in names_of(f)), None)
+    names = names_of(field) if field is not None else [name]
     also = f" ({', '.join(names[1:])})" if names[1:] else ""
     return f"{names[0]}{also}: {message.removeprefix('Value error, ')}"

@@ -12,7 +12,7 @@ TOY = "toy"
 """The word for the tokenizer that comes with this package, where a setting wants a directory."""
 
 
-def named(*names: str) -> AliasChoices:
+def env_names(*names: str) -> AliasChoices:
     """The environment names of a setting, ours first."""
     return AliasChoices(*names)
 

@@ -5,17 +5,17 @@ from collections.abc import Callable
 
 
 class Notifier:
-    """Rings when something may have changed; whoever waits then looks again."""
+    """Notifies when something may have changed; whoever waits then looks again."""
 
     def __init__(self) -> None:
-        self._rung = asyncio.Event()
+        self._changed = asyncio.Event()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wakes all who wait."""
-        rung, self._rung = self._rung, asyncio.Event()
-        rung.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits until the condition holds; it is looked at now and after each ring."""
+        """Waits until the condition holds; it is looked at now and after each notification."""
         while not condition():
-            await self._rung.wait()
+            await self._changed.wait()

@@ -193,7 +193,7 @@ class Extensions:
     def __post_init__(self) -> None:
         _check_omitted(self.omit)
 
-    def applied(self, reply: ScriptedReply, turn: int) -> ScriptedReply:
+    def apply_to(self, reply: ScriptedReply, turn: int) -> ScriptedReply:
         """The reply as it goes out in this turn."""
         if self.turns is not None and turn not in self.turns:
             return reply

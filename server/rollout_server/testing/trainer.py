@@ -12,18 +12,17 @@ from typing import Any, Self
 
 from starlette.types import ASGIApp
 
-from rollout_server.testing.checks.dialect import TrainerDialect
+from rollout_server.testing import TrainerDialect
 from rollout_server.testing.checks.judge import Judge
 from rollout_server.testing.checks.renderer import PlainRenderer, Tools
 from rollout_server.testing.checks.verdict import DeliveredOutcome, Verdict
 from rollout_server.testing.grpc.completions import Completions, SeenCompletion
-from rollout_server.testing.grpc.server import CompletionServer, target
-from rollout_server.testing.grpc.service import CompletionService
+from rollout_server.testing.grpc.service import CompletionServer, CompletionService, target
 from rollout_server.testing.grpc.train_stream import TrainStream
 from rollout_server.testing.http.app import SeenRequest, Speech, TrainerApp
-from rollout_server.testing.http.bearer import Bearer
 from rollout_server.testing.http.outcome_receiver import OutcomeReceiver, ReceivedOutcome
 from rollout_server.testing.http.server import HttpServer
+from rollout_server.testing.http.wire import Bearer
 from rollout_server.testing.model.calculator import CalculatorModel, Model
 from rollout_server.testing.model.engine import Engine, Scripts
 from rollout_server.testing.model.engine_thread import EngineThread, ToolList
@@ -43,7 +42,7 @@ class StrictTrainer:
     * ``GET /health``; ``GET /verdicts``, one summary for each rollout; ``GET /verdict?rollout_id=``, everything.
     * ``PUT /script?rollout_id=``: a script as JSON, see `script_json`.
     * gRPC at `grpc_target`: `osmosis.rollout.v1.CompletionService` in message and in token mode, see
-      `completions` and `continuation`.
+      `completions` and `token_mode`.
 
     With `async with trainer.connected("host:port") as stream` it is a client instead, see `TrainStream`.
 
@@ -93,8 +92,8 @@ class StrictTrainer:
     requests_kept: int = 4096
     _requests: "deque[SeenRequest]" = field(init=False, repr=False)
     _completions: "deque[SeenCompletion]" = field(init=False, repr=False)
-    _desk: EngineThread = field(init=False, repr=False)
-    _answers: Completions = field(init=False, repr=False)
+    _engine_thread: EngineThread = field(init=False, repr=False)
+    _completion_calls: Completions = field(init=False, repr=False)
     _receiver: OutcomeReceiver = field(init=False, repr=False)
     _app: ASGIApp = field(init=False, repr=False)
     _listener: HttpServer = field(init=False, repr=False)
@@ -106,19 +105,19 @@ class StrictTrainer:
         async with AsyncExitStack() as stack:
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strict-trainer")
             stack.callback(thread.shutdown, wait=False)
-            self._desk = await self._make_desk(thread)
+            self._engine_thread = await self._start_engine_thread(thread)
             bearer = Bearer(self.api_key)
-            self._receiver = OutcomeReceiver(self._desk, bearer, self.settled)
+            self._receiver = OutcomeReceiver(self._engine_thread, bearer, self.settled)
             speech = Speech(TrainerDialect(self.dialect), bool(self.replays_keys))
-            self._app = TrainerApp(self._desk, speech, bearer, self._receiver, self._requests).asgi()
+            self._app = TrainerApp(self._engine_thread, speech, bearer, self._receiver, self._requests).asgi()
             self._listener = await HttpServer.open(self._app, self.host, self.port)
             stack.push_async_callback(self._stop_listening)
             self.port = self._listener.port
             replays = self.replays_keys is None or self.replays_keys
-            self._answers = Completions(self._desk, self._completions, replays_keys=replays)
-            stack.push_async_callback(self._answers.close)
+            self._completion_calls = Completions(self._engine_thread, self._completions, replays_keys=replays)
+            stack.push_async_callback(self._completion_calls.close)
             if self.grpc_port is not None:
-                server = CompletionServer(CompletionService(self._answers, self.api_key))
+                server = CompletionServer(CompletionService(self._completion_calls, self.api_key))
                 self.grpc_port = await server.open(self.host, self.grpc_port)
                 stack.push_async_callback(server.close)
             self._open = stack.pop_all()
@@ -153,11 +152,11 @@ class StrictTrainer:
 
     def verdict(self, rollout_id: str) -> Verdict | None:
         """What the judge found about one rollout; None where no call came under this id."""
-        return self._desk.judge.verdict(rollout_id)
+        return self._engine_thread.judge.verdict(rollout_id)
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """The verdicts of all rollouts that are kept, the one called least recently first."""
-        return self._desk.judge.verdicts()
+        return self._engine_thread.judge.verdicts()
 
     def deliveries(self, rollout_id: str) -> tuple[ReceivedOutcome, ...]:
         """The deliveries of a rollout's outcome, oldest first, refused ones too."""
@@ -165,7 +164,7 @@ class StrictTrainer:
 
     def outcome(self, rollout_id: str) -> DeliveredOutcome | None:
         """What a rollout came to, as it was delivered first; None where nothing was delivered."""
-        return self._desk.judge.outcome(rollout_id)
+        return self._engine_thread.judge.outcome(rollout_id)
 
     async def delivered(self, rollout_id: str, times: int = 1) -> tuple[ReceivedOutcome, ...]:
         """Waits until a rollout's outcome was delivered so many times."""
@@ -174,8 +173,8 @@ class StrictTrainer:
 
     async def completed(self, rollout_id: str) -> Mapping[str, Any]:
         """Waits until a rollout's outcome is settled, acknowledged or refused for good, and returns its body."""
-        await self._receiver.changed.until(lambda: self._settled(rollout_id) is not None)
-        outcome = self._settled(rollout_id)
+        await self._receiver.changed.until(lambda: self._settled_outcome(rollout_id) is not None)
+        outcome = self._settled_outcome(rollout_id)
         assert outcome is not None  # noqa: S101 - just waited for
         return outcome.body
 
@@ -184,7 +183,7 @@ class StrictTrainer:
 
         `api_key` is what the server wants.
         """
-        return TrainStream(self._answers, server, credit, api_key)
+        return TrainStream(self._completion_calls, server, credit, api_key)
 
     @asynccontextmanager
     async def down(self) -> AsyncIterator[None]:
@@ -197,22 +196,22 @@ class StrictTrainer:
 
     def start_anew(self, rollout_id: str) -> None:
         """Ends a rollout on the trainer's side: the next call under this id is a first one."""
-        self._desk.judge.start_anew(rollout_id)
+        self._engine_thread.judge.start_anew(rollout_id)
         self._receiver.begin_anew(rollout_id)
 
     async def put_script(self, rollout_id: str, script: Script) -> None:
         """Gives a rollout its script, and starts it anew."""
-        await self._desk.put_script(rollout_id, script)
+        await self._engine_thread.put_script(rollout_id, script)
         self._receiver.begin_anew(rollout_id)
 
     async def _stop_listening(self) -> None:
         await self._listener.close()
 
-    def _settled(self, rollout_id: str) -> DeliveredOutcome | None:
+    def _settled_outcome(self, rollout_id: str) -> DeliveredOutcome | None:
         outcome = self.outcome(rollout_id)
         return outcome if outcome and outcome.answered is not None else None
 
-    async def _make_desk(self, thread: ThreadPoolExecutor) -> EngineThread:
+    async def _start_engine_thread(self, thread: ThreadPoolExecutor) -> EngineThread:
         load = asyncio.get_running_loop().run_in_executor(
             thread,
             lambda: PlainRenderer.load(

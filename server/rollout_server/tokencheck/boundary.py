@@ -1,4 +1,4 @@
-"""What was found where an answer ends and the next prompt begins."""
+"""What was found where a completion ends and the next prompt begins."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Mask(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where truth and rendering part: the first token and character that differ, and the text around that token on both sides."""
+    """Where reference and rendering diverge: the first token that differs, and the text around it on both sides."""
 
     cause: Cause
     index: int
-    truth: str
+    reference: str
     rendered: str
 
 
@@ -48,18 +48,18 @@ class TurnBoundary:
 
     Args:
         kind: of the conversation.
-        answer: the index of the message that ends there.
-        added: how many tokens stand there in truth, a stop that the answer lacked included.
+        message_index: the index of the message that ends there.
+        added: how many tokens the reference has there, a stop that the completion lacked included.
         counted: how many a trainer counts that renders everything anew.
-        parting: None where the rendering begins with, and is, what was there.
+        divergence: None where the rendering equals the reference.
         short_form: rendering what follows the answer behind a short history gives the same; None where it gives nothing.
     """
 
     kind: str
-    answer: int
+    message_index: int
     added: int
     counted: int
-    parting: Divergence | None
+    divergence: Divergence | None
     short_form: bool | None = None
 
     @property
@@ -69,19 +69,19 @@ class TurnBoundary:
             return Mask.NEGATIVE
         if self.counted != self.added:
             return Mask.LENGTH
-        return Mask.RIGHT if self.parting is None else Mask.TOKENS
+        return Mask.RIGHT if self.divergence is None else Mask.TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedConversation:
-    """A conversation that was played.
+    """A conversation that was simulated.
 
     Args:
         kind: of the conversation.
         form: in which a trainer's rendering had the arguments of calls.
         writing: how the answers were written.
-        boundaries: in order, as far as it could be played.
-        refused: the template's words, where it refuses the conversation or the rest of it.
+        boundaries: in order, as far as it could be simulated.
+        refused: the template's error, where it refuses the conversation or the rest of it.
         uncut: indices of answers behind which no place was found at which the environment begins.
         left_out: what the template does not render, in words.
         unprompted: an answer that is not rendered with the generation prompt before it: the prompt's end, and what stands there.

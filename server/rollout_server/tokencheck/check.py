@@ -1,7 +1,8 @@
-"""The check: all conversations, in both forms of arguments, with answers written in three ways."""
+"""The check: all conversations, in both forms of arguments, with completions written in three ways, and the counts over them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,20 +13,18 @@ from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.rendering_form import Arguments
 from rollout_server.edge.tokens.template_probe import StopToken
 from rollout_server.edge.tokens.tokenizer import ChatTokenizer, Frame, LoadedTokenizer
-from rollout_server.tokencheck.advice import advice
-from rollout_server.tokencheck.boundary import SimulatedConversation
+from rollout_server.tokencheck.boundary import Cause, Mask, SimulatedConversation, TurnBoundary
 from rollout_server.tokencheck.conversation import CheckConversation
-from rollout_server.tokencheck.counts import among, partings, rows, short_form, tallies
-from rollout_server.tokencheck.findings import cautions, conditions, faults
-from rollout_server.tokencheck.hard_conversations import hard
+from rollout_server.tokencheck.findings import find_cautions, find_faults, stability_conditions, suggest_changes
+from rollout_server.tokencheck.hard_conversations import hard_conversations
 from rollout_server.tokencheck.model_output import Writing
+from rollout_server.tokencheck.report import Example, FormCounts, ReportRow, ShortForm, Stops, TemplateReport, Worst
 from rollout_server.tokencheck.simulate import Simulator
 from rollout_server.tokencheck.template import Template
-from rollout_server.tokencheck.template_traits import ArgumentsTrait, Traits, traits
-from rollout_server.tokencheck.verdict import Example, Stops, TemplateReport
+from rollout_server.tokencheck.template_traits import ArgumentsTrait, Traits, find_traits
 
 _SWITCHES = 6
-"""How many variables of a template are tried: each plays everything twice."""
+"""How many variables of a template are tried: each simulates everything twice."""
 _CONTROLS = 12
 """How many special tokens somebody types, besides the stops."""
 
@@ -50,7 +49,7 @@ class Subject:
 
 
 def check(subject: Subject, more: Sequence[CheckConversation] = ()) -> TemplateReport:
-    """Plays the hard conversations and then `more`, and judges what came of it. Takes seconds.
+    """Simulates the hard conversations and then `more`, and reports what was found. Takes seconds.
 
     Raises `RolloutFailed` (VALIDATION) for template arguments that are not the template's.
     """
@@ -59,7 +58,7 @@ def check(subject: Subject, more: Sequence[CheckConversation] = ()) -> TemplateR
         Renderer(loaded, (), subject.template_kwargs)  # refuses arguments with which a rollout would be refused
         frame = Frame(None, subject.template_kwargs)
         template = Template(loaded, subject.tokenizer.added_tokens_decoder, frame)
-        return _verdict(subject, template, [*hard(_controls(template)), *more])
+        return _report(subject, template, [*hard_conversations(_controls(template)), *more])
 
 
 def _controls(template: Template) -> list[str]:
@@ -68,17 +67,17 @@ def _controls(template: Template) -> list[str]:
     return list(dict.fromkeys((*texts, *sorted(template.special)[:_CONTROLS], *texts)))
 
 
-def _verdict(subject: Subject, template: Template, conversations: Sequence[CheckConversation]) -> TemplateReport:
-    probed, found = template.loaded.probed, traits(template, subject.tokenizer)
-    played = list(_play(template, found, conversations, Writing))
+def _report(subject: Subject, template: Template, conversations: Sequence[CheckConversation]) -> TemplateReport:
+    probed, found = template.loaded.probed, find_traits(template, subject.tokenizer)
+    simulated = list(_simulate(template, found, conversations, Writing))
     forms = sorted(_forms(found), key=lambda form: form is not found.natural)
-    form = min(forms, key=lambda form: partings(among(played, form, Writing.TEMPLATE)))
-    best = among(played, form, Writing.TEMPLATE)
-    wrong = tuple(faults(best, probed, found))
-    tried = _tried(template, found, conversations, best) if partings(best) else {}
-    stops, counts = Stops(probed.final, probed.calls, _eos(subject.tokenizer)), tallies(played)
+    form = min(forms, key=lambda form: count_divergences(select_simulated(simulated, form, Writing.TEMPLATE)))
+    best = select_simulated(simulated, form, Writing.TEMPLATE)
+    wrong = tuple(find_faults(best, probed, found))
+    switches_tried = _try_switches(template, found, conversations, best) if count_divergences(best) else {}
+    stops, counts = Stops(probed.final, probed.calls, _eos(subject.tokenizer)), form_counts(simulated)
     usable = not probed.refusal and any(each.boundaries for each in best)
-    short = short_form(best)
+    short = short_form_counts(best)
     unprompted = (Example(each.kind, *each.unprompted) for each in best if each.unprompted is not None)
     return TemplateReport(
         tokenizer=subject.name,
@@ -92,12 +91,12 @@ def _verdict(subject: Subject, template: Template, conversations: Sequence[Check
         generation_prompt=next(unprompted, None),
         short_form=short,
         faults=wrong,
-        conditions=tuple(conditions(found, form)),
-        cautions=tuple(cautions(best, stops, found, short)),
-        advice=tuple(advice(wrong, form, found, counts, tried)),
+        conditions=tuple(stability_conditions(found, form)),
+        cautions=tuple(find_cautions(best, stops, found, short)),
+        advice=tuple(suggest_changes(wrong, form, found, counts, switches_tried)),
         tallies=counts,
-        rows=rows(played, form),
-        switches_tried=tried,
+        rows=report_rows(simulated, form),
+        switches_tried=switches_tried,
     )
 
 
@@ -109,36 +108,111 @@ def _forms(found: Traits) -> list[Arguments]:
     return taken or [Arguments.RECEIVED]
 
 
-def _play(
+def _simulate(
     template: Template, found: Traits, conversations: Iterable[CheckConversation], writings: Iterable[Writing]
 ) -> Iterator[SimulatedConversation]:
-    player, forms, writings = Simulator(template, found.natural), _forms(found), list(writings)
+    simulator, forms, writings = Simulator(template, found.natural), _forms(found), list(writings)
     for conversation in conversations:
         if conversation.has_calls:
-            yield from player.play(conversation, forms, writings)
+            yield from simulator.simulate(conversation, forms, writings)
             continue
-        for played in player.play(conversation, forms[:1], writings):  # without calls the forms are the same
-            yield from (replace(played, form=form) for form in forms)
+        for simulated in simulator.simulate(conversation, forms[:1], writings):  # without calls the forms are the same
+            yield from (replace(simulated, form=form) for form in forms)
 
 
-def _tried(
+def _try_switches(
     template: Template, found: Traits, conversations: Sequence[CheckConversation], best: Sequence[SimulatedConversation]
 ) -> dict[str, int]:
-    """How many boundaries part when a variable that the template reads is set to true or false.
+    """How many boundaries diverge when a variable that the template reads is set to true or false.
 
     Settings with which it refuses more than before do not count.
     """
     compared = sum(len(each.boundaries) for each in best)
-    parted: dict[str, int] = {}
+    divergences: dict[str, int] = {}
     for name in [name for name in found.switches if name not in template.frame.template_kwargs][:_SWITCHES]:
         for value in (True, False):
-            played = list(_play(template.given({name: value}), found, conversations, [Writing.TEMPLATE]))
-            same = among(played, best[0].form, Writing.TEMPLATE)
+            simulated = list(
+                _simulate(template.with_arguments({name: value}), found, conversations, [Writing.TEMPLATE])
+            )
+            same = select_simulated(simulated, best[0].form, Writing.TEMPLATE)
             if sum(len(each.boundaries) for each in same) >= compared:
-                parted[f"{name}={str(value).lower()}"] = partings(same)
-    return parted
+                divergences[f"{name}={str(value).lower()}"] = count_divergences(same)
+    return divergences
 
 
 def _eos(tokenizer: ChatTokenizer) -> StopToken | None:
     index = tokenizer.eos_token_id
     return None if index is None else StopToken(tokenizer.decode(list(pack_tokens([index]))), index)
+
+
+def count_divergences(simulated: Iterable[SimulatedConversation]) -> int:
+    """At how many boundaries the template is at fault. What the tokenizer alone does is not its doing."""
+    return sum(
+        boundary.divergence is not None and boundary.divergence.cause is not Cause.RETOKENISED
+        for each in simulated
+        for boundary in each.boundaries
+    )
+
+
+def select_simulated(
+    simulated: Iterable[SimulatedConversation], form: Arguments, *writings: Writing
+) -> list[SimulatedConversation]:
+    """Those in a form and some way of writing."""
+    return [each for each in simulated if each.form is form and each.writing in writings]
+
+
+def short_form_counts(simulated: Iterable[SimulatedConversation]) -> ShortForm:
+    """How often the short form was compared with the full rendering, and how often it was the same."""
+    comparisons = [b.short_form for each in simulated for b in each.boundaries if b.short_form is not None]
+    return ShortForm(len(comparisons), sum(comparisons))
+
+
+def form_counts(simulated: Sequence[SimulatedConversation]) -> tuple[FormCounts, ...]:
+    """By form and writing, where anything was compared."""
+    found = []
+    for form in Arguments:
+        for writing in Writing:
+            boundaries = [
+                boundary for each in select_simulated(simulated, form, writing) for boundary in each.boundaries
+            ]
+            if boundaries:
+                found.append(FormCounts(form, writing, _masks(boundaries), _worst(boundaries)))
+    return tuple(found)
+
+
+def report_rows(simulated: Sequence[SimulatedConversation], form: Arguments) -> tuple[ReportRow, ...]:
+    """By kind, in the order in which they were simulated."""
+    kinds = dict.fromkeys(each.kind for each in simulated)
+    return tuple(_row(kind, [each for each in simulated if each.kind == kind], form) for kind in kinds)
+
+
+def _row(kind: str, simulated: Sequence[SimulatedConversation], form: Arguments) -> ReportRow:
+    plain = select_simulated(simulated, form, Writing.TEMPLATE) or select_simulated(simulated, form, Writing.SPELLING)
+    boundaries = [boundary for each in plain for boundary in each.boundaries]
+    causes = Counter(boundary.divergence.cause for boundary in boundaries if boundary.divergence is not None)
+    others = [b for each in simulated if each.form is form and each not in plain for b in each.boundaries]
+    return ReportRow(
+        kind=kind,
+        boundaries=len(boundaries),
+        kept=sum(boundary.divergence is None for boundary in boundaries),
+        causes=dict(causes),
+        masks=_masks(boundaries),
+        wrong_otherwise=(sum(boundary.mask is not Mask.RIGHT for boundary in others), len(others)),
+        refused=tuple(dict.fromkeys(each.refused for each in plain if each.refused)),
+        left_out=tuple(sorted({name for each in plain for name in each.left_out})),
+        uncut=sum(bool(each.uncut) for each in plain),
+    )
+
+
+def _masks(boundaries: Iterable[TurnBoundary]) -> dict[Mask, int]:
+    counted = Counter(boundary.mask for boundary in boundaries)
+    return {mask: counted[mask] for mask in Mask}
+
+
+def _worst(boundaries: Iterable[TurnBoundary]) -> Worst | None:
+    wrong = [boundary for boundary in boundaries if boundary.mask is not Mask.RIGHT]
+    if not wrong:
+        return None
+    worst = max(wrong, key=lambda b: (b.mask is Mask.NEGATIVE, abs(b.counted - b.added)))
+    cause = worst.divergence.cause if worst.divergence is not None else None
+    return Worst(worst.kind, worst.message_index, worst.added, worst.counted, cause)

@@ -1,16 +1,20 @@
-"""A conversation to be played through a template, as it stands on the wire."""
+"""Conversations to render with a template, as they stand on the wire, and those of a file: one JSON value on each line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from rollout_server.core.message import JSON, MalformedMessage, parse_object
+from rollout_server.core.message import JSON, MalformedMessage, Message, parse_json, parse_object
 from rollout_server.edge.tokens.rendering_form import Fields, has_calls
 
 _NUMBER: JSON = {"type": "number"}
 _TEXT: JSON = {"type": "string"}
+
+
+KIND = "yours"
 
 
 def _tool(name: str, description: str, properties: dict[str, JSON]) -> Fields:
@@ -41,7 +45,7 @@ class CheckConversation:
     cut: frozenset[int] = frozenset()
 
     @property
-    def answers(self) -> tuple[int, ...]:
+    def completions(self) -> tuple[int, ...]:
         """Indices of the model's messages."""
         return tuple(i for i, message in enumerate(self.messages) if message.get("role") == "assistant")
 
@@ -57,32 +61,32 @@ class CheckConversation:
         except ValueError:
             return None
 
-    def end(self, answered: int) -> int:
+    def end(self, last: int) -> int:
         """How many messages there are when the model is asked again after `messages[answered]`."""
-        return next((index for index in self.answers if index > answered), len(self.messages))
+        return next((index for index in self.completions if index > last), len(self.messages))
 
 
-def spelled(arguments: str) -> str:
+def template_spelling(arguments: str) -> str:
     """A JSON object as most templates spell it. Raises ValueError for other texts, and for numbers that JSON cannot spell."""
     return json.dumps(parse_object(arguments), ensure_ascii=False, allow_nan=False)
 
 
 def arguments_of(message: Fields) -> list[str]:
     """The arguments of its calls, where they are text."""
-    given = [function.get("arguments") for function in _functions(message)]
-    return [arguments for arguments in given if isinstance(arguments, str)]
+    texts = [function.get("arguments") for function in _functions(message)]
+    return [arguments for arguments in texts if isinstance(arguments, str)]
 
 
-def names_of(message: Fields) -> list[str]:
+def tool_names(message: Fields) -> list[str]:
     """The tools that it calls."""
     return [str(function.get("name")) for function in _functions(message)]
 
 
-def thought_of(message: Fields) -> str:
+def reasoning_of(message: Fields) -> str:
     """What the model thought before it answered, wherever it stands; empty: nothing."""
-    thought = message.get("reasoning_content")
-    if isinstance(thought, str) and thought.strip():
-        return thought.strip()
+    reasoning = message.get("reasoning_content")
+    if isinstance(reasoning, str) and reasoning.strip():
+        return reasoning.strip()
     content = message.get("content")
     if isinstance(content, str) and "</think>" in content:
         return content.partition("</think>")[0].rpartition("<think>")[2].strip()
@@ -107,7 +111,56 @@ def _normal_call(call: JSON) -> JSON:
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        arguments = spelled(function["arguments"])
+        arguments = template_spelling(function["arguments"])
     except MalformedMessage:  # not an object, so that no parser would touch it
         return call
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def read_conversations(path: Path) -> list[CheckConversation]:
+    """Each line is an object with `messages` and perhaps `tools`, or a list of messages, which are given the built-in tools.
+
+    Raises ValueError that names the line, and what cannot be read of it; OSError where there is no such file.
+    """
+    found = list(_lines(path))
+    if not found:
+        raise ValueError(f"{path} holds no conversation")
+    return found
+
+
+def _lines(path: Path) -> Iterator[CheckConversation]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8") from None
+    # Only a line feed ends a line: JSON strings may hold the other characters at which `splitlines` cuts.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield _conversation(parse_json(line), f"{KIND}, line {number}")
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+
+
+def _conversation(value: JSON, kind: str) -> CheckConversation:
+    fields_of_line = value if isinstance(value, dict) else {"messages": value, "tools": list(TOOLS)}
+    messages, tools = fields_of_line.get("messages"), fields_of_line.get("tools")
+    if not isinstance(messages, list) or not messages:
+        raise MalformedMessage('a list of messages is needed, or an object with one under "messages"')
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise MalformedMessage("tools is not a list of objects")
+    fields = []
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise MalformedMessage(f"messages[{index}] is not an object")
+        try:
+            Message.parsed("", message)
+        except MalformedMessage as error:
+            raise MalformedMessage(f"messages[{index}]: {error}") from None
+        fields.append(message)
+    conversation = CheckConversation(
+        kind, tuple(fields), tools if tools is None else tuple(t for t in tools if isinstance(t, dict))
+    )
+    if not any(index + 1 < len(fields) for index in conversation.completions):
+        raise MalformedMessage("no message follows an answer of the role assistant, so there is nothing to look at")
+    return conversation

@@ -1,4 +1,4 @@
-"""Why a rendering does not begin with what was there, told from where the two part."""
+"""Why a rendering diverges from the reference tokens, found from the first character that differs."""
 
 from __future__ import annotations
 
@@ -9,27 +9,35 @@ from rollout_server.core.prefix import first_difference
 from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.runtime.ports import RolloutFailed
 from rollout_server.tokencheck.boundary import Cause, Divergence
-from rollout_server.tokencheck.conversation import CheckConversation, arguments_of, thought_of
-from rollout_server.tokencheck.reference_tokens import ReferencePiece, ReferenceTokens, Region
+from rollout_server.tokencheck.conversation import CheckConversation, arguments_of, reasoning_of
+from rollout_server.tokencheck.reference_tokens import ReferenceSpan, ReferenceTokens, Region
 from rollout_server.tokencheck.template import RenderedConversation, Template
 
 _BEFORE, _BEHIND = 6, 14
-"""Tokens that are shown around the first that differs."""
+"""Tokens in the excerpts around the first that differs."""
 _ALIKE = 24
 """Characters, white space apart, that tell a changed space from another text."""
 
 
-def parting(
-    template: Template, conversation: CheckConversation, page: RenderedConversation, truth: ReferenceTokens, count: int
+def find_divergence(
+    template: Template,
+    conversation: CheckConversation,
+    rendering: RenderedConversation,
+    reference: ReferenceTokens,
+    count: int,
 ) -> Divergence | None:
-    """How the prompt of `count` messages on `page` parts from the truth; None where it is the truth."""
-    text = page.asked(count)
-    ids = page.encoded(count).ids
-    if ids == truth.ids:
+    """How the prompt of `count` messages on `rendering` diverges from the reference; None where it equals it."""
+    text = rendering.prompt(count)
+    ids = rendering.encoded_prompt(count).ids
+    if ids == reference.ids:
         return None
-    index = first_difference(truth.ids, ids)
-    cause = Cause.RETOKENISED if text == truth.text else _DivergenceFinder(conversation, page, truth, text).cause()
-    return Divergence(cause, index, _around(template, truth.ids, index), _around(template, ids, index))
+    index = first_difference(reference.ids, ids)
+    cause = (
+        Cause.RETOKENISED
+        if text == reference.text
+        else _DivergenceFinder(conversation, rendering, reference, text).cause()
+    )
+    return Divergence(cause, index, _around(template, reference.ids, index), _around(template, ids, index))
 
 
 def _around(template: Template, ids: Tokens, index: int) -> str:
@@ -37,59 +45,59 @@ def _around(template: Template, ids: Tokens, index: int) -> str:
 
 
 class _DivergenceFinder:
-    """Tells why `text`, a later prompt, is not the truth: from the first character that differs, and what stands there."""
+    """Finds why `text`, a later prompt, diverges: from the first character that differs, and what the reference has there."""
 
     def __init__(
-        self, conversation: CheckConversation, page: RenderedConversation, truth: ReferenceTokens, text: str
+        self, conversation: CheckConversation, rendering: RenderedConversation, reference: ReferenceTokens, text: str
     ) -> None:
-        self._conversation, self._page, self._truth, self._text = conversation, page, truth, text
-        self._place = common_prefix(truth.text, text)
+        self._conversation, self._rendering, self._reference, self._text = conversation, rendering, reference, text
+        self._offset = common_prefix(reference.text, text)
 
     def cause(self) -> Cause:
-        piece = self._truth.at(self._place)
-        if piece.region in (Region.ANSWER, Region.GENERATION_PROMPT) and self._thought_is_gone(piece):
+        span = self._reference.at(self._offset)
+        if span.region in (Region.COMPLETION, Region.GENERATION_PROMPT) and self._reasoning_is_dropped(span):
             return Cause.THINKING
-        match piece.region:
-            case Region.ANSWER:
-                return self._of_answer(piece)
+        match span.region:
+            case Region.COMPLETION:
+                return self._completion_cause(span)
             case Region.STOP:
                 return Cause.SEPARATOR
             case Region.GENERATION_PROMPT:
                 return Cause.PROMPT
-            case Region.ENVIRONMENT if self._begins(piece):
+            case Region.ENVIRONMENT if self._begins(span):
                 return Cause.SEPARATOR
-        return Cause.TOOLS if self._depends_on_tools(piece) else Cause.HISTORY
+        return Cause.TOOLS if self._depends_on_tools(span) else Cause.HISTORY
 
-    def _thought_is_gone(self, piece: ReferencePiece) -> bool:
+    def _reasoning_is_dropped(self, span: ReferenceSpan) -> bool:
         messages = self._conversation.messages
-        thought = thought_of(messages[piece.answer]) if piece.answer < len(messages) else ""
-        if piece.region is Region.ANSWER:  # some templates write an empty thought, and drop it later
-            thought = thought or "</think>"
-        return bool(thought) and self._text.count(thought) < self._truth.text.count(thought)
+        reasoning = reasoning_of(messages[span.completion]) if span.completion < len(messages) else ""
+        if span.region is Region.COMPLETION:  # some templates write an empty thought, and drop it later
+            reasoning = reasoning or "</think>"
+        return bool(reasoning) and self._text.count(reasoning) < self._reference.text.count(reasoning)
 
-    def _of_answer(self, piece: ReferencePiece) -> Cause:
-        given = arguments_of(self._conversation.messages[piece.answer])
+    def _completion_cause(self, span: ReferenceSpan) -> Cause:
+        texts = arguments_of(self._conversation.messages[span.completion])
         escaped = [
-            json.dumps(arguments, ensure_ascii=ascii_only) for arguments in given for ascii_only in (False, True)
+            json.dumps(arguments, ensure_ascii=ascii_only) for arguments in texts for ascii_only in (False, True)
         ]
-        if any(text in self._text and text not in self._truth.text for text in escaped):
+        if any(text in self._text and text not in self._reference.text for text in escaped):
             return Cause.TWICE
-        if any(start <= self._place <= end for start, end in self._truth.arguments):
+        if any(start <= self._offset <= end for start, end in self._reference.arguments):
             return Cause.ARGUMENTS
-        ours, theirs = ("".join(text[self._place :].split())[:_ALIKE] for text in (self._truth.text, self._text))
+        ours, theirs = ("".join(text[self._offset :].split())[:_ALIKE] for text in (self._reference.text, self._text))
         return Cause.SPACE if ours == theirs else Cause.HISTORY
 
-    def _begins(self, piece: ReferencePiece) -> bool:
+    def _begins(self, span: ReferenceSpan) -> bool:
         """Whether nothing but white space of the environment stands before the place."""
-        return not self._truth.text[piece.start : self._place].strip()
+        return not self._reference.text[span.start : self._offset].strip()
 
-    def _depends_on_tools(self, piece: ReferencePiece) -> bool:
+    def _depends_on_tools(self, span: ReferenceSpan) -> bool:
         """Whether that prompt would still stand at the start of the later one if no tools were given."""
         if self._conversation.tools is None:
             return False
-        last = max(piece.count for piece in self._truth.pieces)
+        last = max(span.count for span in self._reference.spans)
         try:
-            earlier, later = self._page.without_tools(piece.count), self._page.without_tools(last)
+            earlier, later = self._rendering.without_tools(span.count), self._rendering.without_tools(last)
         except RolloutFailed:
             return False
         return later.startswith(earlier)

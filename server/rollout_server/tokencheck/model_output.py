@@ -1,4 +1,4 @@
-"""What a model writes when it gives an answer: the text that its template renders for it, up to and with the stop.
+"""What a model writes as a completion: the text that its template renders for it, up to and with the stop.
 
 Where a template shortens an answer (trims it, takes its thinking away), the model wrote the whole. What stands in the
 message is then put back in the place of what was left of it.
@@ -47,77 +47,81 @@ class ModelOutput:
     found: bool = True
 
 
-def written(
-    template: Template, page: RenderedConversation, conversation: CheckConversation, answered: int, writing: Writing
+def write_output(
+    template: Template,
+    rendering: RenderedConversation,
+    conversation: CheckConversation,
+    position: int,
+    writing: Writing,
 ) -> ModelOutput:
-    """The answer at `answered`. `page` renders the conversation in the form in which arguments come out as models write them."""
-    answer, end = page.messages[answered], conversation.end(answered)
-    stop = template.loaded.probed.stop(calls=has_calls(answer))
-    said, start = _ended(page, answered, stop), _start(template, page, answered)
-    body, closing = _cut(template, page.asked(end), said, start, stop)
-    body = _whole(body, answer.get("content"))
-    arguments = arguments_of(conversation.messages[answered])
-    body, places, found = _spelled(body, arguments, respell=writing is Writing.SPELLING)
-    return ModelOutput(body + closing, closing, places, found)
+    """The completion at `position`. `rendering` has the form in which arguments come out as models write them."""
+    message, end = rendering.messages[position], conversation.end(position)
+    stop = template.loaded.probed.stop(calls=has_calls(message))
+    text, start = _closed_text(rendering, position, stop), _completion_start(template, rendering, position)
+    body, closing = _split_stop(template, rendering.prompt(end), text, start, stop)
+    body = _restore_content(body, message.get("content"))
+    arguments = arguments_of(conversation.messages[position])
+    body, spans, found = _spell_arguments(body, arguments, respell=writing is Writing.SPELLING)
+    return ModelOutput(body + closing, closing, spans, found)
 
 
-def _ended(page: RenderedConversation, answered: int, stop: StopToken | None) -> str:
+def _closed_text(rendering: RenderedConversation, position: int, stop: StopToken | None) -> str:
     """The conversation up to and with the answer, without a generation prompt, also where the template always writes one."""
-    said = page.ended(answered + 1)
-    if stop is None or said != page.asked(answered + 1):
-        return said
-    body, stands, _ = said.rpartition(stop.text)
-    return body + stands or said
+    text = rendering.history(position + 1)
+    if stop is None or text != rendering.prompt(position + 1):
+        return text
+    body, stands, _ = text.rpartition(stop.text)
+    return body + stands or text
 
 
-def _start(template: Template, page: RenderedConversation, answered: int) -> int:
+def _completion_start(template: Template, rendering: RenderedConversation, position: int) -> int:
     """Where the answer begins in its rendering: behind its generation prompt, or what is left of that."""
-    prompt, said = page.asked(answered), page.ended(answered + 1)
-    shared = template.joint(prompt, said)
-    opening = prompt[common_prefix(prompt, page.ended(answered)) :]
+    prompt, text = rendering.prompt(position), rendering.history(position + 1)
+    shared = template.common_length(prompt, text)
+    opening = prompt[common_prefix(prompt, rendering.history(position)) :]
     if shared >= len(prompt) - len(opening):
         return shared
     # What came before was rewritten too. It is, behind another answer, in the same way.
     try:
-        other = page.render([*page.messages[:answered], _OTHER], False)
+        other = rendering.render([*rendering.messages[:position], _OTHER], False)
     except RolloutFailed:
         return shared
-    same = template.joint(said, other)
+    same = template.common_length(text, other)
     if not opening:
         return same
-    at = said.rfind(opening, 0, same)
+    at = text.rfind(opening, 0, same)
     return shared if at < 0 else at + len(opening)
 
 
-def _cut(template: Template, full: str, said: str, start: int, stop: StopToken | None) -> tuple[str, str]:
+def _split_stop(template: Template, full: str, text: str, start: int, stop: StopToken | None) -> tuple[str, str]:
     """The answer's body and its stop."""
-    if found := _closing(template, said, start, stop):
-        return said[start : found[0]], said[found[0] : found[1]]
+    if found := _stop_span(template, text, start, stop):
+        return text[start : found[0]], text[found[0] : found[1]]
     if stop is None:
-        return said[start:].rstrip(), ""
+        return text[start:].rstrip(), ""
     # The next message's first token closes it.
-    at = full.find(stop.text, max(start, len(said.rstrip())))
-    if full.startswith(said.rstrip()) and at >= 0 and not full[len(said.rstrip()) : at].strip():
+    at = full.find(stop.text, max(start, len(text.rstrip())))
+    if full.startswith(text.rstrip()) and at >= 0 and not full[len(text.rstrip()) : at].strip():
         return full[start:at], stop.text
-    return said[start:].rstrip(), stop.text
+    return text[start:].rstrip(), stop.text
 
 
-def _closing(template: Template, said: str, start: int, stop: StopToken | None) -> tuple[int, int] | None:
+def _stop_span(template: Template, text: str, start: int, stop: StopToken | None) -> tuple[int, int] | None:
     """Where the stop stands among the special tokens at the end. Some templates put another behind the whole text."""
     any_special = "|".join(re.escape(text) for text in sorted(template.special, key=len, reverse=True))
     if not any_special:
         return None
-    run = re.search(rf"(?:\s*(?:{any_special}))+\s*\Z", said[start:])
+    run = re.search(rf"(?:\s*(?:{any_special}))+\s*\Z", text[start:])
     if run is None:
         return None
     tokens = [
         (start + m.start() + run.start(), start + m.end() + run.start()) for m in re.finditer(any_special, run[0])
     ]
-    return next((place for place in tokens if stop and said[slice(*place)] == stop.text), tokens[-1])
+    return next((offset for offset in tokens if stop and text[slice(*offset)] == stop.text), tokens[-1])
 
 
-def _whole(body: str, content: object) -> str:
-    """The body with the whole of what the model said in place of what the template left of it."""
+def _restore_content(body: str, content: object) -> str:
+    """The body with the whole of what the model wrote in place of what the template left of it."""
     if not isinstance(content, str) or not content.strip() or content in body:
         return body
     if content.strip() in body:
@@ -126,21 +130,23 @@ def _whole(body: str, content: object) -> str:
     return content if left and content.rstrip().endswith(left) else body
 
 
-def _spelled(body: str, arguments: Sequence[str], *, respell: bool) -> tuple[str, tuple[tuple[int, int], ...], bool]:
+def _spell_arguments(
+    body: str, arguments: Sequence[str], *, respell: bool
+) -> tuple[str, tuple[tuple[int, int], ...], bool]:
     """The body, if wanted with arguments as the model spelled them; the places where they stand; whether all were found."""
-    places: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     at, found_all = 0, True
     for text in arguments:
-        found = next(((place, s) for s in _spellings(text) if (place := body.find(s, at)) >= 0), None)
+        found = next(((offset, s) for s in _spellings(text) if (offset := body.find(s, at)) >= 0), None)
         if found is None:
             found_all = False
             continue
-        place, spelling = found
+        offset, spelling = found
         stands = text if respell else spelling
-        body = body[:place] + stands + body[place + len(spelling) :]
-        at = place + len(stands)
-        places.append((place, at))
-    return body, tuple(places), found_all
+        body = body[:offset] + stands + body[offset + len(spelling) :]
+        at = offset + len(stands)
+        spans.append((offset, at))
+    return body, tuple(spans), found_all
 
 
 def _spellings(arguments: str) -> list[str]:

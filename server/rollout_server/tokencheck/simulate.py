@@ -1,4 +1,4 @@
-"""Plays a conversation: at each boundary, what was there against what a trainer renders and counts."""
+"""Simulates a conversation: at each boundary, the reference tokens against what a trainer renders and counts."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from rollout_server.core.message import MalformedMessage
 from rollout_server.edge.tokens.rendering_form import Arguments, Fields, has_calls
 from rollout_server.runtime.ports import RolloutFailed
 from rollout_server.tokencheck.boundary import SimulatedConversation, TurnBoundary
-from rollout_server.tokencheck.conversation import CheckConversation, names_of, thought_of
-from rollout_server.tokencheck.divergence import parting
+from rollout_server.tokencheck.conversation import CheckConversation, reasoning_of, tool_names
+from rollout_server.tokencheck.divergence import find_divergence
 from rollout_server.tokencheck.model_output import Writing
-from rollout_server.tokencheck.reference_tokens import ReferenceReader
+from rollout_server.tokencheck.reference_tokens import ReferenceBuilder
 from rollout_server.tokencheck.template import RenderedConversation, Template
 
-_SHOWN = 60
+_EXCERPT = 60
 _NAMES = {"tool": "tool results", "system": "system messages", "user": "user messages"}
 
 
 class Simulator:
-    """Plays conversations with one template. `natural` is the form in which arguments come out as models write them."""
+    """Simulates conversations with one template. `natural` is the form in which arguments come out as models write them."""
 
     def __init__(self, template: Template, natural: Arguments) -> None:
         self._template, self._natural = template, natural
 
-    def play(
+    def simulate(
         self, conversation: CheckConversation, forms: Sequence[Arguments], writings: Iterable[Writing]
     ) -> Iterator[SimulatedConversation]:
         """The conversation as trainers see it that render arguments in each of the forms.
@@ -40,32 +40,32 @@ class Simulator:
         for writing in writings:
             if (normal == conversation) if writing is Writing.SPELLING else (normal is None):
                 continue
-            pages = own if writing is Writing.SPELLING else usual
+            renderings = own if writing is Writing.SPELLING else usual
             for form in forms:
-                played = self._played(pages, form, writing)
-                if played is not None:
-                    yield played
+                simulated = self._simulate(renderings, form, writing)
+                if simulated is not None:
+                    yield simulated
 
-    def _played(self, pages: _RenderedForms, form: Arguments, writing: Writing) -> SimulatedConversation | None:
-        game = _Simulation(self._template, pages, (self._natural, form), writing)
+    def _simulate(self, renderings: _RenderedForms, form: Arguments, writing: Writing) -> SimulatedConversation | None:
+        simulation = _Simulation(self._template, renderings, (self._natural, form), writing)
         refused = ""
         try:
-            game.play()
+            simulation.run()
         except RolloutFailed as failed:
             refused = failed.failure.message.partition("refuses the conversation: ")[2] or failed.failure.message
         except MalformedMessage as error:
             refused = str(error)
-        if not game.told:
+        if not simulation.applicable:
             return None
         return SimulatedConversation(
-            kind=pages.conversation.kind,
+            kind=renderings.conversation.kind,
             form=form,
             writing=writing,
-            boundaries=tuple(game.boundaries),
+            boundaries=tuple(simulation.boundaries),
             refused=refused,
-            uncut=tuple(game.uncut),
-            left_out=frozenset(game.left_out),
-            unprompted=game.unprompted,
+            uncut=tuple(simulation.uncut),
+            left_out=frozenset(simulation.left_out),
+            unprompted=simulation.unprompted,
         )
 
 
@@ -85,74 +85,74 @@ class _RenderedForms:
 
 
 class _Simulation:
-    """One conversation in one writing; `forms` are the natural one, which tells the truth, and the one that is compared with it."""
+    """One conversation in one writing; of `forms`, the first is the natural one, which gives the reference for the second."""
 
     def __init__(
-        self, template: Template, pages: _RenderedForms, forms: tuple[Arguments, Arguments], writing: Writing
+        self, template: Template, renderings: _RenderedForms, forms: tuple[Arguments, Arguments], writing: Writing
     ) -> None:
-        self._template, self._pages, self._forms, self._writing = template, pages, forms, writing
-        self._conversation = pages.conversation
+        self._template, self._renderings, self._forms, self._writing = template, renderings, forms, writing
+        self._conversation = renderings.conversation
         self.boundaries: list[TurnBoundary] = []
         self.uncut: list[int] = []
         self.left_out: set[str] = set()
         self.unprompted: tuple[str, str] | None = None
-        self.told = True
+        self.applicable = True
 
-    def play(self) -> None:
+    def run(self) -> None:
         """Raises `RolloutFailed` where the template refuses; what was found before stands."""
         conversation = self._conversation
         natural, form = self._forms
-        page, truthful = self._pages.of(form), self._pages.of(natural)
-        teller = ReferenceReader(self._template, conversation, truthful, self._writing)
-        for answered in conversation.answers:
-            end = conversation.end(answered)
-            if answered + 1 == len(conversation.messages):
+        rendering, natural_rendering = self._renderings.of(form), self._renderings.of(natural)
+        builder = ReferenceBuilder(self._template, conversation, natural_rendering, self._writing)
+        for position in conversation.completions:
+            end = conversation.end(position)
+            if position + 1 == len(conversation.messages):
                 break
-            self._look(page, answered, end)
-            said, ids = teller.answer(answered)
-            if self._writing is Writing.SPELLING and not said.found:
-                self.told = False  # a spelling of its own cannot be told in this template's way of writing calls
+            self._check_rendering(rendering, position, end)
+            output, ids = builder.append_completion(position)
+            if self._writing is Writing.SPELLING and not output.found:
+                self.applicable = False  # a spelling of its own cannot be told in this template's way of writing calls
                 return
-            added = teller.environment(answered, ids)
+            added = builder.append_environment(position, ids)
             if added is None:
-                self._uncut(page, answered, end)
+                self._record_uncut(rendering, position, end)
                 return
-            counted = len(page.encoded(end).ids) - len(page.encoded(answered).ids) - len(ids)
-            found = parting(self._template, conversation, page, teller.truth, end)
+            counted = len(rendering.encoded_prompt(end).ids) - len(rendering.encoded_prompt(position).ids) - len(ids)
+            found = find_divergence(self._template, conversation, rendering, builder.reference, end)
             self.boundaries.append(
-                TurnBoundary(conversation.kind, answered, added.tokens, counted, found, added.short_form)
+                TurnBoundary(conversation.kind, position, added.tokens, counted, found, added.short_form)
             )
 
-    def _uncut(self, page: RenderedConversation, answered: int, end: int) -> None:
+    def _record_uncut(self, rendering: RenderedConversation, position: int, end: int) -> None:
         """No place was found, perhaps because what would stand there is not rendered at all."""
-        following = page.messages[answered + 1 : end]
-        without = [*page.messages[: answered + 1], *following[1:]]
-        if following and page.render(without, True) == page.asked(end):
+        following = rendering.messages[position + 1 : end]
+        without = [*rendering.messages[: position + 1], *following[1:]]
+        if following and rendering.render(without, True) == rendering.prompt(end):
             self.left_out.add(_name(following[0]))
         else:
-            self.uncut.append(answered)
+            self.uncut.append(position)
 
-    def _look(self, page: RenderedConversation, answered: int, end: int) -> None:
-        prompt, said, full = page.asked(answered), page.ended(answered + 1), page.asked(end)
-        self.left_out.update(_left_out(page, said, full, answered, end))
-        if self.unprompted is None and not said.startswith(prompt):
-            shared = self._template.joint(prompt, said)
-            self.unprompted = prompt[shared:][:_SHOWN], said[shared:][:_SHOWN]
+    def _check_rendering(self, rendering: RenderedConversation, position: int, end: int) -> None:
+        prompt, history, full = rendering.prompt(position), rendering.history(position + 1), rendering.prompt(end)
+        self.left_out.update(_omissions(rendering, history, full, position, end))
+        if self.unprompted is None and not history.startswith(prompt):
+            shared = self._template.common_length(prompt, history)
+            self.unprompted = prompt[shared:][:_EXCERPT], history[shared:][:_EXCERPT]
 
 
-def _left_out(page: RenderedConversation, said: str, full: str, answered: int, end: int) -> Iterator[str]:
+def _omissions(rendering: RenderedConversation, history: str, full: str, position: int, end: int) -> Iterator[str]:
     """What of an answer and of the messages around it is nowhere in the rendering, by a word of each."""
-    answer = page.messages[answered]
-    if not all(name in said for name in names_of(answer)):
+    completion = rendering.messages[position]
+    if not all(name in history for name in tool_names(completion)):
         yield "tool calls"
-    thought = thought_of(answer)
-    if thought and thought not in said and answer.get("reasoning_content"):
+    reasoning = reasoning_of(completion)
+    if reasoning and reasoning not in history and completion.get("reasoning_content"):
         yield "reasoning_content"
-    if not _shows(said, answer) and "</think>" not in str(answer.get("content")):
-        yield "content beside tool calls" if has_calls(answer) else "answers"
-    around = (*page.messages[:1], *page.messages[answered + 1 : end])
+    if not _contains(history, completion) and "</think>" not in str(completion.get("content")):
+        yield "content beside tool calls" if has_calls(completion) else "answers"
+    around = (*rendering.messages[:1], *rendering.messages[position + 1 : end])
     for message in around:
-        if not _shows(full, message):
+        if not _contains(full, message):
             yield _name(message)
 
 
@@ -161,7 +161,7 @@ def _name(message: Fields) -> str:
     return _NAMES.get(role, f"messages of the role {role}")
 
 
-def _shows(text: str, message: Fields) -> bool:
+def _contains(text: str, message: Fields) -> bool:
     content = message.get("content")
-    words = re.findall(r"[^\W_]+", content) if isinstance(content, str) else []
-    return not words or max(words, key=len)[:20] in text
+    tokens = re.findall(r"[^\W_]+", content) if isinstance(content, str) else []
+    return not tokens or max(tokens, key=len)[:20] in text

@@ -22,7 +22,7 @@ class Template:
     added: Mapping[int, AddedToken]
     frame: Frame = field(default_factory=Frame)
 
-    def given(self, more: Mapping[str, JSON]) -> Template:
+    def with_arguments(self, more: Mapping[str, JSON]) -> Template:
         """The same with further template arguments."""
         kwargs = {**self.frame.template_kwargs, **more}
         return replace(self, frame=replace(self.frame, template_kwargs=kwargs))
@@ -32,7 +32,7 @@ class Template:
         """The texts of special tokens."""
         return frozenset(token.content for token in self.added.values() if token.special and token.content)
 
-    def joint(self, one: str, other: str) -> int:
+    def common_length(self, one: str, other: str) -> int:
         """Up to where two texts are the same, at a place where no added token is cut in two."""
         shared = common_prefix(one, other)
         if shared in (len(one), len(other)):
@@ -62,22 +62,22 @@ class RenderedConversation:
         self._encoded: dict[int, Encoded] = {}
         self._last = Encoded()
 
-    def asked(self, count: int) -> str:
+    def prompt(self, count: int) -> str:
         """The prompt of so many messages. Raises `RolloutFailed` where the template refuses them, as all of these do."""
         return self._text(count, True)
 
-    def ended(self, count: int) -> str:
+    def history(self, count: int) -> str:
         """The conversation of so many messages without a generation prompt."""
         return self._text(count, False)
 
-    def encoded(self, count: int) -> Encoded:
+    def encoded_prompt(self, count: int) -> Encoded:
         """The prompt of so many messages in tokens."""
         if count not in self._encoded:
-            self._encoded[count] = self._last = self._template.loaded.grow(self._last, self.asked(count))
+            self._encoded[count] = self._last = self._template.loaded.grow(self._last, self.prompt(count))
         return self._encoded[count]
 
     def render(self, messages: Sequence[Fields], generation_prompt: bool) -> str:
-        """Any messages, in the surroundings of this conversation."""
+        """Any messages, in the frame of this conversation."""
         return self._template.loaded.text(messages, self._frame, generation_prompt=generation_prompt)
 
     def without_tools(self, count: int) -> str:
@@ -95,11 +95,11 @@ class RenderedConversation:
 def in_other_tokens(template: Template, text: str, ids: Tokens) -> Tokens | None:
     """The same text in tokens that an encoder would not choose: cut in two in a word. None where no such cut is found."""
     added = template.added.keys()
-    places = sorted(range(1, len(text)), key=lambda place: abs(place - len(text) // 3))
-    for place in places[:40]:
-        if not (text[place - 1].isalpha() and text[place].isalpha()):
+    offsets = sorted(range(1, len(text)), key=lambda offset: abs(offset - len(text) // 3))
+    for offset in offsets[:40]:
+        if not (text[offset - 1].isalpha() and text[offset].isalpha()):
             continue
-        other = template.loaded.encode(text[:place]) + template.loaded.encode(text[place:])
+        other = template.loaded.encode(text[:offset]) + template.loaded.encode(text[offset:])
         same_text = [i for i in other if i in added] == [i for i in ids if i in added]
         if other != ids and same_text and template.loaded.decode(other) == template.loaded.decode(ids):
             return other

@@ -47,7 +47,7 @@ class ArgumentsTrait(Enum):
     REFUSED = "refused"
 
 
-class Dated(Enum):
+class DateTrait(Enum):
     """What a template prints of the time."""
 
     NOTHING = "nothing"
@@ -72,7 +72,7 @@ class Traits:
     arguments: Mapping[Arguments, ArgumentsTrait]
     tools_shown: bool
     empty_tools_differ: bool
-    dated: Dated
+    dated: DateTrait
     closed: bool
     opening: frozenset[str]
     switches: tuple[str, ...]
@@ -90,26 +90,26 @@ class Traits:
         return min((Arguments.RECEIVED, Arguments.PARSED), key=lambda form: order.index(self.arguments[form]))
 
 
-def traits(template: Template, tokenizer: ChatTokenizer) -> Traits:
+def find_traits(template: Template, tokenizer: ChatTokenizer) -> Traits:
     """What a few short conversations show, rendered. A template that refuses one of them raises nothing."""
-    bare, empty = (_try(template, [_USER], tools) for tools in (None, ()))
-    tooled = _try(template, [_USER], TOOLS)
-    unopened = _try(template, [_USER], None, generation_prompt=False)
-    said = _try(template, [_USER, _ANSWER], None, generation_prompt=False) or ""
+    bare, empty = (_render(template, [_USER], tools) for tools in (None, ()))
+    tooled = _render(template, [_USER], TOOLS)
+    unopened = _render(template, [_USER], None, generation_prompt=False)
+    history = _render(template, [_USER, _ANSWER], None, generation_prompt=False) or ""
     prompt = (bare or "")[common_prefix(bare or "", unopened or "") :]
     first = (bare or "").partition(str(_USER["content"]))[0]
     return Traits(
-        {form: _shown(template, form) for form in Arguments},
+        {form: _arguments_trait(template, form) for form in Arguments},
         tools_shown=tooled is not None and "Finds places" in tooled,
         empty_tools_differ=bare != empty,
-        dated=_dated(template),
-        closed=any(text in said.rpartition(_MARK)[2] for text in template.special),
+        dated=_date_trait(template),
+        closed=any(text in history.rpartition(_MARK)[2] for text in template.special),
         opening=frozenset(text for text in template.special if text in prompt and text in first),
         switches=_switches(tokenizer),
     )
 
 
-def _try(
+def _render(
     template: Template, messages: list[Fields], tools: tuple[Fields, ...] | None, *, generation_prompt: bool = True
 ) -> str | None:
     frame = replace(template.frame, tools=tools)
@@ -119,24 +119,24 @@ def _try(
         return None
 
 
-def _shown(template: Template, form: Arguments) -> ArgumentsTrait:
+def _arguments_trait(template: Template, form: Arguments) -> ArgumentsTrait:
     arguments: JSON = _ARGUMENTS if form is Arguments.RECEIVED else {"query": _MARK}
     call: JSON = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": arguments}}
-    text = _try(template, [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}, _RESULT], TOOLS)
+    text = _render(template, [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}, _RESULT], TOOLS)
     if text is None:
         return ArgumentsTrait.REFUSED
     found = ((ArgumentsTrait.TWICE, _TWICE), (ArgumentsTrait.VERBATIM, _ARGUMENTS), (ArgumentsTrait.OWN, _MARK))
-    return next((shown for shown, sought in found if sought in text), ArgumentsTrait.LEFT_OUT)
+    return next((trait for trait, sought in found if sought in text), ArgumentsTrait.LEFT_OUT)
 
 
-def _dated(template: Template) -> Dated:
+def _date_trait(template: Template) -> DateTrait:
     def at(moment: datetime) -> set[str | None]:
         dated = replace(template, frame=replace(template.frame, date=moment))
-        return {_try(dated, [_USER], tools) for tools in (None, TOOLS)}
+        return {_render(dated, [_USER], tools) for tools in (None, TOOLS)}
 
     if at(_NOON) != at(_SAME_DAY):
-        return Dated.TIME
-    return Dated.DAY if at(_NOON) != at(_ANOTHER_DAY) else Dated.NOTHING
+        return DateTrait.TIME
+    return DateTrait.DAY if at(_NOON) != at(_ANOTHER_DAY) else DateTrait.NOTHING
 
 
 def _switches(tokenizer: ChatTokenizer) -> tuple[str, ...]:
@@ -153,9 +153,9 @@ def _switches(tokenizer: ChatTokenizer) -> tuple[str, ...]:
     except (TemplateError, ValueError):
         return ()
     stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx != "load"}
-    asked = {
+    tested = {
         test.node.name
         for test in tree.find_all(nodes.Test)
         if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
     }
-    return tuple(sorted(name for name in read if name not in stored or name in asked))
+    return tuple(sorted(name for name in read if name not in stored or name in tested))

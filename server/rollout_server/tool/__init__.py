@@ -6,6 +6,6 @@ tools have, and arguments are checked strictly against them: "5" is no number, a
 
 from rollout_server.runtime.tools.policy import ToolPolicy
 from rollout_server.tool.function import FunctionTool, tool
-from rollout_server.tool.result import Image, written
+from rollout_server.tool.result import Image, result_text
 
-__all__ = ["FunctionTool", "Image", "ToolPolicy", "tool", "written"]
+__all__ = ["FunctionTool", "Image", "ToolPolicy", "result_text", "tool"]

@@ -10,23 +10,25 @@ from pydantic_core import ErrorDetails
 
 from rollout_server.core.message import JSON
 
-_COMPLAINTS, _SHOWN = 5, 60
+_MOST_ERRORS, _LONGEST = 5, 60
 _SHOULD_BE = "Input should be "
 
 
-def complaints(error: ValidationError, arguments: Mapping[str, JSON], of: str | None = None) -> str:
+def argument_errors(error: ValidationError, arguments: Mapping[str, JSON], of: str | None = None) -> str:
     """What is wrong with arguments, or with that one of them, in one line that names each field."""
-    places: dict[str, list[ErrorDetails]] = {}
+    details_by_path: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False, include_context=False):
         if of is not None and detail["loc"][:1] != (of,):
             continue
-        places.setdefault(_path(detail, arguments), []).append(detail)
-    found = [f"{path}: {_complaint(details)}" if path else _complaint(details) for path, details in places.items()]
-    more = [f"and {len(found) - _COMPLAINTS} more"] if len(found) > _COMPLAINTS else []
-    return "; ".join(found[:_COMPLAINTS] + more)
+        details_by_path.setdefault(_path(detail, arguments), []).append(detail)
+    found = [
+        f"{path}: {_error_text(details)}" if path else _error_text(details) for path, details in details_by_path.items()
+    ]
+    more = [f"and {len(found) - _MOST_ERRORS} more"] if len(found) > _MOST_ERRORS else []
+    return "; ".join(found[:_MOST_ERRORS] + more)
 
 
-def _complaint(details: Sequence[ErrorDetails]) -> str:
+def _error_text(details: Sequence[ErrorDetails]) -> str:
     """What is wrong at one place; the members of a union complain one by one."""
     if details[0]["type"].startswith("missing"):
         return "missing"
@@ -35,7 +37,9 @@ def _complaint(details: Sequence[ErrorDetails]) -> str:
     texts = list(dict.fromkeys(one_line(detail["msg"]) for detail in details))
     if not all(text.startswith(_SHOULD_BE) for text in texts):
         return " or ".join(texts)
-    return f"must be {' or '.join(text.removeprefix(_SHOULD_BE) for text in texts)}, not {_shown(details[0]['input'])}"
+    return (
+        f"must be {' or '.join(text.removeprefix(_SHOULD_BE) for text in texts)}, not {_excerpt(details[0]['input'])}"
+    )
 
 
 def _path(detail: ErrorDetails, arguments: JSON) -> str:
@@ -46,14 +50,14 @@ def _path(detail: ErrorDetails, arguments: JSON) -> str:
         if isinstance(value, list) and isinstance(key, int):
             path, value = f"{path}[{key}]", value[key] if key < len(value) else None
         elif isinstance(value, Mapping) and isinstance(key, str) and (key in value or index == missing):
-            name = key if key.isidentifier() else f"[{_shown(key)}]"
+            name = key if key.isidentifier() else f"[{_excerpt(key)}]"
             path, value = f"{path}.{name}" if path else name, value.get(key)
     return path
 
 
-def _shown(value: object) -> str:
+def _excerpt(value: object) -> str:
     text = one_line(json.dumps(value, ensure_ascii=False, default=repr))
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def one_line(text: str) -> str:

@@ -13,27 +13,27 @@ _SECTIONS = re.compile(r"^\s*((keyword |other )?(arg|param)\w*:?\s*$|:\w)", re.M
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """A tool in words: what it does, and its parameters by name."""
+class ToolDescription:
+    """A tool's description: what it does, and its parameters by name."""
 
     text: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
 
 
-def described(function: Callable[..., object]) -> Described:
+def read_docstring(function: Callable[..., object]) -> ToolDescription:
     """Reads docstrings in the styles of Google, NumPy and Sphinx. What is said of parameters is not repeated in the text."""
     text = inspect.getdoc(function) or ""
     if not _SECTIONS.search(text):
-        return Described(text)
+        return ToolDescription(text)
     from griffe import Docstring, Parser  # a tenth of a second, for those only who write sections
 
     names = inspect.signature(function).parameters.keys()
-    best = Described(text)
+    best = ToolDescription(text)
     for style in (Parser.google, Parser.numpy, Parser.sphinx):
         sections = Docstring(text).parse(style, warnings=False)
-        found = {name: said for name, said in _parameters(sections) if name in names and said}
+        found = {name: description for name, description in _parameters(sections) if name in names and description}
         if len(found) > len(best.parameters):
-            best = Described("\n\n".join(filter(None, map(_text, sections))), found)
+            best = ToolDescription("\n\n".join(filter(None, map(_text, sections))), found)
     return best
 
 
@@ -50,8 +50,8 @@ def _text(section: Any) -> str:
         case "text":
             return str(section.value)
         case "returns" | "yields":
-            said = " ".join(" ".join(item.description.split()) for item in section.value)
-            return f"Returns: {said}" if said else ""
+            description = " ".join(" ".join(item.description.split()) for item in section.value)
+            return f"Returns: {description}" if description else ""
         case "examples":
             return "Examples:\n" + "\n".join(str(text) for _, text in section.value)
         case "admonition":

@@ -18,7 +18,7 @@ from rollout_server.runtime.tools.policy import ToolPolicy
 from rollout_server.runtime.tools.protocols import ToolDefinition, ToolRunner, Unwritable
 from rollout_server.runtime.tools.task import ToolTask
 from rollout_server.tool.argument_errors import one_line
-from rollout_server.tool.docstring import described
+from rollout_server.tool.docstring import read_docstring
 from rollout_server.tool.parameters import Parameters
 from rollout_server.tool.result import content_of
 
@@ -83,24 +83,24 @@ class FunctionTool(Generic[P, R]):
         """
         return await self.run_by(ToolTask(f"tool {self.name}"), arguments)
 
-    async def run_by(self, hands: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
-        """Runs one call as `run` does, where the hands are."""
+    async def run_by(self, runner: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
+        """Runs one call as `run` does, where the runner runs it."""
         bound = self._parameters.bind(arguments)
         if self.policy.process:
-            return await hands.in_process(arguments)
-        made = await hands.in_thread(functools.partial(self._made, bound)) if self.threaded else self._made(bound)
-        return await self._awaited(made) if inspect.isawaitable(made) else cast("Content", made)
+            return await runner.in_process(arguments)
+        result = await runner.in_thread(functools.partial(self._call, bound)) if self.threaded else self._call(bound)
+        return await self._await_content(result) if inspect.isawaitable(result) else cast("Content", result)
 
     def run_here(self, arguments: Mapping[str, JSON]) -> Content:
         """Runs one call in this thread, whatever its policy: what its process does. Raises as `run` does."""
-        made = self._made(self._parameters.bind(arguments))
-        return asyncio.run(self._awaited(made)) if inspect.isawaitable(made) else cast("Content", made)
+        result = self._call(self._parameters.bind(arguments))
+        return asyncio.run(self._await_content(result)) if inspect.isawaitable(result) else cast("Content", result)
 
-    async def _awaited(self, awaitable: Awaitable[object]) -> Content:
+    async def _await_content(self, awaitable: Awaitable[object]) -> Content:
         result = await awaitable
         return self._content(await result if inspect.isawaitable(result) else result)
 
-    def _made(self, bound: dict[str, object]) -> object:
+    def _call(self, bound: dict[str, object]) -> object:
         """The content, written in this thread, too; or what is to be awaited for it."""
         result = cast("Callable[..., object]", self.function)(**bound)
         return result if inspect.isawaitable(result) else self._content(result)
@@ -140,13 +140,13 @@ def tool(
         )
     if function is None:
         rules = ToolPolicy(**policy)
-        return lambda function: _made_of(function, rules)
+        return lambda function: _make_tool(function, rules)
     if isinstance(function, FunctionTool) and not policy:
         return function
-    return _made_of(function, ToolPolicy(**policy))
+    return _make_tool(function, ToolPolicy(**policy))
 
 
-def _made_of(function: Callable[P, R], policy: ToolPolicy) -> FunctionTool[P, R]:
+def _make_tool(function: Callable[P, R], policy: ToolPolicy) -> FunctionTool[P, R]:
     if isinstance(function, FunctionTool):
         raise TypeError(
             f"tool {function.name!r} is one already: its policy is given where it is made ({function.definition})"
@@ -167,12 +167,12 @@ def _made_of(function: Callable[P, R], policy: ToolPolicy) -> FunctionTool[P, R]
         text = f"a process imports its tool, and this function is {kind}; put it at the top of a module"
         raise ValueError(f"tool {name!r}: {text} ({definition})")
     try:
-        words = described(function)
-        parameters = Parameters(function, words.parameters)
-        (words.text + parameters.json_schema).encode()  # halves of surrogate pairs cannot be sent
+        description = read_docstring(function)
+        parameters = Parameters(function, description.parameters)
+        (description.text + parameters.json_schema).encode()  # halves of surrogate pairs cannot be sent
     except (PydanticUserError, PydanticUndefinedAnnotation, TypeError, ValueError) as error:
         raise TypeError(f"tool {name!r}: {error} ({definition})") from error
-    return FunctionTool(name, words.text, parameters.json_schema, function, policy, definition, parameters)
+    return FunctionTool(name, description.text, parameters.json_schema, function, policy, definition, parameters)
 
 
 def _definition(function: Callable[..., object]) -> ToolDefinition:

@@ -16,8 +16,8 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from rollout_server.core.message import JSON
 from rollout_server.runtime.ports import ArgumentError
-from rollout_server.tool.argument_errors import complaints, one_line
-from rollout_server.tool.schema import plain
+from rollout_server.tool.argument_errors import argument_errors, one_line
+from rollout_server.tool.schema import plain_schema
 
 _PLAIN = (str, int, float, list, tuple, dict, set, FieldInfo)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -26,8 +26,8 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 class Parameters:
     """Checks arguments. `json_schema` is what the model is told of them, as JSON text."""
 
-    def __init__(self, function: Callable[..., object], described: Mapping[str, str]) -> None:
-        """`described` are the parameters in words, where their annotations say nothing.
+    def __init__(self, function: Callable[..., object], descriptions: Mapping[str, str]) -> None:
+        """`descriptions` of parameters, by name, where their annotations say nothing.
 
         Raises TypeError, ValueError or pydantic's errors for a function that cannot be a tool.
         """
@@ -46,14 +46,14 @@ class Parameters:
             _name_culprit(hints)
             raise
         self._check_defaults(function, raw.get("properties", {}))
-        self.json_schema = _written(raw, hints, described)
+        self.json_schema = _schema_json(raw, hints, descriptions)
 
     def bind(self, arguments: Mapping[str, JSON]) -> dict[str, object]:
         """The arguments as the function wants them. Raises `ArgumentError`."""
         try:
             return self._bound(arguments)
         except ValidationError as error:
-            raise ArgumentError(complaints(error, arguments)) from None
+            raise ArgumentError(argument_errors(error, arguments)) from None
         except RecursionError:
             raise ArgumentError("nested too deeply") from None
         except ValueError:
@@ -65,20 +65,20 @@ class Parameters:
 
     def _check_defaults(self, function: Callable[..., object], properties: Mapping[str, Any]) -> None:
         """A default that the model is told of is one that it may send. None is left out, and may stand for any type."""
-        given = {parameter.name: parameter.default for parameter in inspect.signature(function).parameters.values()}
+        defaults = {parameter.name: parameter.default for parameter in inspect.signature(function).parameters.values()}
         for name, shape in properties.items():
             default = shape.get("default")
-            found = self._complaint(name, default) if default is not None else ""
-            if found and isinstance(given.get(name), _PLAIN):
+            found = self._default_error(name, default) if default is not None else ""
+            if found and isinstance(defaults.get(name), _PLAIN):
                 raise TypeError(f"the default of parameter {found}")
             if found:  # an object that is written in another way than it is read
                 del shape["default"]
 
-    def _complaint(self, name: str, value: JSON) -> str:
+    def _default_error(self, name: str, value: JSON) -> str:
         try:
             self._bound({name: value})
         except ValidationError as error:
-            return complaints(error, {name: value}, of=name)
+            return argument_errors(error, {name: value}, of=name)
         except ValueError as error:
             return f"{name}: {error}"
         return ""
@@ -129,10 +129,10 @@ def _name_culprit(hints: Mapping[str, Any]) -> None:
             raise TypeError(f"parameter {name}: {error}") from None
 
 
-def _written(raw: dict[str, Any], hints: Mapping[str, Any], described: Mapping[str, str]) -> str:
+def _schema_json(raw: dict[str, Any], hints: Mapping[str, Any], descriptions: Mapping[str, str]) -> str:
     raw.pop("additionalProperties", None)  # function tools do not say it; an unknown parameter is told of as such
     for name, shape in raw.get("properties", {}).items():
         texts = [extra for extra in getattr(hints.get(name), "__metadata__", ()) if isinstance(extra, str)]
-        if texts or name in described:
-            shape.setdefault("description", texts[0] if texts else described[name])
-    return json.dumps(plain(raw, raw.get("$defs", {}), ()), ensure_ascii=False, allow_nan=False)
+        if texts or name in descriptions:
+            shape.setdefault("description", texts[0] if texts else descriptions[name])
+    return json.dumps(plain_schema(raw, raw.get("$defs", {}), ()), ensure_ascii=False, allow_nan=False)

@@ -74,17 +74,17 @@ def content_of(result: object) -> Content:
     if image is not None:
         return [image.part()]
     if not isinstance(result, list | tuple):
-        return written(result)
+        return result_text(result)
     images = [_image(item) for item in result]
     if not any(images):
-        return written(result)
+        return result_text(result)
     return [
-        found.part() if found is not None else {"type": "text", "text": written(item)}
+        found.part() if found is not None else {"type": "text", "text": result_text(item)}
         for item, found in zip(result, images, strict=True)
     ]
 
 
-def written(result: object) -> str:
+def result_text(result: object) -> str:
     """A text as it is, a number plainly, everything else as JSON.
 
     Raises ValueError, TypeError or RecursionError for what cannot be written, an infinite number among them.

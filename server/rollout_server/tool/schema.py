@@ -26,7 +26,9 @@ _LENGTHS = {
 }
 
 
-def plain(node: Mapping[str, JSON], defs: Mapping[str, Mapping[str, JSON]], inside: Sequence[str]) -> dict[str, JSON]:
+def plain_schema(
+    node: Mapping[str, JSON], defs: Mapping[str, Mapping[str, JSON]], inside: Sequence[str]
+) -> dict[str, JSON]:
     """A schema in the shape of function tools: references inlined, nullable and number unions flattened, no titles."""
     shaped: dict[str, JSON] = {}
     reference = node.get("$ref")
@@ -34,12 +36,12 @@ def plain(node: Mapping[str, JSON], defs: Mapping[str, Mapping[str, JSON]], insi
         name = reference.removeprefix("#/$defs/")
         if name in inside:
             raise TypeError(f"the type {name} contains itself, which cannot be written without references")
-        shaped = plain(defs[name], defs, (*inside, name))
+        shaped = plain_schema(defs[name], defs, (*inside, name))
     options = node.get("anyOf") or node.get("oneOf")
     if isinstance(options, list):
         lengths = {key: node[key] for key in ("minLength", "maxLength") if key in node}
         node = {key: value for key, value in node.items() if key not in lengths}
-        shaped |= _united([_with_lengths(plain(option, defs, inside), lengths) for option in options])
+        shaped |= _merge_options([_with_lengths(plain_schema(option, defs, inside), lengths) for option in options])
     if "const" in node:
         shaped["enum"] = [node["const"]]
     for key, value in node.items():
@@ -55,11 +57,11 @@ def _inner(key: str, value: JSON, defs: Mapping[str, Mapping[str, JSON]], inside
     if key in _VERBATIM:
         return value
     if key in ("properties", "patternProperties") and isinstance(value, dict):
-        return {name: plain(shape, defs, inside) for name, shape in value.items()}
+        return {name: plain_schema(shape, defs, inside) for name, shape in value.items()}
     if isinstance(value, dict):
-        return plain(value, defs, inside)
+        return plain_schema(value, defs, inside)
     if isinstance(value, list):
-        return [plain(item, defs, inside) if isinstance(item, dict) else item for item in value]
+        return [plain_schema(item, defs, inside) if isinstance(item, dict) else item for item in value]
     return value
 
 
@@ -68,7 +70,7 @@ def _with_lengths(option: dict[str, JSON], lengths: Mapping[str, JSON]) -> dict[
     return option | {names[key]: value for key, value in lengths.items() if key in names}
 
 
-def _united(options: list[dict[str, JSON]]) -> dict[str, JSON]:
+def _merge_options(options: list[dict[str, JSON]]) -> dict[str, JSON]:
     left = [option for option in options if option != {"type": "null"}]
     if {"type": "number"} in left:
         left = [option for option in left if option != {"type": "integer"}]

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from rollout_server.cli.demo_output import event_line, show_judgement, show_ledger, show_messages, show_metrics
-from rollout_server.cli.errors import hush_transformers
-from rollout_server.cli.json_output import AsJson, answering
+from rollout_server.cli.demo_output import event_line, show_ledger, show_messages, show_metrics, show_verdict
+from rollout_server.cli.errors import quiet_transformers
+from rollout_server.cli.json_output import AsJson, open_output
 from rollout_server.edge.grpc_loop import run_loop
 from rollout_server.inspection.escape import visible
 
@@ -44,10 +44,10 @@ def demo(as_json: AsJson = False) -> None:
 
     With --json: {"agreed": bool, "rollouts": {how it was asked for: whether every token agrees}}.
     """
-    hush_transformers()
-    with answering(as_json=as_json) as answers:
+    quiet_transformers()
+    with open_output(as_json=as_json) as output:
         agreed = run_loop(_demo())
-        answers.give({"agreed": all(agreed.values()), "rollouts": agreed})
+        output.write({"agreed": all(agreed.values()), "rollouts": agreed})
     raise typer.Exit(0 if all(agreed.values()) else 1)
 
 
@@ -55,7 +55,7 @@ async def _demo() -> dict[str, bool]:
     import httpx
     from rich.console import Console
 
-    from rollout_server.testing.checks.dialect import TrainerDialect
+    from rollout_server.testing import TrainerDialect
     from rollout_server.testing.trainer import StrictTrainer
 
     console = Console(highlight=False)
@@ -148,7 +148,7 @@ async def _over_grpc(console: Console, stub: RolloutServiceAsyncStub, trainer: S
         console.print(visible(f"  {outcome.failure.message}"), style="red", markup=False)
         return False
     show_ledger(console, outcome.segments[0], trainer.tokenizer_dir)
-    return show_judgement(console, trainer.verdict("demo-grpc"), outcome.samples)
+    return show_verdict(console, trainer.verdict("demo-grpc"), outcome.samples)
 
 
 async def _over_http(console: Console, http: httpx.AsyncClient, trainer: StrictTrainer) -> bool:
@@ -163,10 +163,10 @@ async def _over_http(console: Console, http: httpx.AsyncClient, trainer: StrictT
         "max_turns": 10,
         "max_tokens_total": 8192,
     }
-    answer = (await http.post("/rollout", json=body)).json()
-    show_messages(console, answer["final_messages"])
-    show_metrics(console, answer)
-    return answer["status"] == "COMPLETED" and show_judgement(console, trainer.verdict("demo-http"))
+    response = (await http.post("/rollout", json=body)).json()
+    show_messages(console, response["final_messages"])
+    show_metrics(console, response)
+    return response["status"] == "COMPLETED" and show_verdict(console, trainer.verdict("demo-http"))
 
 
 async def _over_callbacks(
@@ -183,26 +183,26 @@ async def _over_callbacks(
         "messages": _messages(),
         "completion_params": {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512, "logprobs": True},
     }
-    answer = await http.post("/v1/rollout/init", json=body)
-    tools = ", ".join(tool["function"]["name"] for tool in answer.json().get("tools", ()))
-    console.print(f"  {answer.status_code}, with the tools {tools}", markup=False)
+    response = await http.post("/v1/rollout/init", json=body)
+    tools = ", ".join(tool["function"]["name"] for tool in response.json().get("tools", ()))
+    console.print(f"  {response.status_code}, with the tools {tools}", markup=False)
     try:
         outcome = await asyncio.wait_for(trainer.completed(rollout_id), WAIT_SECONDS)
     except TimeoutError:
         console.print(f"  [red]no outcome came within {WAIT_SECONDS} s[/]")
         return False
-    for asked in trainer.requests:
-        if asked.body["rollout_id"] == rollout_id:
-            count, key = len(asked.body["messages"]), asked.headers["idempotency-key"]
+    for request in trainer.requests:
+        if request.body["rollout_id"] == rollout_id:
+            count, key = len(request.body["messages"]), request.headers["idempotency-key"]
             console.print(f"  callback /v1/chat/completions: {count} messages, key {key}", markup=False)
-    for told in trainer.deliveries(rollout_id):
-        console.print(f"  callback /v1/rollout/completed: met with {told.met}, key {told.key}", markup=False)
+    for delivery in trainer.deliveries(rollout_id):
+        console.print(f"  callback /v1/rollout/completed: met with {delivery.met}, key {delivery.key}", markup=False)
     show_messages(console, outcome["final_messages"][-1:])
     show_metrics(console, outcome)
     chosen = pb.Selection(rollout_ids=[rollout_id])
     reply = await stub.ListRollouts(pb.ListRolloutsRequest(selection=chosen, view=pb.ROLLOUT_VIEW_FULL))
     samples = [sample for rollout in reply.rollouts for sample in rollout.outcome.samples]
-    return outcome["status"] == "COMPLETED" and show_judgement(console, trainer.verdict(rollout_id), samples)
+    return outcome["status"] == "COMPLETED" and show_verdict(console, trainer.verdict(rollout_id), samples)
 
 
 def _messages() -> Sequence[dict[str, str]]:

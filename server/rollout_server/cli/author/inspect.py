@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout_server.cli.errors import complaining, hush_transformers
-from rollout_server.cli.flags import taken, takes
+from rollout_server.cli.errors import quiet_transformers, report_errors
+from rollout_server.cli.flags import accept_flags, pick_flags
 
 if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2 import Rollout
@@ -27,7 +27,7 @@ NEAR = "localhost:50051"
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class InspectFlags:
     """What `rollout inspect` takes, as typer reads it."""
 
     target: Annotated[str, typer.Argument(metavar="UID|FILE", help="A rollout's uid, or a file; -: standard input.")]
@@ -48,68 +48,68 @@ class Options:
     tls_name: Annotated[str, typer.Option(help="The name in the server's certificate, if not the host.")] = ""
 
 
-@takes(Options)
-def inspect(**given: Any) -> None:
+@accept_flags(InspectFlags)
+def inspect(**values: Any) -> None:
     """Print who wrote which token of a finished rollout.
 
     Of a running server's, by uid, or of a file: what GET /v1/rollouts/UID?view=full answered, or a Rollout of the contract in
     JSON or binary. An API key is taken from ROLLOUT_API_KEY, never from the command line, which others can read.
     """
-    hush_transformers()
-    options = taken(Options, given)
-    with complaining("inspect"):
-        from rollout_server.inspection.terminal import Look, draw
+    quiet_transformers()
+    flags = pick_flags(InspectFlags, values)
+    with report_errors("inspect"):
+        from rollout_server.inspection.terminal import ViewOptions, print_transcript
         from rollout_server.inspection.text import as_json
         from rollout_server.inspection.transcript import transcript_of
 
-        rollout = _rollout(options)
-        shown = transcript_of(rollout).only(options.segment, options.turn)
-        decode = _decode(rollout, options.tokenizer or []) if rollout.outcome.segments else None
-    if options.as_json:
-        typer.echo(json.dumps(as_json(shown, decode)))
+        rollout = _rollout(flags)
+        transcript = transcript_of(rollout).select(flags.segment, flags.turn)
+        decode = _decode(rollout, flags.tokenizer or []) if rollout.outcome.segments else None
+    if flags.as_json:
+        typer.echo(json.dumps(as_json(transcript, decode)))
         return
     from rich.console import Console
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that knows few characters is told of the others
         sys.stdout.reconfigure(errors="backslashreplace")
-    draw(Console(), shown, Look(decode, options.logprobs))
+    print_transcript(Console(), transcript, ViewOptions(decode, flags.logprobs))
 
 
-def _rollout(options: Options) -> Rollout:
-    from rollout_server.inspection.load import UID, parsed, read_file
+def _rollout(flags: InspectFlags) -> Rollout:
+    from rollout_server.inspection.load import UID, parse_rollout, read_file
 
-    path = Path(options.target)
-    if options.server is None and options.target == "-":
-        return parsed(sys.stdin.buffer.read())
-    if options.server is None and path.exists():
+    path = Path(flags.target)
+    if flags.server is None and flags.target == "-":
+        return parse_rollout(sys.stdin.buffer.read())
+    if flags.server is None and path.exists():
         return read_file(path)
-    if UID.fullmatch(options.target) is None:
-        raise ValueError(f"{options.target!r} is no uid, and no such file is here")
-    return _asked(options)
+    if UID.fullmatch(flags.target) is None:
+        raise ValueError(f"{flags.target!r} is no uid, and no such file is here")
+    return _fetch(flags)
 
 
-def _asked(options: Options) -> Rollout:
+def _fetch(flags: InspectFlags) -> Rollout:
     from rollout_client import Client, NotFound, Retry, RolloutError
 
     try:
         with Client(
-            options.server or NEAR, api_key=os.environ.get(API_KEY) or None, tls=_tls(options), retry=Retry(patience=2)
+            flags.server or NEAR, api_key=os.environ.get(API_KEY) or None, tls=_tls(flags), retry=Retry(patience=2)
         ) as client:
-            return client.get(options.target, view="full")
+            return client.get(flags.target, view="full")
     except NotFound as error:
-        where = "" if options.server else f" at {NEAR}, and no such file is here"
+        where = "" if flags.server else f" at {NEAR}, and no such file is here"
         raise ValueError(f"{error}{where}") from None
     except RolloutError as error:
         hint = f"; set {API_KEY}" if error.code.name == "UNAUTHENTICATED" and not os.environ.get(API_KEY) else ""
         raise ValueError(f"{error}{hint}") from None
 
 
-def _tls(options: Options) -> Tls | None:
+def _tls(flags: InspectFlags) -> Tls | None:
     from rollout_client import Tls
 
-    if not (options.tls_ca or options.tls_certificate or options.tls_key or options.tls_name):
+    if not (flags.tls_ca or flags.tls_certificate or flags.tls_key or flags.tls_name):
         return None
-    return Tls(options.tls_ca, options.tls_certificate, options.tls_key, options.tls_name)
+    return Tls(flags.tls_ca, flags.tls_certificate, flags.tls_key, flags.tls_name)
 
 
 def _decode(rollout: Rollout, pairs: Sequence[str]) -> Decode | None:
@@ -125,7 +125,7 @@ def _decode(rollout: Rollout, pairs: Sequence[str]) -> Decode | None:
         typer.echo("token ids are shown: the rollout names no tokenizer; give one with --tokenizer", err=True)
         return None
     try:
-        return _loaded(name, rollout.spec.tokenizer.revision, directories)
+        return _load_decode(name, rollout.spec.tokenizer.revision, directories)
     except RolloutFailed as error:
         typer.echo(
             visible(f"token ids are shown, --tokenizer NAME=DIRECTORY would help: {error.failure.message}"), err=True
@@ -140,7 +140,7 @@ def _directories(pairs: Sequence[str]) -> dict[str, Path]:
     return {name: Path(path) for name, _, path in split}
 
 
-def _loaded(name: str, revision: str, directories: Mapping[str, Path]) -> Decode:
+def _load_decode(name: str, revision: str, directories: Mapping[str, Path]) -> Decode:
     """Raises `RolloutFailed`. Nothing is fetched; the built-in tokenizer goes by its own name, too, as in `rollout run`."""
     from rollout_server.assembly import tokenizer_settings
     from rollout_server.core.spec import TokenizerName

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from rollout_server.cli.errors import complaining
-from rollout_server.cli.json_output import AsJson, answering
+from rollout_server.cli.errors import report_errors
+from rollout_server.cli.json_output import AsJson, open_output
 
 
 def new(
@@ -23,13 +23,13 @@ def new(
 
     With --json: {"project": {"name", "directory", "files"}, "next": [commands]}.
     """
-    with complaining("new"), answering(as_json=as_json) as answers:
+    with report_errors("new"), open_output(as_json=as_json) as output:
         from rollout_server.authoring.project import NEXT, make_project
 
         made = make_project(name, inside)
         folder = inside / name
         listed = {"name": name, "directory": str(folder), "files": [str(path) for path in made]}
         commands = [f"cd {shlex.quote(str(folder))}", *NEXT]
-        answers.give({"project": listed, "next": commands})
+        output.write({"project": listed, "next": commands})
         typer.echo(f"made {folder} with {', '.join(map(str, made))}")
         typer.echo("next:\n" + "\n".join(f"  {command}" for command in commands))

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout_server.cli.completion_flags import CompletionFlags
-from rollout_server.cli.errors import Interrupted, complaining, hush_transformers
-from rollout_server.cli.flags import taken, takes
-from rollout_server.cli.json_output import JsonOutput, answering
+from rollout_server.cli.errors import Interrupted, quiet_transformers, report_errors
+from rollout_server.cli.flags import CompletionFlags, accept_flags, pick_flags
+from rollout_server.cli.json_output import JsonOutput, open_output
 from rollout_server.edge.grpc_loop import run_loop
 
 if TYPE_CHECKING:
@@ -52,8 +51,8 @@ class RunFlags:
     ] = False
 
 
-@takes(RunFlags, CompletionFlags)
-def run(**given: Any) -> None:
+@accept_flags(RunFlags, CompletionFlags)
+def run(**values: Any) -> None:
     """Run one rollout of an agent, and show each turn, call and result as it happens.
 
     It runs through the real server. Without --model-url a mock model answers: with the lines of --script, or an echo of the prompt.
@@ -63,17 +62,17 @@ def run(**given: Any) -> None:
     With --json each event is a line {"event": kind, "sequence", "turn", ...} as GET /v1/rollouts/UID/events tells it, and the
     last line is {"rollout": {"end", "reason", "reward", "tokens", "authors", "messages", ...}}.
     """
-    hush_transformers()
-    flags, asked = taken(RunFlags, given), taken(CompletionFlags, given)
-    with complaining("run"), answering(as_json=flags.as_json) as answers:
+    quiet_transformers()
+    flags, completion = pick_flags(RunFlags, values), pick_flags(CompletionFlags, values)
+    with report_errors("run"), open_output(as_json=flags.as_json) as output:
         from rollout_server.authoring.agent_loader import find_agents
 
         messages, metadata = _messages(flags), _metadata(flags)
         if flags.out is not None:
-            flags.out.open("ab").close()  # what cannot be kept is not played
+            flags.out.open("ab").close()  # what cannot be kept is not run
         [agent] = find_agents([flags.target])
         try:
-            finished = run_loop(_run(agent, (flags, asked), (messages, metadata), answers))
+            finished = run_loop(_run(agent, (flags, completion), (messages, metadata), output))
         except KeyboardInterrupt:
             raise Interrupted("interrupted, and the rollout with it") from None
     raise typer.Exit(0 if finished else 1)
@@ -81,55 +80,53 @@ def run(**given: Any) -> None:
 
 async def _run(
     agent: Agent,
-    flags: tuple[RunFlags, CompletionFlags],
+    all_flags: tuple[RunFlags, CompletionFlags],
     conversation: tuple[list[dict[str, Any]], dict[str, Any]],
-    answers: JsonOutput,
+    output: JsonOutput,
 ) -> bool:
     from rich.console import Console
 
-    from rollout_server.authoring.playing import RolloutStart, play
-    from rollout_server.cli.local_server import stage
+    from rollout_server.authoring.evaluation import RolloutStart, run_rollout
+    from rollout_server.cli.local_server import print_server_log, serve_for_command
     from rollout_server.cli.progress import Progress, show_result
-    from rollout_server.cli.server_log import remarking
 
     console = Console(highlight=False)
-    told, asked = flags
+    flags, completion = all_flags
     messages, metadata = conversation
-    progress = Progress(console, _limits(agent, asked))
+    progress = Progress(console, _limits(agent, completion))
 
-    def seen(event: RolloutEvent) -> None:
-        progress.see(event)
+    def on_event(event: RolloutEvent) -> None:
+        progress.show(event)
         if not event.HasField("finished"):
-            answers.line(_event(event))
+            output.line(_event(event))
 
-    with remarking(console):
-        async with stage([agent], asked) as here:
-            console.print(f"agent {agent.name}, {here.endpoint.title}", markup=False, soft_wrap=True)
+    with print_server_log(console):
+        async with serve_for_command([agent], completion) as server:
+            console.print(f"agent {agent.name}, {server.endpoint.title}", markup=False, soft_wrap=True)
             progress.messages(messages)
-            with progress.shown():
-                result = await play(
-                    here.client, here.endpoint, RolloutStart("run", messages, agent.name, metadata), seen
+            with progress.live():
+                result = await run_rollout(
+                    server.client, server.endpoint, RolloutStart("run", messages, agent.name, metadata), on_event
                 )
-            rollout = await here.client.get(result.uid, view="full") if result.uid else None
+            rollout = await server.client.get(result.uid, view="full") if result.uid else None
     authors = _authors(rollout) if rollout is not None else None
     show_result(console, result, authors)
-    answers.line(
-        {"rollout": {"agent": agent.name, "endpoint": here.endpoint.told(), **_told(result), "authors": authors}}
-    )
-    if rollout is not None and told.out is not None:
-        told.out.write_bytes(rollout.SerializeToString())
+    fields = {"agent": agent.name, "endpoint": server.endpoint.description(), **_result_fields(result)}
+    output.line({"rollout": {**fields, "authors": authors}})
+    if rollout is not None and flags.out is not None:
+        flags.out.write_bytes(rollout.SerializeToString())
     if rollout is not None:
-        _show_next(console, told, asked)
+        _show_next(console, flags, completion)
     return result.finished
 
 
-def _show_next(console: Console, told: RunFlags, asked: CompletionFlags) -> None:
+def _show_next(console: Console, flags: RunFlags, completion: CompletionFlags) -> None:
     steps = []
-    if told.out is not None:
-        steps.append(f"rollout inspect {told.out} shows every token of it")
-    if not asked.model_url and not asked.script:
+    if flags.out is not None:
+        steps.append(f"rollout inspect {flags.out} shows every token of it")
+    if not completion.model_url and not completion.script:
         steps.append("--model-url URL --model NAME asks a real model, --script FILE one that you write")
-    elif told.out is None:
+    elif flags.out is None:
         steps.append("--out FILE keeps it for `rollout inspect FILE`, which shows every token")
     for step in steps:
         console.print(f"next: {step}", markup=False, soft_wrap=True, style="dim")
@@ -141,12 +138,13 @@ def _event(event: RolloutEvent) -> dict[str, Any]:
     from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_MESSAGES
     from rollout_gateway.rest.event import event_json
 
-    told = event_json(event, EVENT_DETAIL_MESSAGES) or {"event": "unknown", "sequence": event.sequence}
-    plain: dict[str, Any] = json.loads(msgspec.json.encode(told))  # messages in it are still the text that they came as
+    fields = event_json(event, EVENT_DETAIL_MESSAGES) or {"event": "unknown", "sequence": event.sequence}
+    # Messages in it are still the text that they came as
+    plain: dict[str, Any] = json.loads(msgspec.json.encode(fields))
     return plain
 
 
-def _told(result: Result) -> dict[str, Any]:
+def _result_fields(result: Result) -> dict[str, Any]:
     return {key: value for key, value in asdict(result).items() if key not in ("row", "repeat", "fingerprint")}
 
 
@@ -156,16 +154,18 @@ def _authors(rollout: Rollout) -> Mapping[str, int] | None:
     from rollout_server.inspection.transcript import transcript_of
 
     letters: Counter[str] = Counter()
-    for stretch in transcript_of(rollout).stretches:
-        for part in stretch.runs:
+    for segment in transcript_of(rollout).segments:
+        for part in segment.runs:
             letters[part.letter] += len(part.ids)
     return authors_of(letters) if letters else None
 
 
-def _limits(agent: Agent, asked: CompletionFlags) -> Limits:
+def _limits(agent: Agent, completion: CompletionFlags) -> Limits:
     from rollout_server.core.limits import Limits
 
-    return agent.limits.lower(Limits(turns=asked.turns, generated_tokens=asked.generated_tokens, seconds=asked.seconds))
+    return agent.limits.lower(
+        Limits(turns=completion.turns, generated_tokens=completion.generated_tokens, seconds=completion.seconds)
+    )
 
 
 def _messages(flags: RunFlags) -> list[dict[str, Any]]:
@@ -173,8 +173,8 @@ def _messages(flags: RunFlags) -> list[dict[str, Any]]:
 
     if bool(flags.prompt) is bool(flags.message):
         raise AuthorError("give --prompt TEXT or --message FILE, one of them")
-    given = _read(flags.message) if flags.message else [{"role": "user", "content": flags.prompt}]
-    return [{"role": "system", "content": flags.system}, *given] if flags.system else given
+    messages = _read(flags.message) if flags.message else [{"role": "user", "content": flags.prompt}]
+    return [{"role": "system", "content": flags.system}, *messages] if flags.system else messages
 
 
 def _read(name: str) -> list[dict[str, Any]]:

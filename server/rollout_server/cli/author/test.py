@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout_server.cli.completion_flags import CompletionFlags
-from rollout_server.cli.demo_output import counted
-from rollout_server.cli.errors import Interrupted, complaining, hush_transformers
-from rollout_server.cli.flags import taken, takes
-from rollout_server.cli.json_output import answering
+from rollout_server.cli.demo_output import plural
+from rollout_server.cli.errors import Interrupted, quiet_transformers, report_errors
+from rollout_server.cli.flags import CompletionFlags, accept_flags, pick_flags
+from rollout_server.cli.json_output import open_output
 from rollout_server.edge.grpc_loop import run_loop
 
 if TYPE_CHECKING:
@@ -78,8 +77,8 @@ class TestFlags:
         return self.report or Path(f"{self.dataset.stem}.report.html")
 
 
-@takes(TestFlags, CompletionFlags)
-def test(**given: Any) -> None:
+@accept_flags(TestFlags, CompletionFlags)
+def test(**values: Any) -> None:
     """Run an agent on each row of a dataset, and sum up: pass rate, rewards, tokens, times, tool errors, and an HTML report.
 
     The columns system_prompt, user_prompt and ground_truth are needed, --column maps other names; every further column is in
@@ -89,9 +88,9 @@ def test(**given: Any) -> None:
     With --json: {"summary": {"rollouts", "pass_rate", "mean_reward", "pass_at", "tokens", "seconds", "failures", ...},
     "passed": bool, "files": {"results", "report"}}; each result is in the file.
     """
-    hush_transformers()
-    flags, asked = taken(TestFlags, given), taken(CompletionFlags, given)
-    with complaining("test"), answering(as_json=flags.as_json) as answers:
+    quiet_transformers()
+    flags, completion = pick_flags(TestFlags, values), pick_flags(CompletionFlags, values)
+    with report_errors("test"), open_output(as_json=flags.as_json) as output:
         from rich.console import Console
 
         from rollout_server.authoring.agent_loader import find_agents
@@ -99,15 +98,15 @@ def test(**given: Any) -> None:
         console = Console(highlight=False)
         jobs = _jobs(flags)
         [agent] = find_agents([flags.target])
-        played = _Evaluation(agent, flags, asked, console)
+        evaluation = _Evaluation(agent, flags, completion, console)
         try:
-            run_loop(played.play(jobs))
+            run_loop(evaluation.run(jobs))
         except KeyboardInterrupt:
             raise Interrupted(f"interrupted; --resume goes on with {flags.results_file}") from None
-        summary = played.sum_up()
-        unmet = _unmet(summary, flags, complete=played.complete)
+        summary = evaluation.sum_up()
+        unmet = _unmet(summary, flags, complete=evaluation.complete)
         files = {"results": str(flags.results_file), "report": str(flags.report_file)}
-        answers.give({"summary": asdict(summary), "passed": not unmet, "unmet": unmet, "files": files})
+        output.write({"summary": asdict(summary), "passed": not unmet, "unmet": unmet, "files": files})
         _show(console, summary, unmet, files)
     raise typer.Exit(1 if unmet else 0)
 
@@ -115,31 +114,30 @@ def test(**given: Any) -> None:
 class _Evaluation:
     """An evaluation under way."""
 
-    def __init__(self, agent: Agent, flags: TestFlags, asked: CompletionFlags, console: Console) -> None:
+    def __init__(self, agent: Agent, flags: TestFlags, completion: CompletionFlags, console: Console) -> None:
         self._agent = agent
         self._flags = flags
-        self._asked = asked
+        self._completion = completion
         self._console = console
         self._facts: Mapping[str, Any] = {}
         self._results: Sequence[Result] = ()
         self.complete = True
 
-    async def play(self, jobs: Sequence[Job]) -> None:
+    async def run(self, jobs: Sequence[Job]) -> None:
         """Plays what has no result yet."""
-        from rollout_server.cli.local_server import stage
-        from rollout_server.cli.server_log import remarking
+        from rollout_server.cli.local_server import print_server_log, serve_for_command
 
-        with remarking(self._console):
-            async with stage([self._agent], self._asked, self._flags.concurrency) as here:
-                self._facts = self._told(here)
+        with print_server_log(self._console):
+            async with serve_for_command([self._agent], self._completion, self._flags.concurrency) as server:
+                self._facts = self._evaluation_facts(server)
                 file = self._open(jobs)
                 left = [job for job in jobs if (job.row.number, job.repeat) not in file.results]
                 self._flags.report_file.parent.mkdir(parents=True, exist_ok=True)
                 self._flags.report_file.open("ab").close()  # what cannot be reported is not played
-                self._say(here, jobs, left)
-                with file.appending(anew=not self._flags.resume):
+                self._print_start(server, jobs, left)
+                with file.open(anew=not self._flags.resume):
                     try:
-                        await self._evaluate(here, left, file)
+                        await self._evaluate(server, left, file)
                     finally:
                         self._results = sorted(file.results.values(), key=lambda each: (each.row, each.repeat))
 
@@ -153,7 +151,7 @@ class _Evaluation:
         self._flags.report_file.write_text(report(facts, summary, self._results), encoding="utf-8")
         return summary
 
-    async def _evaluate(self, here: LocalServer, left: Sequence[Job], file: ResultsFile) -> None:
+    async def _evaluate(self, server: LocalServer, left: Sequence[Job], file: ResultsFile) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         from rollout_server.authoring.evaluation import Plan, evaluate
@@ -162,12 +160,12 @@ class _Evaluation:
         with Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bar:
             task = bar.add_task("rollouts", total=len(left))
 
-            def take(result: Result) -> None:
-                file.take(result)
+            def on_result(result: Result) -> None:
+                file.write(result)
                 bar.advance(task)
 
             plan = Plan(left, self._agent.name, self._flags.concurrency, self._flags.max_failures)
-            self.complete = await evaluate(here.client, here.endpoint, plan, take)
+            self.complete = await evaluate(server.client, server.endpoint, plan, on_result)
 
     def _open(self, jobs: Sequence[Job]) -> ResultsFile:
         from rollout_server.authoring.author_traceback import AuthorError
@@ -183,14 +181,14 @@ class _Evaluation:
             raise AuthorError(f"{path} is there already; --resume goes on with it, --overwrite begins anew")
         return file
 
-    def _told(self, here: LocalServer) -> Mapping[str, Any]:
-        return {"agent": self._agent.name, "version": self._agent.version, "endpoint": here.endpoint.told()}
+    def _evaluation_facts(self, server: LocalServer) -> Mapping[str, Any]:
+        return {"agent": self._agent.name, "version": self._agent.version, "endpoint": server.endpoint.description()}
 
-    def _say(self, here: LocalServer, jobs: Sequence[Job], left: Sequence[Job]) -> None:
+    def _print_start(self, server: LocalServer, jobs: Sequence[Job], left: Sequence[Job]) -> None:
         again = f", {len(jobs) - len(left)} of them are there already" if len(left) < len(jobs) else ""
-        text = f"agent {self._agent.name}, {here.endpoint.title}: {counted(len(jobs), 'rollout')}{again}"
+        text = f"agent {self._agent.name}, {server.endpoint.title}: {plural(len(jobs), 'rollout')}{again}"
         self._console.print(text, markup=False, soft_wrap=True)
-        if here.stand_in is not None and here.stand_in.name == "echo":
+        if server.model_stub is not None and server.model_stub.name == "echo":
             text = "an echo stands in for a model: --model-url URL asks a real one, --script FILE one that you write"
             self._console.print(text, markup=False, soft_wrap=True, style="yellow")
 
@@ -206,7 +204,7 @@ def _jobs(flags: TestFlags) -> list[Job]:
 def _unmet(summary: Summary, flags: TestFlags, *, complete: bool) -> list[str]:
     """Why the exit code is 1."""
     wrong = summary.rollouts - summary.finished
-    unmet = [f"{wrong} of {counted(summary.rollouts, 'rollout')} went wrong"] if wrong else []
+    unmet = [f"{wrong} of {plural(summary.rollouts, 'rollout')} went wrong"] if wrong else []
     if not complete:
         unmet.append(f"given up: --max-failures {flags.max_failures} is reached")
     if flags.min_pass_rate is not None and (summary.pass_rate is None or summary.pass_rate < flags.min_pass_rate):
@@ -240,7 +238,10 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
     times = ", ".join(f"{name} {value:.3g} s" for name, value in summary.seconds.items())
     errors = ", ".join(f"{name} {count}" for name, count in summary.tool_errors.items())
     found = [
-        ("rollouts", f"{summary.finished} of {summary.rollouts} came to their end, of {counted(summary.rows, 'row')}"),
+        (
+            "rollouts",
+            f"{summary.finished} of {summary.rollouts} came to their end, of {plural(summary.rows, 'row')}",
+        ),
         ("pass rate", rate),
         *((f"pass@{k}", f"{value:.1%}") for k, value in summary.pass_at.items()),
         ("mean reward", reward),

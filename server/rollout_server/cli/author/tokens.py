@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollout_server.cli.errors import complaining, hush_transformers
+from rollout_server.cli.errors import quiet_transformers, report_errors
 
 if TYPE_CHECKING:
     from rollout_server.core.message import JSON
     from rollout_server.edge.tokens.loader import TokenizerFiles
-    from rollout_server.tokencheck.verdict import TemplateReport
+    from rollout_server.tokencheck.report import TemplateReport
 
 tokens = typer.Typer(no_args_is_help=True, help="What a tokenizer and its chat template do to token masks.")
 
@@ -49,31 +49,31 @@ def check(
 
     The exit code is 0 if the template is stable, 1 if it is not, and 2 if it cannot be used or the command is wrong.
     """
-    hush_transformers()
-    with complaining("tokens check", _OF_NO_USE):
+    quiet_transformers()
+    with report_errors("tokens check", _OF_NO_USE):
         from rollout_server.tokencheck.check import Subject
         from rollout_server.tokencheck.check import check as checked
-        from rollout_server.tokencheck.file_conversations import read
+        from rollout_server.tokencheck.conversation import read_conversations
 
         arguments = dict(_argument(text) for text in template_arg or ())
-        more = [] if conversations is None else read(conversations)
+        more = [] if conversations is None else read_conversations(conversations)
         files = _read(tokenizer, revision, template)
-        verdict = checked(Subject(files.tokenizer, tokenizer, str(template or "its own"), arguments, files.ends), more)
-    _show(verdict, as_json=as_json)
-    raise typer.Exit(_OF_NO_USE if not verdict.usable else _STABLE if verdict.stable else _UNSTABLE)
+        report = checked(Subject(files.tokenizer, tokenizer, str(template or "its own"), arguments, files.ends), more)
+    _show(report, as_json=as_json)
+    raise typer.Exit(_OF_NO_USE if not report.usable else _STABLE if report.stable else _UNSTABLE)
 
 
-def _show(verdict: TemplateReport, *, as_json: bool) -> None:
+def _show(report: TemplateReport, *, as_json: bool) -> None:
     if as_json:
-        from rollout_server.tokencheck.verdict import plain
+        from rollout_server.tokencheck.report import report_json
 
-        typer.echo(json.dumps(plain(verdict), ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(report_json(report), ensure_ascii=False, indent=2))
         return
     from rich.console import Console
 
-    from rollout_server.tokencheck.terminal import show
+    from rollout_server.tokencheck.terminal import print_report
 
-    show(Console(), verdict)
+    print_report(Console(), report)
 
 
 def _read(name: str, revision: str, template: Path | None) -> TokenizerFiles:

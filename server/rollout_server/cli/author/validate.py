@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout_server.cli.demo_output import counted
-from rollout_server.cli.errors import complaining, hush_transformers
-from rollout_server.cli.json_output import AsJson, answering
+from rollout_server.cli.demo_output import plural
+from rollout_server.cli.errors import quiet_transformers, report_errors
+from rollout_server.cli.json_output import AsJson, open_output
 from rollout_server.edge.grpc_loop import run_loop
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def validate(
     With --json: {"valid": bool, "agents": [{"name", "version", "tools": [{"name", "parameters", "errors", "advice", "called"}],
     "errors", "advice", "dry_run"}], "next"}.
     """
-    hush_transformers()
-    with complaining("validate"), answering(as_json=as_json) as answers:
+    quiet_transformers()
+    with report_errors("validate"), open_output(as_json=as_json) as output:
         from rich.console import Console
 
         from rollout_server.authoring.agent_loader import all_agents
@@ -54,7 +54,7 @@ def validate(
         valid = all(report.valid for report in reports)
         step = _next(targets[0], reports, valid=valid, called=call_tools)
         found = [{**asdict(report), "valid": report.valid} for report in reports]
-        answers.give({"valid": valid, "agents": found, "next": step})
+        output.write({"valid": valid, "agents": found, "next": step})
         for report in reports:
             _show(console, report)
         console.print(f"next: {step}", markup=False, soft_wrap=True)
@@ -63,33 +63,33 @@ def validate(
 
 async def _validate(agents: Sequence[Agent], console: Console, *, call_tools: bool) -> list[AgentReport]:
     from rollout_server.authoring.author_traceback import AuthorError
-    from rollout_server.cli.server_log import remarking
+    from rollout_server.cli.local_server import print_server_log
 
     names = [agent.name for agent in agents]
     if doubled := {name for name in names if names.count(name) > 1}:
         raise AuthorError(
             f"more than one agent is called {', '.join(map(repr, sorted(doubled)))}: requests choose agents by name"
         )
-    with remarking(console):
-        return [await _validated(agent, call_tools=call_tools) for agent in agents]
+    with print_server_log(console):
+        return [await _validate_agent(agent, call_tools=call_tools) for agent in agents]
 
 
-async def _validated(agent: Agent, *, call_tools: bool) -> AgentReport:
+async def _validate_agent(agent: Agent, *, call_tools: bool) -> AgentReport:
     """In a server of its own, whose model calls this agent's tools."""
-    from rollout_server.authoring.model_stubs import StandIn
+    from rollout_server.authoring.model_stubs import ModelStub
     from rollout_server.authoring.validation import DryModel, callable_tools
     from rollout_server.authoring.validation import validate as validated
-    from rollout_server.cli.local_server import stage_with
+    from rollout_server.cli.local_server import serve_with_stub
 
     calls: list[tuple[str, Any]] = []
 
-    async def prepare(client: AsyncClient) -> StandIn:
+    async def prepare(client: AsyncClient) -> ModelStub:
         if call_tools:
             calls.extend(callable_tools(await client.tools(agent.name)))
-        return StandIn("a dry run", DryModel(calls))
+        return ModelStub("a dry run", DryModel(calls))
 
-    async with stage_with([agent], prepare) as here:
-        return await validated(here.client, here.endpoint, agent, lambda: calls)
+    async with serve_with_stub([agent], prepare) as server:
+        return await validated(server.client, server.endpoint, agent, lambda: calls)
 
 
 def _show(console: Console, report: AgentReport) -> None:
@@ -101,9 +101,9 @@ def _show(console: Console, report: AgentReport) -> None:
     table = Table(title=visible(f"agent {report.name}, version {report.version}"), title_justify="left")
     for heading in ("", "what", "says"):
         table.add_column(heading, overflow="fold")
-    for kind, what, says in _lines(report):
+    for kind, what, text in _lines(report):
         style = {"error": "bold red", "advice": "yellow"}.get(kind, "green")
-        table.add_row(Text(kind, style), Text(visible(what)), Text(visible(says)))
+        table.add_row(Text(kind, style), Text(visible(what)), Text(visible(text)))
     console.print(table)
 
 
@@ -122,7 +122,11 @@ def _lines(report: AgentReport) -> list[tuple[str, str, str]]:
     if not report.errors:
         reward = "no reward" if run.get("reward") is None else f"reward {run['reward']:g}"
         lines.append(
-            ("ok", "dry run", f"{run.get('end')} ({run.get('reason')}) after {counted(run['turns'], 'turn')}, {reward}")
+            (
+                "ok",
+                "dry run",
+                f"{run.get('end')} ({run.get('reason')}) after {plural(run['turns'], 'turn')}, {reward}",
+            )
         )
     return lines
 

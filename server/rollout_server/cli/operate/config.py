@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rollout_server.cli.errors import complaining
+from rollout_server.cli.errors import report_errors
 
 
 def config(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
@@ -16,15 +16,15 @@ def config(as_json: Annotated[bool, typer.Option("--json", help="One JSON object
 
     from rollout_server.settings import Settings, load, names_of
 
-    with complaining("config"):
+    with report_errors("config"):
         settings = load()
     values = {name: getattr(settings, name) for name in Settings.model_fields}
-    shown = {name: "(hidden)" if isinstance(value, SecretStr) else value for name, value in values.items()}
+    visible_values = {name: "(hidden)" if isinstance(value, SecretStr) else value for name, value in values.items()}
     if as_json:
-        typer.echo(json.dumps(shown, default=str, indent=2))
+        typer.echo(json.dumps(visible_values, default=str, indent=2))
         return
     for name, field in Settings.model_fields.items():
         first, *others = names_of(name)
-        typer.secho(f"{first}={shown[name]}", bold=True)
+        typer.secho(f"{first}={visible_values[name]}", bold=True)
         also = f" Also {', '.join(others)}." if others else ""
         typer.echo(f"    {field.description}{also}")

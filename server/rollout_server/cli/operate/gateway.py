@@ -10,8 +10,8 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from rollout_gateway.standalone_settings import Options, load_options, name_of
 
-from rollout_server.cli.errors import complaining
-from rollout_server.cli.json_output import answering
+from rollout_server.cli.errors import report_errors
+from rollout_server.cli.json_output import open_output
 
 _REPEATED = {"servers": "--server"}
 
@@ -23,20 +23,20 @@ def gateway(as_json: bool = False, **flags: object) -> None:
 
     With --json: {"serving": {"url", "port", "servers"}} on a line once it serves.
     """
-    given = {name: value for name, value in flags.items() if value not in (None, [])}
+    values = {name: value for name, value in flags.items() if value not in (None, [])}
     if as_json:
-        given.setdefault("log_format", "json")
-    with complaining("gateway"), answering(as_json=as_json) as answers:
-        options = load_options(**given)
+        values.setdefault("log_format", "json")
+    with report_errors("gateway"), open_output(as_json=as_json) as output:
+        options = load_options(**values)
         from rollout_gateway import main  # gRPC takes its time
 
         from rollout_server import logs
 
         logs.set_up(options.log_format, options.log_level)
-        main.run(options, lambda url, port: answers.line(_serving(url, port, options)))
+        main.run(options, lambda url, port: output.line(_serving_document(url, port, options)))
 
 
-def _serving(url: str, port: int, options: Options) -> dict[str, Any]:
+def _serving_document(url: str, port: int, options: Options) -> dict[str, Any]:
     return {"serving": {"url": url, "port": port, "servers": list(options.servers)}}
 
 

@@ -37,8 +37,8 @@ def serve_anew(references: Sequence[str]) -> None:
     folders = _outermost({Reference.parse(text).folder for text in references} or {Path.cwd()})
     command = [sys.executable, "-m", "rollout_server.cli", *(word for word in sys.argv[1:] if word != _RELOAD)]
     typer.echo(f"watching {', '.join(map(str, folders))}", err=True)
-    with _until_told() as stopped:
-        child = _started(command)
+    with _stop_event() as stopped:
+        child = _start(command)
         try:
             for changes in watch(
                 *folders, watch_filter=PythonFilter(), debounce=_QUIET_MS, stop_event=stopped, rust_timeout=200,
@@ -48,12 +48,12 @@ def serve_anew(references: Sequence[str]) -> None:
                     names = ", ".join(sorted({Path(path).name for _, path in changes})[:5])
                     typer.echo(f"{names} changed: serving anew", err=True)
                     _stop(child)
-                    child = _started(command)
+                    child = _start(command)
         finally:
             _stop(child)
 
 
-def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """In a process group of its own: Ctrl-C reaches this process alone, which ends the other in good order."""
     return subprocess.Popen(command, process_group=0)  # noqa: S603 - our own command line
 
@@ -72,7 +72,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def _until_told() -> Iterator[threading.Event]:
+def _stop_event() -> Iterator[threading.Event]:
     """An event that SIGTERM and Ctrl-C set."""
     stopped = threading.Event()
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout_server.cli.errors import complaining
-from rollout_server.cli.flags import taken, takes
-from rollout_server.cli.json_output import JsonOutput, answering
+from rollout_server.cli.errors import report_errors
+from rollout_server.cli.flags import accept_flags, pick_flags
+from rollout_server.cli.json_output import JsonOutput, open_output
 
 if TYPE_CHECKING:
     from rollout_server.agent import Agent
@@ -44,8 +44,8 @@ class ServeFlags:
     )
 
 
-@takes(ServeFlags)
-def serve(**given: Any) -> None:
+@accept_flags(ServeFlags)
+def serve(**values: Any) -> None:
     """Serve agents over gRPC and HTTP until SIGTERM or Ctrl-C.
 
     OBJECT is an Agent, or a subclass whose constructor takes no arguments. It may be left out if there is exactly one agent.
@@ -54,8 +54,8 @@ def serve(**given: Any) -> None:
 
     With --json: {"serving": {"grpc_port", "http_port", "agents"}} on a line, with --reload one at each restart.
     """
-    flags = taken(ServeFlags, given)
-    with complaining("serve"):
+    flags = pick_flags(ServeFlags, values)
+    with report_errors("serve"):
         settings = _settings(flags)
         if flags.reload:
             from rollout_server.cli.operate.reload import serve_anew
@@ -64,11 +64,11 @@ def serve(**given: Any) -> None:
             return
         from rollout_server.authoring.agent_loader import find_agents
 
-        with answering(as_json=flags.as_json) as answers:
-            _serve(find_agents(flags.agents or []), settings, answers)
+        with open_output(as_json=flags.as_json) as output:
+            _serve(find_agents(flags.agents or []), settings, output)
 
 
-def _serve(found: Sequence[Agent], settings: dict[str, object], answers: JsonOutput) -> None:
+def _serve(found: Sequence[Agent], settings: dict[str, object], output: JsonOutput) -> None:
     from rollout_server import app  # gRPC takes its time
     from rollout_server.calculator import Calculator
     from rollout_server.settings import load
@@ -77,7 +77,7 @@ def _serve(found: Sequence[Agent], settings: dict[str, object], answers: JsonOut
 
     def serving(server: Server) -> None:
         ports = {"grpc_port": server.grpc_port, "http_port": server.http_port or None}
-        answers.line({"serving": {**ports, "agents": [agent.name for agent in agents]}})
+        output.line({"serving": {**ports, "agents": [agent.name for agent in agents]}})
 
     app.serve_with(agents, settings, serving)
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollout_server.cli.demo_output import counted
-from rollout_server.cli.errors import complaining, hush_transformers
-from rollout_server.cli.flags import taken, takes
-from rollout_server.cli.json_output import JsonOutput, answering
+from rollout_server.cli.demo_output import plural
+from rollout_server.cli.errors import quiet_transformers, report_errors
+from rollout_server.cli.flags import accept_flags, pick_flags
+from rollout_server.cli.json_output import JsonOutput, open_output
 from rollout_server.edge.grpc_loop import run_loop
 from rollout_server.inspection.escape import visible
-from rollout_server.testing.checks.dialect import TrainerDialect
+from rollout_server.testing import TrainerDialect
 
 if TYPE_CHECKING:
     from rollout_server.testing.checks.verdict import Verdict
@@ -53,8 +53,8 @@ class TrainerFlags:
     ] = False
 
 
-@takes(TrainerFlags)
-def trainer(**given: Any) -> None:
+@accept_flags(TrainerFlags)
+def trainer(**values: Any) -> None:
     """Run a mock trainer that counts every token itself and refuses what is wrong, with a scripted model.
 
     It speaks both HTTP dialects. POST /rollout leads to callbacks with response
@@ -67,18 +67,18 @@ def trainer(**given: Any) -> None:
     With --json: {"serving": {"url", "grpc_target"}} on a line once it serves, then for each outcome that comes {"verdict":
     {"rollout_id", "accepted", "turns", "refusals", "outcome", ...}}, as GET /verdicts lists it.
     """
-    hush_transformers()
-    flags = taken(TrainerFlags, given)
-    with complaining("trainer"), answering(as_json=flags.as_json) as answers:
-        run_loop(_serve(_trainer(flags, answers), answers))
+    quiet_transformers()
+    flags = pick_flags(TrainerFlags, values)
+    with report_errors("trainer"), open_output(as_json=flags.as_json) as output:
+        run_loop(_serve(_trainer(flags, output), output))
 
 
-def _trainer(flags: TrainerFlags, answers: JsonOutput) -> StrictTrainer:
-    from rollout_server.authoring.model_stubs import StandIn, stand_in
+def _trainer(flags: TrainerFlags, output: JsonOutput) -> StrictTrainer:
+    from rollout_server.authoring.model_stubs import ModelStub, load_stub
     from rollout_server.testing.model.calculator import CalculatorModel
     from rollout_server.testing.trainer import StrictTrainer
 
-    model = stand_in(flags.script) if flags.script else StandIn("calculator", CalculatorModel())
+    model = load_stub(flags.script) if flags.script else ModelStub("calculator", CalculatorModel())
     return StrictTrainer(
         _directory(flags.tokenizer),
         model=model.model,
@@ -90,19 +90,19 @@ def _trainer(flags: TrainerFlags, answers: JsonOutput) -> StrictTrainer:
         api_key=flags.api_key,
         dialect=flags.dialect,
         reuses_ids=True,
-        settled=lambda verdict: _tell(verdict, answers),
+        settled=lambda verdict: _print_verdict(verdict, output),
     )
 
 
-def _tell(verdict: Verdict, answers: JsonOutput) -> None:
+def _print_verdict(verdict: Verdict, output: JsonOutput) -> None:
     import msgspec
 
     from rollout_server.testing.http.wire import summary_body
 
-    if answers.as_json:
-        answers.line({"verdict": msgspec.to_builtins(summary_body(verdict))})
+    if output.as_json:
+        output.line({"verdict": msgspec.to_builtins(summary_body(verdict))})
     else:
-        typer.echo(told(verdict))
+        typer.echo(verdict_line(verdict))
 
 
 def _directory(tokenizer: Path | None) -> Path:
@@ -114,27 +114,30 @@ def _directory(tokenizer: Path | None) -> Path:
     return tokenizer or TOY_TOKENIZER
 
 
-def told(verdict: Verdict) -> str:
+def verdict_line(verdict: Verdict) -> str:
     """One line about a rollout whose outcome came: what it came to, and what was wrong with it."""
-    said = verdict.outcome.body if verdict.outcome else {}
-    parts = [counted(len(verdict.turns), "turn"), f"{counted(sum(verdict.sample.response_mask), 'token')} generated"]
-    if said.get("reward") is not None:
-        parts.append(f"reward {said['reward']}")
+    body = verdict.outcome.body if verdict.outcome else {}
+    parts = [
+        plural(len(verdict.turns), "turn"),
+        f"{plural(sum(verdict.sample.response_mask), 'token')} generated",
+    ]
+    if body.get("reward") is not None:
+        parts.append(f"reward {body['reward']}")
     if verdict.siblings:
-        parts.append(f"{counted(verdict.siblings, 'turn')} generated again")
+        parts.append(f"{plural(verdict.siblings, 'turn')} generated again")
     parts += [f"refused: {refusal.text}" for refusal in verdict.refusals]
-    ended = f"{said.get('status')}, {said.get('finish_reason')}"
+    ended = f"{body.get('status')}, {body.get('finish_reason')}"
     return visible(f"{verdict.rollout_id}: {ended}; {', '.join(parts)}")
 
 
-async def _serve(strict: StrictTrainer, answers: JsonOutput) -> None:
+async def _serve(trainer_served: StrictTrainer, output: JsonOutput) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with strict:
+    async with trainer_served:
         typer.echo(
-            f"strict trainer on {strict.url}; verdicts under /verdicts; CompletionService on grpc://{strict.grpc_target}",
+            f"strict trainer on {trainer_served.url}; verdicts under /verdicts; CompletionService on grpc://{trainer_served.grpc_target}",
             err=True,
         )
-        answers.line({"serving": {"url": strict.url, "grpc_target": strict.grpc_target}})
+        output.line({"serving": {"url": trainer_served.url, "grpc_target": trainer_served.grpc_target}})
         await stopped.wait()

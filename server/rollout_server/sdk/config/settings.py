@@ -65,6 +65,6 @@ def reset_settings() -> None:
     _IN_FORCE.chosen = None
 
 
-def configured() -> RolloutSettings | None:
+def chosen_settings() -> RolloutSettings | None:
     """Those that `configure` gave, or None."""
     return _IN_FORCE.chosen

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from rollout_server.sdk.core.llm_client import LLMClientProtocol
 from rollout_server.sdk.core.schemas import (
@@ -18,7 +21,6 @@ from rollout_server.sdk.core.schemas import (
     RolloutRequest,
     RolloutStatus,
 )
-from rollout_server.sdk.debug import debug_file, write_line
 
 if TYPE_CHECKING:
     from rollout_server.sdk.client import CompletionsResult
@@ -27,6 +29,8 @@ _log = logging.getLogger(__name__)
 _CODE_LENGTH = 64
 _NOTE_LENGTH = 2000
 _NOTES = 1000
+_NAME_LENGTH = 200
+_LINE_LENGTH = 1024 * 1024
 
 
 @dataclass
@@ -161,8 +165,8 @@ class RolloutAgentLoop(ABC):
             return
         name = getattr(cls, "name", None)
         if not isinstance(name, property) and not (isinstance(name, str) and name.strip()):
-            said = "has no name" if name is None else f"has the name {name!r}"
-            raise TypeError(f'agent loop class {cls.__name__} {said}; give it one: name = "my_agent"')
+            problem = "has no name" if name is None else f"has the name {name!r}"
+            raise TypeError(f'agent loop class {cls.__name__} {problem}; give it one: name = "my_agent"')
 
     @abstractmethod
     def get_tools(self, request: RolloutRequest) -> list[OpenAIFunctionToolSchema]:
@@ -177,3 +181,26 @@ class RolloutAgentLoop(ABC):
     @abstractmethod
     async def run(self, ctx: RolloutContext) -> RolloutResult:
         """Plays one rollout and returns `ctx.complete(...)` or `ctx.error(...)`."""
+
+
+def debug_file(directory: str, rollout_id: str) -> Path:
+    """`DIRECTORY/ROLLOUT_ID.jsonl`. An id cannot lead out of the directory: what is no part of a file's name is escaped."""
+    name = quote(rollout_id, safe=" ", errors="surrogatepass")
+    if name.startswith("."):
+        name = f"%2E{name[1:]}"
+    if len(name) > _NAME_LENGTH:
+        name = f"{name[:100]}-{hashlib.sha256(rollout_id.encode('utf-8', 'surrogatepass')).hexdigest()}"
+    return Path(directory) / f"{name}.jsonl"
+
+
+def write_line(path: Path, line: str) -> None:
+    """Appends a line at once: what came before a crash is what such a file is for. What goes wrong is logged."""
+    if len(line) > _LINE_LENGTH:
+        _log.warning("an event of %d characters is not written to %s", len(line), path.name)
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8", errors="replace") as file:
+            file.write(f"{line}\n")
+    except OSError as error:
+        _log.warning("%s cannot be written: %s", path.name, error)

@@ -9,19 +9,57 @@ import json
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_json
 
 from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.spec_validation import ID_LENGTH
-from rollout_server.sdk.core.bounds import METADATA, required_url, written_id
 
 MessageDict: TypeAlias = dict[str, Any]
 """A message: `{"role": "tool", "content": "8", "tool_call_id": "call_1"}`."""
 
 SamplingParamsDict: TypeAlias = dict[str, Any]
 """Sampling parameters: `{"temperature": 0.7, "max_tokens": 512}`."""
+
+
+class MetadataBound:
+    """The largest metadata of a request, which the earlier SDK lets a process set for itself."""
+
+    default = 1024 * 1024
+
+    def __init__(self) -> None:
+        self.most = self.default
+
+    def set(self, size_bytes: int) -> None:
+        """Sets it. Raises ValueError for less than one byte."""
+        if size_bytes < 1:
+            raise ValueError(f"the largest metadata must have at least 1 byte, not {size_bytes}")
+        self.most = size_bytes
+
+
+METADATA = MetadataBound()
+
+
+def require_id(value: str) -> str:
+    """A rollout id. Raises ValueError for a blank one."""
+    if not value.strip():
+        raise ValueError("must not be blank")
+    return value
+
+
+def require_url(value: str) -> str:
+    """An http or https URL with a host, without its trailing slash. Raises ValueError for another."""
+    try:
+        parts = urlsplit(value)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ValueError("must be an http or https URL with a host")
+    return value.rstrip("/")
+
 
 DEFAULT_MAX_METADATA_SIZE_BYTES = METADATA.default
 
@@ -166,16 +204,16 @@ class RolloutRequest(BaseModel):
 
     @field_validator("rollout_id")
     @classmethod
-    def _written_id(cls, value: str) -> str:
-        return written_id(value)
+    def _check_id(cls, value: str) -> str:
+        return require_id(value)
 
     @field_validator("server_url")
     @classmethod
     def _url(cls, value: str) -> str:
-        return required_url(value)
+        return require_url(value)
 
     @model_validator(mode="after")
-    def _bounded(self) -> RolloutRequest:
+    def _check_metadata(self) -> RolloutRequest:
         size = len(to_json(self.metadata, inf_nan_mode="constants"))
         if size > METADATA.most:
             raise ValueError(f"metadata has {size} bytes as JSON, at most {METADATA.most} are allowed")
@@ -216,8 +254,8 @@ class CompletionsRequest(BaseModel):
 
     @field_validator("rollout_id")
     @classmethod
-    def _written_id(cls, value: str) -> str:
-        return written_id(value)
+    def _check_id(cls, value: str) -> str:
+        return require_id(value)
 
 
 class CompletionsChoice(BaseModel):
@@ -250,7 +288,7 @@ class CompletionsResponse(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
-def copied(message: Mapping[str, Any]) -> MessageDict:
+def copy_message(message: Mapping[str, Any]) -> MessageDict:
     """A message of its own, with nothing in it that belongs to another. Raises TypeError or ValueError for what is not JSON."""
     made: MessageDict = json.loads(json.dumps(dict(message), allow_nan=False))
     return made

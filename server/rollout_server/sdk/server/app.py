@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from rollout_server.sdk.adapter import as_agent
-from rollout_server.sdk.config.settings import RolloutSettings, configured
+from rollout_server.sdk.config.settings import RolloutSettings, chosen_settings
 from rollout_server.sdk.core.base import RolloutAgentLoop
-from rollout_server.sdk.options import check_options
+from rollout_server.sdk.utils import check_options
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -57,21 +57,25 @@ def create_app(
 
     Raises TypeError or ValueError for a loop or a setting that cannot be served.
     """
-    from rollout_server.sdk.server.embedded import Hooks, hosted  # FastAPI takes its time
+    from rollout_server.sdk.server.embedded import Hooks, embed_server  # FastAPI takes its time
 
     check_options("create_app", options, AppOptions)
     if options.get("credentials") is not None:
         raise ValueError("credentials: this server does not register with a platform; leave them out")
     agent = as_agent(agent_loop, debug_dir=options.get("debug_dir"))
-    given = settings_given(settings)
-    named = {"max_running": max_concurrent, "record_ttl_seconds": record_ttl_seconds, "api_key": options.get("api_key")}
-    given |= {name: value for name, value in named.items() if value is not None}
-    return hosted(agent, given, Hooks(options.get("on_startup"), options.get("on_shutdown")))
+    values = settings_fields(settings)
+    parameters = {
+        "max_running": max_concurrent,
+        "record_ttl_seconds": record_ttl_seconds,
+        "api_key": options.get("api_key"),
+    }
+    values |= {name: value for name, value in parameters.items() if value is not None}
+    return embed_server(agent, values, Hooks(options.get("on_startup"), options.get("on_shutdown")))
 
 
-def settings_given(settings: RolloutSettings | None) -> dict[str, object]:
+def settings_fields(settings: RolloutSettings | None) -> dict[str, object]:
     """The settings of this server that these name, or those that `configure` gave; none where there are neither."""
-    chosen = settings or configured()
+    chosen = settings or chosen_settings()
     if chosen is None:
         return {}
     server, client = chosen.server, chosen.client

@@ -27,7 +27,7 @@ class Hooks:
     on_shutdown: Hook | None = None
 
 
-class _Inside:
+class _GatewayApp:
     """The gateway's application while the lifespan lasts."""
 
     def __init__(self) -> None:
@@ -43,14 +43,14 @@ class _Inside:
         await self.gateway(scope, receive, send)
 
 
-def hosted(agent: Agent, given: Mapping[str, object], hooks: Hooks) -> FastAPI:
+def embed_server(agent: Agent, values: Mapping[str, object], hooks: Hooks) -> FastAPI:
     """An application that serves this agent for as long as its lifespan. Raises ValueError for settings that cannot be used.
 
     Routes that its owner adds go first; everything else is the gateway's.
     """
     # gRPC is for the gateway inside alone: nobody was told of a port.
-    settings = load(**given, http=False, host="127.0.0.1", grpc_port=0)
-    inside = _Inside()
+    settings = load(**values, http=False, host="127.0.0.1", grpc_port=0)
+    gateway_app = _GatewayApp()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -61,14 +61,14 @@ def hosted(agent: Agent, given: Mapping[str, object], hooks: Hooks) -> FastAPI:
                 stack.push_async_callback(hooks.on_shutdown)
             server = await stack.enter_async_context(Server([agent], settings))
             channel = await stack.enter_async_context(open_channel(server.address))
-            inside.gateway = create_app(channel, _gateway_settings(settings), metrics=server.exposition)
+            gateway_app.gateway = create_app(channel, _gateway_settings(settings), metrics=server.exposition)
             try:
                 yield
             finally:
-                inside.gateway = None
+                gateway_app.gateway = None
 
     app = FastAPI(title=agent.name, lifespan=lifespan, openapi_url=None)
-    app.router.default = inside
+    app.router.default = gateway_app
     return app
 
 

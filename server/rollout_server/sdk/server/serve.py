@@ -10,7 +10,7 @@ from typing import TypedDict, Unpack
 from rollout_server.sdk.adapter import as_agent
 from rollout_server.sdk.config.settings import RolloutSettings
 from rollout_server.sdk.core.base import RolloutAgentLoop
-from rollout_server.sdk.options import check_options
+from rollout_server.sdk.utils import check_options
 from rollout_server.sdk.validator import ValidationResult, validate_agent_loop
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def serve_agent_loop(
     """
     check_options("serve_agent_loop", options, ServeOptions)
     from rollout_server import app  # gRPC takes its time
-    from rollout_server.sdk.server.app import settings_given
+    from rollout_server.sdk.server.app import settings_fields
     from rollout_server.settings import load
 
     if options.get("reload"):
@@ -71,13 +71,13 @@ def serve_agent_loop(
     directory = options.get("debug_dir")
     if directory:
         directory = str(Path(directory) / str(int(time.time())))
-    given = settings_given(options.get("settings"))
+    values = settings_fields(options.get("settings"))
     if not options.get("local_debug") and options.get("api_key"):
-        given["api_key"] = options["api_key"]
-    if "targets" not in given and not load(**given).targets:
-        given["targets"] = ANY_TARGET
+        values["api_key"] = options["api_key"]
+    if "targets" not in values and not load(**values).targets:
+        values["targets"] = ANY_TARGET
     level = options.get("log_level", "info").lower()
-    app.serve(as_agent(agent_loop, debug_dir=directory), host=host, http_port=port, log_level=level, **given)
+    app.serve(as_agent(agent_loop, debug_dir=directory), host=host, http_port=port, log_level=level, **values)
 
 
 def validate_and_report(agent_loop: RolloutAgentLoop, *, verbose: bool = False) -> ValidationResult:

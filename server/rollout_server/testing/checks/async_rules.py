@@ -4,17 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from rollout_server.testing.checks.rollout_state import JudgedRollout, TokenCounts
+from rollout_server.testing.checks.rollout_state import JudgedRollout, OutcomeNotice, TokenCounts
 from rollout_server.testing.checks.turn import CompletionCall, Keyed
 from rollout_server.testing.checks.verdict import RefusalReason
-from rollout_server.testing.outcome_delivery import OutcomeNotice
 
 _STATUSES: Final = ("COMPLETED", "ERROR")
 _LATENCIES: Final = ("total_latency_ms", "llm_latency_ms", "tool_latency_ms")
 _COUNTS: Final = ("num_llm_calls", "num_tool_calls", "prompt_tokens", "response_tokens", "max_context_tokens")
 
 
-def call_fault(call: CompletionCall, keyed: Keyed, tally: JudgedRollout) -> tuple[RefusalReason, str] | None:
+def call_fault(call: CompletionCall, keyed: Keyed, state: JudgedRollout) -> tuple[RefusalReason, str] | None:
     """What is wrong with a call beside its history, as a reason and a text; None if nothing is."""
     if keyed.fault:
         return RefusalReason.BODY, keyed.fault
@@ -25,25 +24,25 @@ def call_fault(call: CompletionCall, keyed: Keyed, tally: JudgedRollout) -> tupl
             RefusalReason.KEY,
             "the header Idempotency-Key is missing: every attempt of a turn carries the turn's key",
         )
-    if tally.conclusion:
+    if state.delivery:
         return RefusalReason.OVER, "the outcome of this rollout was delivered: no completion is asked for after that"
-    fault = _key_fault(keyed.turn_key, call, tally)
+    fault = _key_fault(keyed.turn_key, call, state)
     return (RefusalReason.KEY, fault) if fault else None
 
 
-def _key_fault(key: str, call: CompletionCall, tally: JudgedRollout) -> str | None:
-    if key in tally.turn_keys[:-1]:
-        return f"the Idempotency-Key is that of turn {tally.turn_keys.index(key) + 1}: each turn has a key of its own"
-    if tally.turn_keys[-1:] == [key]:
-        if tally.asked_alike(call.messages):
+def _key_fault(key: str, call: CompletionCall, state: JudgedRollout) -> str | None:
+    if key in state.turn_keys[:-1]:
+        return f"the Idempotency-Key is that of turn {state.turn_keys.index(key) + 1}: each turn has a key of its own"
+    if state.turn_keys[-1:] == [key]:
+        if state.repeats_last_request(call.messages):
             return None
-        return f"the Idempotency-Key is that of turn {tally.next_turn - 1}, but the messages are others"
-    if tally.asked_key not in ("", key):
-        return f"turn {tally.next_turn} was asked for before under another Idempotency-Key"
+        return f"the Idempotency-Key is that of turn {state.next_turn - 1}, but the messages are others"
+    if state.pending_key not in ("", key):
+        return f"turn {state.next_turn} was asked for before under another Idempotency-Key"
     return None
 
 
-def outcome_fault(notice: OutcomeNotice, tally: JudgedRollout) -> str | None:
+def outcome_fault(notice: OutcomeNotice, state: JudgedRollout) -> str | None:
     """What is wrong with an outcome that came for the first time; None if nothing is.
 
     What a trainer saw and counted is compared where the completions came in this dialect too.
@@ -54,14 +53,14 @@ def outcome_fault(notice: OutcomeNotice, tally: JudgedRollout) -> str | None:
         return fault
     if not notice.key:
         return "the header Idempotency-Key is missing: every delivery of an outcome carries the same key"
-    if notice.key in tally.turn_keys:
+    if notice.key in state.turn_keys:
         return "the Idempotency-Key is that of a turn"
-    if tally.turn_keys and not tally.turn_keys[0]:
+    if state.turn_keys and not state.turn_keys[0]:
         return None
     completed = body["status"] == "COMPLETED"
     if body["final_messages"] or completed:
-        fault = tally.final_fault(body["final_messages"], with_answer=completed)
-    return fault or _counts_fault(body["metrics"], tally.told, completed=completed)
+        fault = state.final_fault(body["final_messages"], with_completion=completed)
+    return fault or _counts_fault(body["metrics"], state.reported_counts, completed=completed)
 
 
 def body_fault(body: Mapping[str, Any]) -> str | None:
@@ -81,18 +80,18 @@ def body_fault(body: Mapping[str, Any]) -> str | None:
     return None if known["finish_reason"] == "error" else "finish_reason of an ERROR has to be 'error'"
 
 
-def _counts_fault(metrics: Mapping[str, Any], told: Sequence[TokenCounts], *, completed: bool) -> str | None:
-    """How `metrics` differ from what was told, turn by turn.
+def _counts_fault(metrics: Mapping[str, Any], reported: Sequence[TokenCounts], *, completed: bool) -> str | None:
+    """How `metrics` differ from what was reported, turn by turn.
 
     The last answer of a rollout that failed may never have arrived, or not have been one.
     """
     calls = metrics["num_llm_calls"]
-    if calls != len(told) and (completed or calls != len(told) - 1):
-        return f"metrics.num_llm_calls is {calls}, this trainer answered {len(told)} turns"
-    counted = told[:calls]
-    prompts, answers = [turn.prompt for turn in counted], [turn.answer for turn in counted]
-    both = [None if p is None or a is None else p + a for p, a in zip(prompts, answers, strict=True)]
-    sums = {"prompt_tokens": _total(prompts), "response_tokens": _total(answers)}
+    if calls != len(reported) and (completed or calls != len(reported) - 1):
+        return f"metrics.num_llm_calls is {calls}, this trainer answered {len(reported)} turns"
+    counted = reported[:calls]
+    prompts, completions = [turn.prompt for turn in counted], [turn.completion for turn in counted]
+    both = [None if p is None or a is None else p + a for p, a in zip(prompts, completions, strict=True)]
+    sums = {"prompt_tokens": _sum_counts(prompts), "response_tokens": _sum_counts(completions)}
     sums["max_context_tokens"] = None if None in both else max((length for length in both if length), default=0)
     for name, right in sums.items():
         if right is not None and metrics[name] != right:
@@ -100,7 +99,7 @@ def _counts_fault(metrics: Mapping[str, Any], told: Sequence[TokenCounts], *, co
     return None
 
 
-def _total(counts: Sequence[int | None]) -> int | None:
+def _sum_counts(counts: Sequence[int | None]) -> int | None:
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 

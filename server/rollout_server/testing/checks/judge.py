@@ -7,8 +7,8 @@ that many zeros. What it accumulates is the sample that a trainer would train on
 A refused call and a committed fault leave the rollout as it was. In the masked dialect an id starts anew, as http-wire.md
 (A) has it, when its last answer called no tools and a call comes with a null mask and without any answer given before;
 what was found until then is kept as an earlier verdict. In the asynchronous dialect (B) there is no mask to count; what is
-judged beside the history is in `ruling`, and a turn that is asked for again under its key gets a sibling of its answer.
-In token mode the ids come with the call, and `continuation` says whether they are what the messages give.
+judged beside the history is in `async_rules`, and a turn that is asked for again under its key gets a sibling of its answer.
+In token mode the ids come with the call, and `token_mode_check` says whether they are what the messages give.
 """
 
 import threading
@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from rollout_server.testing.checks.async_rules import call_fault, outcome_fault
-from rollout_server.testing.checks.mask_check import first_mask_fault, mask_fault
 from rollout_server.testing.checks.renderer import Message, PlainRenderer, UnrenderableError
-from rollout_server.testing.checks.rollout_state import JudgedRollout, TokenCounts
+from rollout_server.testing.checks.rollout_state import JudgedRollout, OutcomeDelivery, OutcomeNotice, TokenCounts
 from rollout_server.testing.checks.token_mode_check import TokenModeCheck
 from rollout_server.testing.checks.turn import CheckedPrompt, CompletionCall, ScriptedCompletion
 from rollout_server.testing.checks.verdict import DeliveredOutcome, Refusal, RefusalReason, RefusedError, Verdict
-from rollout_server.testing.outcome_delivery import OutcomeDelivery, OutcomeNotice
 from rollout_server.testing.script import Lie, ScriptedReply
 
 ROLLOUTS_KEPT: Final = 4096
@@ -41,26 +39,26 @@ class Judge:
         self, renderer: PlainRenderer, rollouts_kept: int = ROLLOUTS_KEPT, *, reuses_ids: bool = False
     ) -> None:
         self._renderer = renderer
-        self._continuations = TokenModeCheck(renderer)
+        self._token_mode = TokenModeCheck(renderer)
         self._rollouts_kept = rollouts_kept
         self._reuses_ids = reuses_ids
-        self._tallies: dict[str, JudgedRollout] = {}
+        self._states: dict[str, JudgedRollout] = {}
         self._owners: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def check(self, call: CompletionCall) -> CheckedPrompt:
         """The prompt that a right call gives. RefusedError for a wrong one, which is then part of the verdict."""
-        tally = self._tallies.get(call.key) or JudgedRollout(call.key)
-        over = self._is_over(call, tally)
-        begins = tally.next_turn == 1 or over
+        state = self._states.get(call.key) or JudgedRollout(call.key)
+        over = self._is_over(call, state)
+        begins = state.next_turn == 1 or over
         try:
-            self._check_keyed(call, JudgedRollout(call.key) if over else tally)
-            if call.again or (call.keyed and tally.turn_keys[-1:] == [call.keyed.turn_key]):
-                self._check_again(call, tally)
+            self._check_keyed(call, JudgedRollout(call.key) if over else state)
+            if call.again or (call.keyed and state.turn_keys[-1:] == [call.keyed.turn_key]):
+                self._check_again(call, state)
                 return CheckedPrompt(
-                    call, tally.last_prompt, tally.last_turn.new_tokens, tally.last_turn.number, repeats=True
+                    call, state.last_prompt, state.last_turn.new_tokens, state.last_turn.number, repeats=True
                 )
-            return self._first(call) if begins else self._later(call, tally)
+            return self._first(call) if begins else self._later(call, state)
         except RefusedError as error:
             self.refuse(call.key, error.refusal)
             raise
@@ -68,20 +66,20 @@ class Judge:
     def refuse(self, rollout_id: str, refusal: Refusal) -> None:
         """Notes in the verdict that a call was refused."""
         with self._lock:
-            tally = self._tallies.get(rollout_id) or JudgedRollout(rollout_id)
-            tally.refuse(refusal)
-            self._keep(rollout_id, tally)
+            state = self._states.get(rollout_id) or JudgedRollout(rollout_id)
+            state.refuse(refusal)
+            self._store(rollout_id, state)
 
-    def conclude(self, notice: OutcomeNotice) -> None:
+    def receive_outcome(self, notice: OutcomeNotice) -> None:
         """Takes the delivery of an outcome; RefusedError for one that should not have come, or not like this."""
         with self._lock:
-            tally = self._tallies.get(notice.rollout_id) or JudgedRollout(notice.rollout_id)
+            state = self._states.get(notice.rollout_id) or JudgedRollout(notice.rollout_id)
             fault = None
-            if tally.conclusion is None:
-                fault = outcome_fault(notice, tally)
-                tally.conclusion = OutcomeDelivery(notice)
-            fault = tally.conclusion.come(notice) or fault
-            self._keep(notice.rollout_id, tally)
+            if state.delivery is None:
+                fault = outcome_fault(notice, state)
+                state.delivery = OutcomeDelivery(notice)
+            fault = state.delivery.receive(notice) or fault
+            self._store(notice.rollout_id, state)
         if fault:
             refusal = Refusal(0, RefusalReason.OUTCOME, fault)
             self.refuse(notice.rollout_id, refusal)
@@ -90,32 +88,32 @@ class Judge:
     def settle(self, rollout_id: str, status: int) -> Verdict | None:
         """Takes note of the status that answers an outcome; the verdict, where that ends its delivery."""
         with self._lock:
-            tally = self._tallies.get(rollout_id)
-            if tally is None or tally.conclusion is None or tally.conclusion.settled:
+            state = self._states.get(rollout_id)
+            if state is None or state.delivery is None or state.delivery.settled:
                 return None
-            tally.conclusion.settle(status)
-            return tally.verdict() if tally.conclusion.settled else None
+            state.delivery.settle(status)
+            return state.verdict() if state.delivery.settled else None
 
     def accept(self, prompt: CheckedPrompt, reply: ScriptedReply, fault: str = "") -> ScriptedCompletion:
         """The answer to a checked call; from now on the rollout's next call has to continue it.
 
         `fault` is the kind of failure by which it nevertheless does not arrive, for the verdict.
         """
-        answer = self.answer(prompt, reply)
+        completion = self.completion(prompt, reply)
         with self._lock:
-            tally = self._tally(prompt)
-            tally.add(prompt, answer, TokenCounts.by(answer, reply))
+            state = self._state_for(prompt)
+            state.add(prompt, completion, TokenCounts.of(completion, reply))
             if fault:
-                tally.fault(prompt, fault)
-            self._keep(prompt.call.key, tally)
-        return answer
+                state.fault(prompt, fault)
+            self._store(prompt.call.key, state)
+        return completion
 
-    def answer(self, prompt: CheckedPrompt, reply: ScriptedReply) -> ScriptedCompletion:
+    def completion(self, prompt: CheckedPrompt, reply: ScriptedReply) -> ScriptedCompletion:
         """What `accept` would give, without counting it."""
         call = prompt.call
         # Ids that were given may hold more than the template writes: an answer is found behind the template's own prompt.
-        behind = self._renderer.prompt(call.messages, call.tools) if call.given else prompt.ids
-        ids = self._renderer.answer(call.messages, call.tools, behind, reply)
+        behind = self._renderer.prompt(call.messages, call.tools) if call.token_prompt else prompt.ids
+        ids = self._renderer.completion_ids(call.messages, call.tools, behind, reply)
         message, finish = reply.message, reply.finish
         if call.max_tokens is not None and reply.lie is Lie.TOO_LONG:
             ids = [*ids[:1] * max(0, call.max_tokens + 1 - len(ids)), *ids]
@@ -128,125 +126,151 @@ class Judge:
     def record_fault(self, prompt: CheckedPrompt, name: str) -> None:
         """Notes in the verdict that a checked call is not answered, by what kind of failure."""
         with self._lock:
-            tally = self._tally(prompt)
-            tally.fault(prompt, name)
-            self._keep(prompt.call.key, tally)
+            state = self._state_for(prompt)
+            state.fault(prompt, name)
+            self._store(prompt.call.key, state)
 
     def record_lie(self, rollout_id: str, name: str) -> None:
         """Notes in the verdict what was told wrongly of the last answer."""
         with self._lock:
-            self._tallies[rollout_id].lied(name)
+            self._states[rollout_id].record_lie(name)
 
     def record_replay(self, prompt: CheckedPrompt) -> None:
         """Notes in the verdict that the answer of a turn is given again."""
         with self._lock:
-            self._tally(prompt).replayed()
+            self._state_for(prompt).record_replay()
 
     def is_masked(self, rollout_id: str, messages: Sequence[Message]) -> bool | None:
         """Whether the calls of a rollout that `messages` may continue carry masks; None where there is no such rollout."""
         with self._lock:
-            tally = self._tallies.get(rollout_id)
-            over = tally is None or tally.conclusion is not None or tally.is_over_for(messages)
-            return None if tally is None or over else tally.masked
+            state = self._states.get(rollout_id)
+            over = state is None or state.delivery is not None or state.is_over_for(messages)
+            return None if state is None or over else state.masked
 
     def start_anew(self, rollout_id: str) -> bool:
         """Makes the next call under this id a first one; whether the id was known."""
         with self._lock:
-            tally = self._tallies.get(rollout_id)
-            if tally:
-                self._keep(rollout_id, tally.anew())
-            return tally is not None
+            state = self._states.get(rollout_id)
+            if state:
+                self._store(rollout_id, state.fresh_state())
+            return state is not None
 
     def verdict(self, rollout_id: str) -> Verdict | None:
         """What was found about one rollout; None for an id that is not known."""
         with self._lock:
-            tally = self._tallies.get(rollout_id)
-            return tally.verdict() if tally else None
+            state = self._states.get(rollout_id)
+            return state.verdict() if state else None
 
     def outcome(self, rollout_id: str) -> DeliveredOutcome | None:
         """What a rollout came to; None where nothing was delivered."""
         with self._lock:
-            tally = self._tallies.get(rollout_id)
-            return tally.conclusion.value() if tally and tally.conclusion else None
+            state = self._states.get(rollout_id)
+            return state.delivery.value() if state and state.delivery else None
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """All that are kept, the one called least recently first."""
         with self._lock:
-            return tuple(tally.verdict() for tally in self._tallies.values())
+            return tuple(state.verdict() for state in self._states.values())
 
-    def _check_again(self, call: CompletionCall, tally: JudgedRollout) -> None:
-        if call.again and not tally.asked_alike(call.messages):
-            text = f"turn {tally.last_turn.number} is asked for again, but the messages are others"
-            raise _refused(tally.last_turn.number, RefusalReason.KEY, text)
+    def _check_again(self, call: CompletionCall, state: JudgedRollout) -> None:
+        if call.again and not state.repeats_last_request(call.messages):
+            text = f"turn {state.last_turn.number} is asked for again, but the messages are others"
+            raise _refusal_error(state.last_turn.number, RefusalReason.KEY, text)
 
     def _first(self, call: CompletionCall) -> CheckedPrompt:
         if call.masked and (fault := first_mask_fault(call.mask)):
-            raise _refused(1, RefusalReason.MASK, fault)
+            raise _refusal_error(1, RefusalReason.MASK, fault)
         return CheckedPrompt(call, self._ids(call, 1), new_tokens=0, turn=1, begins=True)
 
-    def _later(self, call: CompletionCall, tally: JudgedRollout) -> CheckedPrompt:
-        turn = tally.next_turn
-        if fault := tally.history_fault(call.messages):
-            raise _refused(turn, RefusalReason.HISTORY, fault)
+    def _later(self, call: CompletionCall, state: JudgedRollout) -> CheckedPrompt:
+        turn = state.next_turn
+        if fault := state.history_fault(call.messages):
+            raise _refusal_error(turn, RefusalReason.HISTORY, fault)
         ids = self._ids(call, turn)
-        new_tokens = len(ids) - tally.seen_tokens
+        new_tokens = len(ids) - state.seen_tokens
         if new_tokens < 0:
             text = (
-                f"the messages render to {len(ids)} tokens, {-new_tokens} fewer than the {tally.seen_tokens} "
+                f"the messages render to {len(ids)} tokens, {-new_tokens} fewer than the {state.seen_tokens} "
                 "of the last prompt and its answer: no response_mask can be right"
             )
-            raise _refused(turn, RefusalReason.SHRUNK, text)
+            raise _refusal_error(turn, RefusalReason.SHRUNK, text)
         if call.masked and (fault := mask_fault(call.mask, new_tokens)):
-            raise _refused(turn, RefusalReason.MASK, fault)
+            raise _refusal_error(turn, RefusalReason.MASK, fault)
         return CheckedPrompt(call, ids, new_tokens, turn)
 
-    def _is_over(self, call: CompletionCall, tally: JudgedRollout) -> bool:
+    def _is_over(self, call: CompletionCall, state: JudgedRollout) -> bool:
         """Whether the call begins the rollout anew."""
-        if call.masked or (call.keyed and tally.masked):
-            return not call.mask and tally.is_over_for(call.messages)
-        ended = tally.conclusion is not None and tally.conclusion.settled
-        fresh = call.keyed is not None and call.keyed.turn_key not in tally.turn_keys
-        return self._reuses_ids and ended and fresh and not tally.has_answer(call.messages)
+        if call.masked or (call.keyed and state.masked):
+            return not call.mask and state.is_over_for(call.messages)
+        ended = state.delivery is not None and state.delivery.settled
+        fresh = call.keyed is not None and call.keyed.turn_key not in state.turn_keys
+        return self._reuses_ids and ended and fresh and not state.has_completion(call.messages)
 
-    def _check_keyed(self, call: CompletionCall, tally: JudgedRollout) -> None:
+    def _check_keyed(self, call: CompletionCall, state: JudgedRollout) -> None:
         if call.keyed is None:
             return
-        if found := call_fault(call, call.keyed, tally):
-            raise _refused(tally.next_turn, *found)
+        if found := call_fault(call, call.keyed, state):
+            raise _refusal_error(state.next_turn, *found)
         owner = self._owners.setdefault(call.keyed.turn_key, call.key)
         if owner != call.key:
             text = f"the Idempotency-Key is that of a turn of rollout {owner!r}: each turn has a key of its own"
-            raise _refused(tally.next_turn, RefusalReason.KEY, text)
+            raise _refusal_error(state.next_turn, RefusalReason.KEY, text)
         while len(self._owners) > _KEYS_KEPT:
             del self._owners[next(iter(self._owners))]
 
     def _ids(self, call: CompletionCall, turn: int) -> list[int]:
         """What the model sees: the ids that came, if they are right, else the messages rendered."""
         try:
-            if call.given is None:
+            if call.token_prompt is None:
                 return self._renderer.prompt(call.messages, call.tools)
-            fault = self._continuations.fault(call.messages, call.tools, call.given)
+            fault = self._token_mode.fault(call.messages, call.tools, call.token_prompt)
         except UnrenderableError as error:
-            raise _refused(turn, RefusalReason.TEMPLATE, str(error)) from error
+            raise _refusal_error(turn, RefusalReason.TEMPLATE, str(error)) from error
         if fault:
-            raise _refused(turn, RefusalReason.TOKENS, fault)
-        return call.given.ids
+            raise _refusal_error(turn, RefusalReason.TOKENS, fault)
+        return call.token_prompt.ids
 
-    def _tally(self, prompt: CheckedPrompt) -> JudgedRollout:
-        tally = self._tallies.get(prompt.call.key) or JudgedRollout(prompt.call.key)
-        return tally.anew() if prompt.begins and (tally.next_turn > 1 or tally.conclusion) else tally
+    def _state_for(self, prompt: CheckedPrompt) -> JudgedRollout:
+        state = self._states.get(prompt.call.key) or JudgedRollout(prompt.call.key)
+        return state.fresh_state() if prompt.begins and (state.next_turn > 1 or state.delivery) else state
 
-    def _keep(self, rollout_id: str, tally: JudgedRollout) -> None:
-        self._tallies.pop(rollout_id, None)
-        self._tallies[rollout_id] = tally
-        while len(self._tallies) > self._rollouts_kept:
-            del self._tallies[next(iter(self._tallies))]
+    def _store(self, rollout_id: str, state: JudgedRollout) -> None:
+        self._states.pop(rollout_id, None)
+        self._states[rollout_id] = state
+        while len(self._states) > self._rollouts_kept:
+            del self._states[next(iter(self._states))]
 
 
-def _refused(turn: int, reason: RefusalReason, text: str) -> RefusedError:
+def _refusal_error(turn: int, reason: RefusalReason, text: str) -> RefusedError:
     return RefusedError(Refusal(turn, reason, text))
 
 
 def _logprobs(offset: int, count: int) -> list[float]:
     """Multiples of 1/128 in (-1, 0), which float32 holds exactly; another sequence for each length of prompt."""
     return [-(1 + (offset * 31 + index * 7) % 97) / 128 for index in range(count)]
+
+
+def mask_fault(mask: object, new_tokens: int) -> str | None:
+    """What is wrong with the mask of a later turn, in words that name both lengths; None if it is right.
+
+    With nothing new, null and ``[]`` are both right.
+    """
+    are_new = f"{new_tokens} tokens are new since the last answer"
+    if mask is None:
+        return f"response_mask is missing, {are_new}" if new_tokens else None
+    if not isinstance(mask, list):
+        return f"response_mask is no list, {are_new}"
+    if len(mask) != new_tokens:
+        return f"response_mask has length {len(mask)}, {are_new}"
+    for index, value in enumerate(mask):
+        if type(value) is not int or value != 0:
+            return f"response_mask[{index}] is {value!r}, but the model generated none of the {new_tokens} new tokens"
+    return None
+
+
+def first_mask_fault(mask: object) -> str | None:
+    """The same for the first turn, where nothing was generated yet: null, or ``[]``."""
+    if mask is None or mask == []:
+        return None
+    length = f"has length {len(mask)}" if isinstance(mask, list) else "is no list"
+    return f"response_mask {length}, but on the first turn it is null: 0 tokens are new"

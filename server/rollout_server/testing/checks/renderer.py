@@ -54,7 +54,7 @@ class PlainRenderer:
         """The ids of the whole prompt, generation prompt included; UnrenderableError if the template refuses."""
         return self._render(messages, tools, generation_prompt=True)
 
-    def answer(
+    def completion_ids(
         self, messages: Sequence[Message], tools: Tools | None, prompt: list[int], reply: ScriptedReply
     ) -> list[int]:
         """The ids that a model generates when it says `reply` after `prompt`.
@@ -100,10 +100,10 @@ class PlainRenderer:
 
         Some templates close the whole text that way; no model generates it.
         """
-        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d e"}]
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d e"}]
         try:
-            ended = self._render(said, None, generation_prompt=False)
-            going_on = self._render(said, None, generation_prompt=True)
+            ended = self._render(messages, None, generation_prompt=False)
+            going_on = self._render(messages, None, generation_prompt=True)
         except UnrenderableError:
             return 0
         shared = next((i for i, (a, b) in enumerate(zip(ended, going_on, strict=False)) if a != b), len(ended))
@@ -112,22 +112,22 @@ class PlainRenderer:
     def _ids_after_prompt(
         self, messages: Sequence[Message], tools: Tools | None, prompt: list[int], reply: ScriptedReply
     ) -> list[int]:
-        said = [*messages, reply.message]
-        whole = self._render(said, tools, generation_prompt=False)
+        conversation = [*messages, reply.message]
+        whole = self._render(conversation, tools, generation_prompt=False)
         whole = whole[: len(whole) - self._after_all]
         if whole[: len(prompt)] == prompt:
             return whole[len(prompt) :]
         # The history of such a template does not begin with the prompt: what differs is what was said.
-        asked: str = self._apply(messages, tools, add_generation_prompt=True, tokenize=False)
-        text: str = self._apply(said, tools, add_generation_prompt=False, tokenize=False)
-        shared = next((i for i, (a, b) in enumerate(zip(asked, text, strict=False)) if a != b), len(asked))
+        prompt_text: str = self._apply(messages, tools, add_generation_prompt=True, tokenize=False)
+        text: str = self._apply(conversation, tools, add_generation_prompt=False, tokenize=False)
+        shared = next((i for i, (a, b) in enumerate(zip(prompt_text, text, strict=False)) if a != b), len(prompt_text))
         return self.encode(text[shared:])
 
     def _apply(self, messages: Sequence[Message], tools: Tools | None, **options: bool) -> Any:
-        shown = [_with_parsed_arguments(m) for m in messages] if self._parse_arguments else list(messages)
+        rendered = [_with_parsed_arguments(m) for m in messages] if self._parse_arguments else list(messages)
         try:
             return self._tokenizer.apply_chat_template(
-                shown, tools=list(tools) if tools else None, return_dict=False, **options, **self._template_kwargs
+                rendered, tools=list(tools) if tools else None, return_dict=False, **options, **self._template_kwargs
             )
         except Exception as error:  # a chat template is foreign code: whatever it raises is a refusal
             raise UnrenderableError(f"the messages cannot be rendered: {error}") from error
@@ -137,10 +137,10 @@ def _with_parsed_arguments(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
+    return {**message, "tool_calls": [_parse_call(call) for call in calls]}
 
 
-def _parsed_call(call: Any) -> Any:
+def _parse_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call

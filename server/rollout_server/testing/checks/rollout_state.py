@@ -1,35 +1,50 @@
-"""What the judge remembers of one rollout: mutable, and changed by an accepted answer or a delivered outcome only."""
+"""What the judge remembers of one rollout: its history, its sample and the delivery of its outcome.
+
+Mutable, and changed by an accepted completion or a delivered outcome only.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeAlias
 
-from rollout_server.testing.checks.history_check import Reading, canonical, first_difference, verbatim
 from rollout_server.testing.checks.renderer import Message
 from rollout_server.testing.checks.turn import CheckedPrompt, ScriptedCompletion
-from rollout_server.testing.checks.verdict import EARLIER_KEPT, JudgedTurn, Refusal, TrainerSample, Verdict
-from rollout_server.testing.outcome_delivery import OutcomeDelivery
+from rollout_server.testing.checks.verdict import (
+    EARLIER_KEPT,
+    DeliveredOutcome,
+    JudgedTurn,
+    Refusal,
+    TrainerSample,
+    Verdict,
+)
 from rollout_server.testing.script import ScriptedReply
 
 _COUNTED: Final = frozenset({"token_ids", "prompt_token_ids", "usage", "choices"})
 
 
+Reading: TypeAlias = Callable[[Message], str]
+"""Gives a message as a text that is equal for messages that say the same."""
+RETRIED_STATUSES: Final = frozenset({408, 425, 429})
+"""The statuses 4xx after which the same outcome comes again; after any other it does not (http-wire.md, B)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """How many tokens of prompt and answer a response spoke of, by its ids or its usage; None where it did not."""
+    """How many tokens of prompt and answer a response reported, by its ids or its usage; None where it did not."""
 
     prompt: int | None
-    answer: int | None
+    completion: int | None
 
     @classmethod
-    def by(cls, answer: ScriptedCompletion, reply: ScriptedReply) -> "TokenCounts":
-        """What a reply tells of an answer. Fields that were overridden may say anything."""
+    def of(cls, completion: ScriptedCompletion, reply: ScriptedReply) -> "TokenCounts":
+        """What a reply reports of a completion. Fields that were overridden may say anything."""
         if _COUNTED & set(reply.override):
             return cls(None, None)
         prompt = reply.usage or "prompt_token_ids" not in reply.omit
         generated = reply.usage or "token_ids" not in reply.omit
-        return cls(len(answer.prompt_ids) if prompt else None, len(answer.token_ids) if generated else None)
+        return cls(len(completion.prompt_ids) if prompt else None, len(completion.token_ids) if generated else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +65,7 @@ class JudgedRollout:
         self._earlier = earlier[-EARLIER_KEPT:]
         self._read: Reading = canonical
         self._known: list[str] = []
-        self._answers: list[str] = []
+        self._completions: list[str] = []
         self._ended = False
         self._seen: list[int] = []
         self._turns: list[JudgedTurn] = []
@@ -62,11 +77,11 @@ class JudgedRollout:
         self._logprobs: list[float] = []
         self._before = _Before([], [], ended=False, response_tokens=0)
         self._siblings = self._replays = 0
-        self.told: list[TokenCounts] = []
+        self.reported_counts: list[TokenCounts] = []
         self.turn_keys: list[str] = []
-        self.asked_key = ""
+        self.pending_key = ""
         self.masked: bool | None = None
-        self.conclusion: OutcomeDelivery | None = None
+        self.delivery: OutcomeDelivery | None = None
 
     @property
     def next_turn(self) -> int:
@@ -88,13 +103,13 @@ class JudgedRollout:
         """The length of the last prompt and its answer together."""
         return len(self._seen)
 
-    def has_answer(self, messages: Sequence[Message]) -> bool:
-        """Whether `messages` hold any of the answers given."""
-        return any(self._read(message) in self._answers for message in messages)
+    def has_completion(self, messages: Sequence[Message]) -> bool:
+        """Whether `messages` hold any of the completions."""
+        return any(self._read(message) in self._completions for message in messages)
 
     def is_over_for(self, messages: Sequence[Message]) -> bool:
         """Whether the last answer called no tools and `messages` hold none of the answers given."""
-        return self._ended and not self.has_answer(messages)
+        return self._ended and not self.has_completion(messages)
 
     def history_fault(self, messages: Sequence[Message]) -> str | None:
         """How `messages` fail to continue what is known, naming the index; None where they do continue it."""
@@ -109,14 +124,14 @@ class JudgedRollout:
             f"{len(self._known)} are known, and the history of a rollout only grows"
         )
 
-    def asked_alike(self, messages: Sequence[Message]) -> bool:
+    def repeats_last_request(self, messages: Sequence[Message]) -> bool:
         """Whether `messages` are exactly those that the last answered turn came with."""
-        asked = self._known[:-1]
-        return len(messages) == len(asked) and first_difference(asked, messages, self._read) is None
+        previous = self._known[:-1]
+        return len(messages) == len(previous) and first_difference(previous, messages, self._read) is None
 
-    def final_fault(self, messages: Sequence[Message], *, with_answer: bool) -> str | None:
+    def final_fault(self, messages: Sequence[Message], *, with_completion: bool) -> str | None:
         """How an outcome's messages fail to begin with what was seen here, the last answer included or not."""
-        index = first_difference(self._known if with_answer else self._known[:-1], messages, self._read)
+        index = first_difference(self._known if with_completion else self._known[:-1], messages, self._read)
         if index is None:
             return None
         return (
@@ -138,46 +153,48 @@ class JudgedRollout:
         """Records a failure of the trainer itself; what comes next is another attempt at the same turn."""
         self._faults.append(f"turn {prompt.turn}: {name}")
         if prompt.call.keyed and prompt.turn == self.next_turn:
-            self.asked_key = prompt.call.keyed.turn_key
+            self.pending_key = prompt.call.keyed.turn_key
 
-    def lied(self, name: str) -> None:
+    def record_lie(self, name: str) -> None:
         """Records that what was told of the last answer is not what counts here."""
         self._faults.append(f"turn {self.next_turn - 1}: {name}")
 
-    def replayed(self) -> None:
+    def record_replay(self) -> None:
         """Records that an answer was given again."""
         self._replays += 1
 
-    def add(self, prompt: CheckedPrompt, answer: ScriptedCompletion, told: TokenCounts) -> None:
+    def add(self, prompt: CheckedPrompt, completion: ScriptedCompletion, counts: TokenCounts) -> None:
         """Takes an accepted turn into the sample; a sibling in place of the answer that it is one of."""
         if prompt.repeats:
-            self._undo()
+            self._drop_last_turn()
             self._siblings += 1
         drift = self.drift(prompt.ids) if self._turns else None
         self._before = _Before(self._known, self._seen, self._ended, len(self._response_ids))
-        self._turns.append(JudgedTurn(self.next_turn, len(prompt.ids), prompt.new_tokens, len(answer.token_ids), drift))
+        self._turns.append(
+            JudgedTurn(self.next_turn, len(prompt.ids), prompt.new_tokens, len(completion.token_ids), drift)
+        )
         if len(self._turns) == 1:
             self._prompt_ids = prompt.ids
         else:
             environment = prompt.ids[len(self._seen) :]
             self._append(environment, 0, [0.0] * len(environment))
-        self._append(answer.token_ids, 1, answer.logprobs)
-        self._seen = prompt.ids + answer.token_ids
-        self._remember(prompt, answer)
-        self.told.append(told)
+        self._append(completion.token_ids, 1, completion.logprobs)
+        self._seen = prompt.ids + completion.token_ids
+        self._store_history(prompt, completion)
+        self.reported_counts.append(counts)
 
-    def _remember(self, prompt: CheckedPrompt, answer: ScriptedCompletion) -> None:
+    def _store_history(self, prompt: CheckedPrompt, completion: ScriptedCompletion) -> None:
         keyed = prompt.call.keyed
-        self.masked, self.asked_key = prompt.call.masked, ""
+        self.masked, self.pending_key = prompt.call.masked, ""
         self._read = verbatim if keyed else canonical
-        self._known = [self._read(message) for message in (*prompt.call.messages, answer.message)]
-        self._answers.append(self._known[-1])
-        self._ended = not answer.message.get("tool_calls")
+        self._known = [self._read(message) for message in (*prompt.call.messages, completion.message)]
+        self._completions.append(self._known[-1])
+        self._ended = not completion.message.get("tool_calls")
         self.turn_keys.append(keyed.turn_key if keyed else "")
 
-    def _undo(self) -> None:
+    def _drop_last_turn(self) -> None:
         before = self._before
-        for grown in (self._turns, self._answers, self.told, self.turn_keys):
+        for grown in (self._turns, self._completions, self.reported_counts, self.turn_keys):
             grown.pop()
         for tokens in (self._response_ids, self._mask, self._logprobs):
             del tokens[before.response_tokens :]
@@ -199,13 +216,86 @@ class JudgedRollout:
             refusals=tuple(self._refusals),
             faults=tuple(self._faults),
             sample=sample,
-            outcome=self.conclusion.value() if self.conclusion else None,
+            outcome=self.delivery.value() if self.delivery else None,
             siblings=self._siblings,
             replays=self._replays,
             earlier=self._earlier,
         )
 
-    def anew(self) -> "JudgedRollout":
-        """An empty tally under the same id, which keeps this one's verdict as an earlier one."""
+    def fresh_state(self) -> "JudgedRollout":
+        """An empty state under the same id, which keeps this one's verdict as an earlier one."""
         verdict = dataclasses.replace(self.verdict(), earlier=())
         return JudgedRollout(self._rollout_id, (*self._earlier, verdict))
+
+
+def canonical(message: Message) -> str:
+    """Keys whose value is null say the same as absent keys, and the order of keys says nothing, except inside of
+    `arguments`, which templates render in the order given. ``8`` and ``8.0`` differ.
+    """
+    return verbatim({key: value for key, value in message.items() if value is not None})
+
+
+def verbatim(message: Message) -> str:
+    """The same for a dialect whose messages go through untouched: a null is there or is not."""
+    return json.dumps(_with_sorted_keys(message))
+
+
+def first_difference(known: Sequence[str], messages: Sequence[Message], read: Reading = canonical) -> int | None:
+    """The first index at which `messages` does not begin with the messages `known` by their texts."""
+    for index, text in enumerate(known):
+        if index >= len(messages) or read(messages[index]) != text:
+            return index
+    return None
+
+
+def _with_sorted_keys(value: object) -> object:
+    if isinstance(value, Mapping):
+        return [[key, value[key] if key == "arguments" else _with_sorted_keys(value[key])] for key in sorted(value)]
+    if isinstance(value, list | tuple):
+        return ["", *(_with_sorted_keys(item) for item in value)]
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeNotice:
+    """The delivery of an outcome: the bytes of its body, the body parsed, its ``Idempotency-Key``; empty without one."""
+
+    rollout_id: str
+    raw: bytes
+    body: Mapping[str, Any]
+    key: str
+
+
+class OutcomeDelivery:
+    """What was delivered first, how often it came, and what settled it."""
+
+    def __init__(self, first: OutcomeNotice) -> None:
+        self._first = first
+        self._deliveries = 0
+        self._final_status: int | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether it was acknowledged or refused for good."""
+        return self._final_status is not None
+
+    def receive(self, notice: OutcomeNotice) -> str | None:
+        """Counts a delivery. What is wrong with it in the light of the first one; None if nothing is."""
+        self._deliveries += 1
+        if self._final_status is not None:
+            return f"the outcome was answered with status {self._final_status}, which is final, and it came again"
+        if notice.raw != self._first.raw:
+            return "the body differs from the one delivered before: a rollout has one outcome, repeated byte for byte"
+        if notice.key != self._first.key:
+            return f"the Idempotency-Key is {notice.key!r}, before it was {self._first.key!r}"
+        return None
+
+    def settle(self, status: int) -> None:
+        """Takes note of the status that was sent. The first final one counts."""
+        final = 200 <= status < 300 or (400 <= status < 500 and status not in RETRIED_STATUSES)
+        if final and self._final_status is None:
+            self._final_status = status
+
+    def value(self) -> DeliveredOutcome:
+        """All of it as a value."""
+        return DeliveredOutcome(self._first.body, self._first.key, self._deliveries, self._final_status)

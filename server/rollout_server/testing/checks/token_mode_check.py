@@ -25,14 +25,14 @@ from rollout_server.testing.model.calculator import text_of
 
 _AROUND: Final = 12
 _LONGEST_EXCERPT: Final = 80
-_WORDS: Final = ("one", "two")
+_VARIANTS: Final = ("one", "two")
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPiece:
+class PromptSpan:
     """What stands in front of one answer, ``ids[start:stop]`` of a prompt.
 
-    `closing` of them, at its start, are declared to end the answer before, which is ``messages[answered]``; None for the
+    `closing` of them, at its start, end the completion before, which is ``messages[completion_index]``; None for the
     prompt that a segment begins with. `messages` of the conversation come before the answer that follows. `cut` says
     that the answer before ended for its length.
     """
@@ -41,83 +41,83 @@ class PromptPiece:
     start: int
     stop: int
     messages: int
-    answered: int | None = None
+    completion_index: int | None = None
     closing: int = 0
     cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class GivenPrompt:
-    """The ids that a call is to be answered from, and those pieces of them that were not judged yet."""
+class TokenPrompt:
+    """The ids that a call is to be completed from, and those spans of them that were not judged yet."""
 
     ids: list[int]
-    pieces: tuple[PromptPiece, ...]
+    spans: tuple[PromptSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Expected:
     ids: list[int]
     closing: int
 
 
 class TokenModeCheck:
-    """Judges given ids. For the thread that owns the renderer."""
+    """Judges the ids of token mode. For the thread that owns the renderer."""
 
     def __init__(self, renderer: PlainRenderer) -> None:
         self._renderer = renderer
         self._forms = (renderer, renderer.in_other_form())
 
-    def fault(self, messages: Sequence[Message], tools: Tools | None, given: GivenPrompt) -> str | None:
+    def fault(self, messages: Sequence[Message], tools: Tools | None, prompt: TokenPrompt) -> str | None:
         """What is wrong, in words that name turn, token and the text around it; None if nothing is.
 
         UnrenderableError where the template takes the messages in no form.
         """
-        found = (self._piece_fault(messages[: piece.messages], tools, given.ids, piece) for piece in given.pieces)
+        found = (self._span_fault(messages[: span.messages], tools, prompt.ids, span) for span in prompt.spans)
         return next((fault for fault in found if fault), None)
 
-    def _piece_fault(
-        self, messages: Sequence[Message], tools: Tools | None, ids: list[int], piece: PromptPiece
+    def _span_fault(
+        self, messages: Sequence[Message], tools: Tools | None, ids: list[int], span: PromptSpan
     ) -> str | None:
-        sent = ids[piece.start : piece.stop]
-        wanted = self._wanted(messages, tools, ids, piece)
-        if not wanted:
-            return self._text_fault(messages, sent, piece)
-        if any(each.ids == sent and each.closing == piece.closing for each in wanted):
+        sent = ids[span.start : span.stop]
+        expected = self._expected_spans(messages, tools, ids, span)
+        if not expected:
+            return self._text_fault(messages, sent, span)
+        if any(each.ids == sent and each.closing == span.closing for each in expected):
             return None
-        first = wanted[0]
+        first = expected[0]
         if first.ids == sent:
             return (
-                f"turn {piece.turn}: {piece.closing} tokens from token {piece.start} on are said to close the answer "
+                f"turn {span.turn}: {span.closing} tokens from token {span.start} on are said to close the answer "
                 f"before, {first.closing} do"
             )
-        return self._difference(first.ids, sent, piece)
+        return self._difference(first.ids, sent, span)
 
-    def _wanted(
-        self, messages: Sequence[Message], tools: Tools | None, ids: list[int], piece: PromptPiece
-    ) -> list[_Wanted]:
+    def _expected_spans(
+        self, messages: Sequence[Message], tools: Tools | None, ids: list[int], span: PromptSpan
+    ) -> list[_Expected]:
         """All that would be right, what the trainer itself would render first."""
-        wanted: list[_Wanted] = []
+        expected: list[_Expected] = []
         refusals: list[UnrenderableError] = []
         forms = self._forms if any(message.get("tool_calls") for message in messages) else self._forms[:1]
         for form in forms:
             try:
-                wanted += _appended(form, messages, tools, ids, piece) or _behind_answer(
-                    form, messages, tools, ids, piece
+                expected += _expected_appended(form, messages, tools, ids, span) or _after_completion(
+                    form, messages, tools, ids, span
                 )
             except UnrenderableError as error:
                 refusals.append(error)
         if len(refusals) == len(forms):
             raise refusals[0]
-        return wanted
+        return expected
 
-    def _difference(self, wanted: list[int], sent: list[int], piece: PromptPiece) -> str:
-        index = next((i for i, (a, b) in enumerate(zip(wanted, sent, strict=False)) if a != b), None)
-        at = min(len(wanted), len(sent)) if index is None else index
+    def _difference(self, expected: list[int], sent: list[int], span: PromptSpan) -> str:
+        index = next((i for i, (a, b) in enumerate(zip(expected, sent, strict=False)) if a != b), None)
+        at = min(len(expected), len(sent)) if index is None else index
         before = self._excerpt(sent[max(0, at - _AROUND) : at], tail=True)
         return (
-            f"turn {piece.turn}: token {piece.start + at} is not what the messages give. Behind {before} "
-            f"here comes {self._excerpt(wanted[at : at + _AROUND])}, sent was {self._excerpt(sent[at : at + _AROUND])} "
-            f"({len(wanted)} tokens from token {piece.start} on here, {len(sent)} sent)"
+            f"turn {span.turn}: token {span.start + at} is not what the messages give. Behind {before} "
+            f"here comes {self._excerpt(expected[at : at + _AROUND])}, sent was {self._excerpt(sent[at : at + _AROUND])} "
+            f"({len(expected)} tokens from token {span.start} on here, {len(sent)} sent)"
         )
 
     def _excerpt(self, ids: list[int], *, tail: bool = False) -> str:
@@ -126,59 +126,61 @@ class TokenModeCheck:
         text = self._renderer.decode(ids)
         return repr(text[-_LONGEST_EXCERPT:] if tail else text[:_LONGEST_EXCERPT])
 
-    def _text_fault(self, messages: Sequence[Message], sent: list[int], piece: PromptPiece) -> str | None:
+    def _text_fault(self, messages: Sequence[Message], sent: list[int], span: PromptSpan) -> str | None:
         text, at = self._renderer.decode(sent), 0
-        first = 0 if piece.answered is None else piece.answered + 1
+        first = 0 if span.completion_index is None else span.completion_index + 1
         for index in range(first, len(messages)):
-            said = text_of(messages[index]).strip()
-            found = text.find(said, at)
+            content = text_of(messages[index]).strip()
+            found = text.find(content, at)
             if found < 0:
-                return f"turn {piece.turn}: the text of messages[{index}] does not stand in the tokens, or not in order"
-            at = found + len(said)
+                return f"turn {span.turn}: the text of messages[{index}] does not stand in the tokens, or not in order"
+            at = found + len(content)
         return None
 
 
-def _appended(
-    renderer: PlainRenderer, messages: Sequence[Message], tools: Tools | None, ids: list[int], piece: PromptPiece
-) -> list[_Wanted]:
+def _expected_appended(
+    renderer: PlainRenderer, messages: Sequence[Message], tools: Tools | None, ids: list[int], span: PromptSpan
+) -> list[_Expected]:
     """The rest of the whole conversation's rendering, where it begins with what is held and breaks off at the answer's end."""
     plain = renderer.prompt(messages, tools)
-    if piece.answered is None:
-        return [_Wanted(plain, 0)]
-    start = piece.start
+    if span.completion_index is None:
+        return [_Expected(plain, 0)]
+    start = span.start
     if plain[:start] != ids[:start]:
         return []
-    if renderer.is_end(ids[start - 1]) and not piece.cut:
-        return [_Wanted(plain[start:], 0)]
+    if renderer.is_end(ids[start - 1]) and not span.cut:
+        return [_Expected(plain[start:], 0)]
     closed = any(map(renderer.is_end, plain[start : start + 1])) and not renderer.is_end(ids[start - 1])
-    return [_Wanted(plain[start:], 1)] if closed else []
+    return [_Expected(plain[start:], 1)] if closed else []
 
 
-def _behind_answer(
-    renderer: PlainRenderer, messages: Sequence[Message], tools: Tools | None, ids: list[int], piece: PromptPiece
-) -> list[_Wanted]:
+def _after_completion(
+    renderer: PlainRenderer, messages: Sequence[Message], tools: Tools | None, ids: list[int], span: PromptSpan
+) -> list[_Expected]:
     """What every rendering has behind the answer, whatever the answer says."""
-    if piece.answered is None:
+    if span.completion_index is None:
         return []
     text = renderer.text(messages, tools)
-    last = ids[piece.start - 1]
-    wanted = []
-    suffix = _common_suffix(renderer, messages, tools, piece.answered)
+    last = ids[span.start - 1]
+    expected = []
+    suffix = _common_suffix(renderer, messages, tools, span.completion_index)
     for stop in _stops(renderer, suffix, last):
         tail = suffix[suffix.index(renderer.decode([stop])) :]
         encoded = renderer.encode(tail)
         if not text.endswith(tail) or encoded[0] != stop:
             continue
-        ended = last == stop or (renderer.is_end(last) and not piece.cut)
-        wanted.append(_Wanted(encoded[1:], 0) if ended else _Wanted(encoded, 1))
-    return wanted
+        ended = last == stop or (renderer.is_end(last) and not span.cut)
+        expected.append(_Expected(encoded[1:], 0) if ended else _Expected(encoded, 1))
+    return expected
 
 
-def _common_suffix(renderer: PlainRenderer, messages: Sequence[Message], tools: Tools | None, answered: int) -> str:
+def _common_suffix(
+    renderer: PlainRenderer, messages: Sequence[Message], tools: Tools | None, completion_index: int
+) -> str:
     for vary in (_with_arguments, _with_content):
         others = [list(messages), list(messages)]
-        for other, word in zip(others, _WORDS, strict=True):
-            other[answered] = vary(messages[answered], word)
+        for other, variant in zip(others, _VARIANTS, strict=True):
+            other[completion_index] = vary(messages[completion_index], variant)
         one, two = (renderer.text(other, tools) for other in others)
         if one != two:
             pairs = enumerate(zip(reversed(one), reversed(two), strict=False))
@@ -195,21 +197,21 @@ def _stops(renderer: PlainRenderer, suffix: str, last: int) -> Iterator[int]:
         yield last
 
 
-def _with_arguments(message: Message, word: str) -> Message:
+def _with_arguments(message: Message, variant: str) -> Message:
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not calls:
         return message
-    return {**message, "tool_calls": [_call_with(call, word) for call in calls]}
+    return {**message, "tool_calls": [_call_with(call, variant) for call in calls]}
 
 
-def _call_with(call: Any, word: str) -> Any:
+def _call_with(call: Any, variant: str) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
     as_text = isinstance(function.get("arguments"), str)
-    arguments = f'{{"value": "{word}"}}' if as_text else {"value": word}
+    arguments = f'{{"value": "{variant}"}}' if as_text else {"value": variant}
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _with_content(message: Message, word: str) -> Message:
-    return {**message, "content": word}
+def _with_content(message: Message, variant: str) -> Message:
+    return {**message, "content": variant}

@@ -1,10 +1,10 @@
-"""The values of one turn on the trainer's side: what was asked, what it was found to be, what is answered."""
+"""The values of one turn on the trainer's side: the request, the checked prompt, the completion."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout_server.testing.checks.renderer import Message, Tools
-from rollout_server.testing.checks.token_mode_check import GivenPrompt
+from rollout_server.testing.checks.token_mode_check import TokenPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class CompletionCall:
 
     `mask` is the `response_mask` of the body, None where there was none. A dialect without masks says `masked=False`:
     then only the messages are judged. The asynchronous dialect is `keyed` as well, and its history verbatim. `tools` are
-    those that the prompt is rendered with. `judged_as` is the name under which the conversation is judged, where that is
-    not the rollout's id: a rollout may hold several conversations. In token mode `given` are the ids to answer from, and
+    those that the prompt is rendered with. `verdict_key` is the name under which the conversation is judged, where that is
+    not the rollout's id: a rollout may hold several conversations. In token mode `token_prompt` are the ids to answer from, and
     `max_tokens` the most that the answer may have. `again`: the last turn is asked for anew, to be answered anew.
     """
 
@@ -32,15 +32,15 @@ class CompletionCall:
     tools: Tools | None = None
     masked: bool = True
     keyed: Keyed | None = None
-    judged_as: str = ""
-    given: GivenPrompt | None = None
+    verdict_key: str = ""
+    token_prompt: TokenPrompt | None = None
     max_tokens: int | None = None
     again: bool = False
 
     @property
     def key(self) -> str:
         """The name of the verdict that the call counts for."""
-        return self.judged_as or self.rollout_id
+        return self.verdict_key or self.rollout_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class DeliveredOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All that the judge knows of one rollout id (over gRPC: of one conversation, see `Call.key`).
+    """All that the judge knows of one rollout id (over gRPC: of one conversation, see `CompletionCall.key`).
 
     `faults` names the failures and lies that the trainer committed on purpose, as ``turn 2: reset``. `siblings` counts answers that
     were generated for turns that had one (the last one is in the sample), `replays` those that were given again instead.

@@ -2,11 +2,12 @@
 
 There is no mask on this wire: the trainer derives it. What is judged is the history, that base and turn key are what
 they should be, and in token mode who wrote which token, the digests, and the tokens that nobody generated here
-(`completion_tokens`, `continuation`). An answered turn key gets the same answer again and generates nothing, or, where keys are
+(`token_mode`, `token_mode_check`). An answered turn key gets the same answer again and generates nothing, or, where keys are
 not replayed, another one in its place; a turn that failed, or a key that was never answered, is judged as if for the first time.
 """
 
 import asyncio
+import hashlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,16 +22,20 @@ from rollout_server.testing.checks.renderer import Message, Tools
 from rollout_server.testing.checks.turn import CompletionCall
 from rollout_server.testing.checks.verdict import Refusal, RefusalReason, RefusedError
 from rollout_server.testing.grpc import wire
-from rollout_server.testing.grpc.grpc_lies import BORROWED, twisted
 from rollout_server.testing.grpc.ledger import HeldSegment
 from rollout_server.testing.grpc.segments import Segments, messages_of
 from rollout_server.testing.grpc.status import StatusError, invalid, status_of_fault
-from rollout_server.testing.grpc.token_mode import Continued, continued
+from rollout_server.testing.grpc.token_mode import ContinuedPrompt, continue_segment
 from rollout_server.testing.model.engine import CompletedCall, FailedCall
 from rollout_server.testing.model.engine_thread import EngineThread, ToolsUnavailableError
 from rollout_server.testing.script import Fault, FaultKind, Lie
 
-_ANSWERS_KEPT: Final = 16 * ROLLOUTS_KEPT
+_TURNS_KEPT: Final = 16 * ROLLOUTS_KEPT
+
+
+TOO_LARGE: Final = 1 << 31
+BORROWED: Final = frozenset({Lie.OTHER_TURN, Lie.REPLAYED_TURN})
+"""The lies that need an earlier answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +56,8 @@ class Completions:
     Every request for a completion goes into `requests` first, whatever becomes of it.
     """
 
-    def __init__(self, desk: EngineThread, requests: "deque[SeenCompletion]", *, replays_keys: bool) -> None:
-        self._desk = desk
+    def __init__(self, engine_thread: EngineThread, requests: "deque[SeenCompletion]", *, replays_keys: bool) -> None:
+        self._engine_thread = engine_thread
         self._requests = requests
         self._replays_keys = replays_keys
         self._segments = Segments(ROLLOUTS_KEPT)
@@ -61,20 +66,20 @@ class Completions:
         self._second: dict[str, pb.CompleteResponse] = {}
         self._earlier: dict[str, pb.CompleteResponse] = {}
 
-    def seen(self, request: pb.CompleteRequest, metadata: Mapping[str, str]) -> None:
+    def record_request(self, request: pb.CompleteRequest, metadata: Mapping[str, str]) -> None:
         """Notes that a request came."""
         self._requests.append(SeenCompletion(request, metadata))
 
-    async def answer(self, request: pb.CompleteRequest) -> pb.CompleteResponse:
+    async def complete(self, request: pb.CompleteRequest) -> pb.CompleteResponse:
         """Answers one turn, or the same turn again. StatusError for one that is refused or fails, SilenceError for no answer."""
         _check(request)
         return await asyncio.shield(self._turn(request))
 
-    def lost(self, turn_key: str) -> Fault | None:
-        """How the answer that was just generated is not to arrive; the turn's next attempt gets it."""
+    def pop_lost(self, turn_key: str) -> Fault | None:
+        """The fault by which the completion that was just generated does not arrive; the turn's next attempt gets it."""
         return self._lost.pop(turn_key, None)
 
-    def second(self, turn_key: str) -> pb.CompleteResponse | None:
+    def pop_second_response(self, turn_key: str) -> pb.CompleteResponse | None:
         """Another answer to the same turn, where both are to be sent."""
         return self._second.pop(turn_key, None)
 
@@ -95,35 +100,35 @@ class Completions:
     def _turn(self, request: pb.CompleteRequest) -> "asyncio.Task[pb.CompleteResponse]":
         """The turn of this key. It outlives a caller that gives up, as a generation does, and one that failed is over."""
         turn = self._turns.get(request.turn_key)
-        answered = turn is not None and turn.done() and turn.exception() is None
-        if turn is None or (turn.done() and not (answered and self._replays_keys)):
-            if answered:
+        is_answered = turn is not None and turn.done() and turn.exception() is None
+        if turn is None or (turn.done() and not (is_answered and self._replays_keys)):
+            if is_answered:
                 self._segments.step_back(request)
-            turn = self._turns[request.turn_key] = asyncio.create_task(self._answer(request))
-            while len(self._turns) > _ANSWERS_KEPT:
+            turn = self._turns[request.turn_key] = asyncio.create_task(self._complete(request))
+            while len(self._turns) > _TURNS_KEPT:
                 self._turns.pop(next(iter(self._turns))).cancel()
         return turn
 
-    async def _answer(self, request: pb.CompleteRequest) -> pb.CompleteResponse:
+    async def _complete(self, request: pb.CompleteRequest) -> pb.CompleteResponse:
         if self._segments.is_new(request.uid):
             # The verdict of a name is that of the rollout that took it last.
-            self._desk.judge.start_anew(request.rollout_id)
+            self._engine_thread.judge.start_anew(request.rollout_id)
         held = self._segments.segment(request)
         before = held.copy()
         messages = messages_of(request, held)
-        tokens = self._continued(request, held, messages)
+        tokens = self._continue_segment(request, held, messages)
         call = CompletionCall(
             request.rollout_id,
             messages,
             tools=await self._tools(request),
             masked=False,
-            judged_as=held.rollout_key,
-            given=tokens.given if tokens else None,
+            verdict_key=held.rollout_key,
+            token_prompt=tokens.token_prompt if tokens else None,
             max_tokens=request.sampling.max_tokens or None if tokens else None,
             again=held.undone == request.turn,
         )
         try:
-            result = await self._desk.complete(call)
+            result = await self._engine_thread.complete(call)
         except RefusedError as error:
             raise StatusError(
                 grpc.StatusCode.INVALID_ARGUMENT, error.refusal.reason.name, error.refusal.text
@@ -132,16 +137,16 @@ class Completions:
             return await _failure(result)
         if result.lost:
             self._lost[request.turn_key] = result.lost
-        told = _taken(request, messages, held, tokens, result)
+        details = _append_completion(request, messages, held, tokens, result)
         held.before, held.undone = before, 0
         if result.reply.forgets:
             self._segments.forget(request.uid)
         await asyncio.sleep(result.reply.delay)
         wants_logprobs = request.sampling.logprobs or not request.sampling.HasField("logprobs")
-        honest = wire.response(told, typed=held.typed, with_logprobs=wants_logprobs)
-        return self._told(request, call, result.reply.lie, honest)
+        honest = wire.response(details, typed=held.typed, with_logprobs=wants_logprobs)
+        return self._sent_response(request, call, result.reply.lie, honest)
 
-    def _told(
+    def _sent_response(
         self, request: pb.CompleteRequest, call: CompletionCall, lie: Lie | None, honest: pb.CompleteResponse
     ) -> pb.CompleteResponse:
         """What is sent: the honest answer, or one with a lie in it, of which the verdict then tells."""
@@ -153,49 +158,49 @@ class Completions:
             return honest
         if earlier is None and lie in BORROWED:
             raise StatusError(grpc.StatusCode.INTERNAL, "SCRIPT", f"there is no earlier answer for the lie {lie}")
-        self._desk.judge.record_lie(call.key, lie.value)
+        self._engine_thread.judge.record_lie(call.key, lie.value)
         if lie is Lie.ANSWERED_TWICE:
-            self._second[request.turn_key] = twisted(Lie.CHANGED_ID, honest, honest, request.turn)
-        return twisted(lie, honest, earlier or honest, request.turn)
+            self._second[request.turn_key] = apply_lie(Lie.CHANGED_ID, honest, honest, request.turn)
+        return apply_lie(lie, honest, earlier or honest, request.turn)
 
-    def _continued(
+    def _continue_segment(
         self, request: pb.CompleteRequest, held: HeldSegment, messages: Sequence[Message]
-    ) -> Continued | None:
-        """The call's tokens; None in message mode. StatusError as `continued`, which is then part of the verdict."""
+    ) -> ContinuedPrompt | None:
+        """The call's tokens; None in message mode. StatusError as `continue_segment`, which is then part of the verdict."""
         if not request.HasField("new_tokens"):
             return None
         try:
-            return continued(request, held, self._segments.parent(request), messages)
+            return continue_segment(request, held, self._segments.parent(request), messages)
         except StatusError as error:
-            self._desk.judge.refuse(held.rollout_key, Refusal(request.turn, RefusalReason.TOKENS, error.text))
+            self._engine_thread.judge.refuse(held.rollout_key, Refusal(request.turn, RefusalReason.TOKENS, error.text))
             raise
 
     async def _tools(self, request: pb.CompleteRequest) -> Tools | None:
-        named = self._segments.tools(request)
-        if named is not None:
-            return named if self._desk.tools.rendered else None
+        tools_named = self._segments.tools(request)
+        if tools_named is not None:
+            return tools_named if self._engine_thread.tools.rendered else None
         try:
-            return await self._desk.tools.get()
+            return await self._engine_thread.tools.get()
         except ToolsUnavailableError as error:
             raise StatusError(grpc.StatusCode.INTERNAL, "TOOLS_UNAVAILABLE", str(error)) from error
 
 
-def _taken(
+def _append_completion(
     request: pb.CompleteRequest,
     messages: Sequence[Message],
     held: HeldSegment,
-    tokens: Continued | None,
+    tokens: ContinuedPrompt | None,
     result: CompletedCall,
 ) -> wire.ResponseDetails:
     """Takes an answer into its segment."""
-    answer = result.answer
+    completion = result.completion
     policy = result.reply.policy_version or f"policy-{request.turn}"
     if tokens is None:
-        after = held.add(request.turn, messages, answer, policy)
-        return wire.ResponseDetails(answer, result.reply, policy, after)
+        after = held.add(request.turn, messages, completion, policy)
+        return wire.ResponseDetails(completion, result.reply, policy, after)
     tokens.enter(held)
-    after = held.answered(request.turn, messages, answer, policy)
-    return wire.ResponseDetails(answer, result.reply, policy, after, tokens.prompt)
+    after = held.append_completion(request.turn, messages, completion, policy)
+    return wire.ResponseDetails(completion, result.reply, policy, after, tokens.prompt)
 
 
 def _check(request: pb.CompleteRequest) -> None:
@@ -217,7 +222,52 @@ async def _failure(result: FailedCall) -> pb.CompleteResponse:
         case FaultKind.SILENCE:
             raise SilenceError
         case FaultKind.EMPTY_CHOICES | FaultKind.NULL_MESSAGE:
-            return pb.CompleteResponse(finish_reason="stop", token_ids=result.answer.token_ids)
+            return pb.CompleteResponse(finish_reason="stop", token_ids=result.completion.token_ids)
         case FaultKind.STATUS if fault.status == 200:
             return pb.CompleteResponse(message=message_pb2.Message(json=fault.body), finish_reason="stop")
     raise status_of_fault(fault)
+
+
+def apply_lie(lie: Lie, honest: pb.CompleteResponse, earlier: pb.CompleteResponse, turn: int) -> pb.CompleteResponse:
+    """The honest answer of a turn with the lie in it. `earlier` is another turn's answer, for those that need one.
+
+    Lies about ids say nothing of an answer that has none.
+    """
+    response = pb.CompleteResponse()
+    response.CopyFrom(earlier if lie in BORROWED else honest)
+    middle = len(response.token_ids) // 2
+    match lie:
+        case Lie.CHANGED_ID if response.token_ids:
+            response.token_ids[middle] ^= 1
+        case Lie.DROPPED_ID if response.token_ids:
+            del response.token_ids[middle]
+            del response.logprobs.values[middle : middle + 1]
+        case Lie.OVERSIZED_ID if response.token_ids:
+            response.token_ids[middle] += TOO_LARGE
+        case Lie.SHORT_LOGPROBS:
+            del response.logprobs.values[-1:]
+        case Lie.OTHER_TURN:
+            _keep_checkpoints(response, honest)
+        case Lie.STALE_POLICY:
+            response.policy_version = f"policy-{max(0, turn - 2)}"
+        case Lie.PROMPT_DIGEST if honest.HasField("prompt_checkpoint"):
+            response.prompt_checkpoint.digest = _other_digest(response.prompt_checkpoint.digest)
+        case Lie.AFTER_DIGEST:
+            response.after.digest = _other_digest(response.after.digest)
+        case Lie.NO_CHECKPOINTS:
+            response.ClearField("after")
+            response.ClearField("prompt_checkpoint")
+    return response
+
+
+def _keep_checkpoints(response: pb.CompleteResponse, honest: pb.CompleteResponse) -> None:
+    response.after.CopyFrom(honest.after)
+    response.policy_version = honest.policy_version
+    if honest.HasField("prompt_checkpoint"):
+        response.prompt_checkpoint.CopyFrom(honest.prompt_checkpoint)
+    else:
+        response.prompt_ids.CopyFrom(honest.prompt_ids)
+
+
+def _other_digest(digest: bytes) -> bytes:
+    return hashlib.sha256(digest).digest()

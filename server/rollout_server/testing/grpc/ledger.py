@@ -44,7 +44,7 @@ class LedgerRun:
     policy_version: str = ""
 
     @property
-    def words(self) -> list[int]:
+    def tagged_ids(self) -> list[int]:
         """What goes into the digest for each token."""
         bit = _MODEL_BIT if self.by_model else 0
         return [token_id | bit for token_id in self.token_ids]
@@ -77,18 +77,18 @@ class HeldSegment:
         self.undone = 0
         self.last_was_cut = False
         self._runs: list[LedgerRun] = []
-        self._words: list[int] = []
+        self._tagged_ids: list[int] = []
         self._digest = hashlib.sha256()
 
     @property
     def ids(self) -> list[int]:
         """All tokens."""
-        return [word & ~_MODEL_BIT for word in self._words]
+        return [tagged & ~_MODEL_BIT for tagged in self._tagged_ids]
 
     @property
-    def words(self) -> Sequence[int]:
+    def tagged_ids(self) -> Sequence[int]:
         """All tokens with their authors, as the digest sees them."""
-        return self._words
+        return self._tagged_ids
 
     @property
     def last_turn(self) -> int:
@@ -99,44 +99,46 @@ class HeldSegment:
         """Another ledger that holds the same."""
         other = copy.copy(self)
         other.messages, other.marks = self.messages[:], self.marks[:]
-        other._runs, other._words, other._digest = self._runs[:], self._words[:], self._digest.copy()
+        other._runs, other._tagged_ids, other._digest = self._runs[:], self._tagged_ids[:], self._digest.copy()
         other.before = None
         return other
 
-    def add(self, turn: int, messages: Sequence[Message], answer: ScriptedCompletion, policy_version: str) -> Mark:
+    def add(self, turn: int, messages: Sequence[Message], completion: ScriptedCompletion, policy_version: str) -> Mark:
         """Takes a turn of message mode in. A prompt that does not extend the ledger replaces what it held."""
         ids = self.ids
-        if answer.prompt_ids[: len(ids)] != ids:
+        if completion.prompt_ids[: len(ids)] != ids:
             self._clear()
-        new = answer.prompt_ids[len(self._words) :]
+        new = completion.prompt_ids[len(self._tagged_ids) :]
         self.append(LedgerRun(turn, False, new, reason=Reason.ENVIRONMENT if self._runs else Reason.PROMPT))
-        return self.answered(turn, messages, answer, policy_version)
+        return self.append_completion(turn, messages, completion, policy_version)
 
-    def answered(self, turn: int, messages: Sequence[Message], answer: ScriptedCompletion, policy_version: str) -> Mark:
+    def append_completion(
+        self, turn: int, messages: Sequence[Message], completion: ScriptedCompletion, policy_version: str
+    ) -> Mark:
         """Takes in the answer to what the ledger ends with."""
-        self.append(LedgerRun(turn, True, answer.token_ids, answer.logprobs, policy_version=policy_version))
-        self.messages = [*messages, answer.message]
-        self.last_was_cut = answer.finish_reason == "length"
+        self.append(LedgerRun(turn, True, completion.token_ids, completion.logprobs, policy_version=policy_version))
+        self.messages = [*messages, completion.message]
+        self.last_was_cut = completion.finish_reason == "length"
         self.begun, self.forgotten = True, False
         return self.mark(len(self.messages))
 
     def append(self, run: LedgerRun) -> None:
         """Adds tokens."""
-        self._digest.update(_packed(run))
+        self._digest.update(_pack(run))
         self._runs.append(run)
-        self._words += run.words
+        self._tagged_ids += run.tagged_ids
 
     def mark(self, messages: int) -> Mark:
         """Sets a checkpoint after the last token: `messages` of them are known now."""
-        self.marks.append(self.extended((), messages))
+        self.marks.append(self.checkpoint_after((), messages))
         return self.marks[-1]
 
-    def extended(self, runs: Sequence[LedgerRun], messages: int) -> Mark:
+    def checkpoint_after(self, runs: Sequence[LedgerRun], messages: int) -> Mark:
         """The checkpoint behind further runs, which are not taken in."""
         digest = self._digest.copy()
         for run in runs:
-            digest.update(_packed(run))
-        return Mark(messages, len(self._words) + sum(len(run.token_ids) for run in runs), digest.digest())
+            digest.update(_pack(run))
+        return Mark(messages, len(self._tagged_ids) + sum(len(run.token_ids) for run in runs), digest.digest())
 
     def has(self, digest: bytes) -> bool:
         """Whether the ledger stood at this digest after one of its turns."""
@@ -159,7 +161,7 @@ class HeldSegment:
 
     def _clear(self) -> None:
         self.drifted = bool(self._runs)
-        self._runs, self._words, self.marks = [], [], []
+        self._runs, self._tagged_ids, self.marks = [], [], []
         self._digest = hashlib.sha256()
 
 
@@ -175,6 +177,6 @@ def runs_within(runs: Sequence[LedgerRun], offset: int, stop: int | None = None)
             yield run.part(first, last)
 
 
-def _packed(run: LedgerRun) -> bytes:
-    words = run.words
-    return struct.pack(f"<{len(words)}I", *words)
+def _pack(run: LedgerRun) -> bytes:
+    tagged_ids = run.tagged_ids
+    return struct.pack(f"<{len(tagged_ids)}I", *tagged_ids)

@@ -1,9 +1,9 @@
-"""CompletionService (completion_service.proto): unary calls to `Completions`."""
+"""CompletionService (completion_service.proto): unary calls to `Completions`, and the grpc.aio server they come through."""
 
 import asyncio
 import hmac
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 from osmosis.rollout.v1 import completion_service_pb2 as pb
@@ -13,6 +13,19 @@ from rollout_server.testing.grpc.completions import Completions, SilenceError
 from rollout_server.testing.grpc.status import StatusError, abort, status_of_fault
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+_LARGEST_MESSAGE: Final = 64 * 1024 * 1024
+_OPTIONS: Final = (
+    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
+    ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
+    ("grpc.max_send_message_length", _LARGEST_MESSAGE),
+    # gRPC drops calls silently when more than 1,000 wait to be picked up.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 100_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
 
 
 class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
@@ -25,12 +38,12 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
     async def Complete(self, request: pb.CompleteRequest, context: _Context) -> pb.CompleteResponse:
         """Answers one turn, or the same turn again."""
         metadata = _metadata(context)
-        self._completions.seen(request, metadata)
+        self._completions.record_request(request, metadata)
         try:
             self._authorize(metadata)
-            answer = await self._completions.answer(request)
+            response = await self._completions.complete(request)
             await self._lose(request.turn_key)
-            return answer
+            return response
         except SilenceError:
             await asyncio.Event().wait()
             raise
@@ -47,7 +60,7 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
 
     async def _lose(self, turn_key: str) -> None:
         """StatusError where the answer that was generated is not to arrive."""
-        fault = self._completions.lost(turn_key)
+        fault = self._completions.pop_lost(turn_key)
         if fault:
             await asyncio.sleep(fault.delay)
             raise status_of_fault(fault)
@@ -60,3 +73,29 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
 
 def _metadata(context: _Context) -> Mapping[str, str]:
     return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
+def target(host: str, port: int) -> str:
+    """An address as URLs and gRPC targets have it: IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class CompletionServer:
+    """Serves a CompletionService, from `open` to `close`."""
+
+    def __init__(self, service: CompletionService) -> None:
+        self._server = grpc.aio.server(options=_OPTIONS)
+        completion_service_pb2_grpc.add_CompletionServiceServicer_to_server(service, self._server)
+
+    async def open(self, host: str, port: int) -> int:
+        """Listens (port 0: any free one) and returns the port. OSError if the address cannot be had."""
+        try:
+            bound = self._server.add_insecure_port(target(host, port))
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {target(host, port)}: {error}") from error
+        await self._server.start()
+        return bound
+
+    async def close(self) -> None:
+        """Stops at once; calls that are held back are cancelled."""
+        await self._server.stop(None)

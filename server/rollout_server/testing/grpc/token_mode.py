@@ -1,6 +1,6 @@
 """Token mode of a gRPC call: its spans as runs, held against the segment's ledger, for the judge to look at.
 
-Here it is judged who wrote what, and that base and spans are what `after` says; `continuation` judges the tokens that
+Here it is judged who wrote what, and that base and spans are what `after` says; `token_mode_check` judges the tokens that
 nobody here wrote. Tokens of the model come with a whole history only, and then have to be those that are held here, author
 by author. Only where nothing is held, neither of the segment nor of the one that it comes from, are they believed.
 """
@@ -13,7 +13,7 @@ from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import token_pb2
 
 from rollout_server.testing.checks.renderer import Message
-from rollout_server.testing.checks.token_mode_check import GivenPrompt, PromptPiece
+from rollout_server.testing.checks.token_mode_check import PromptSpan, TokenPrompt
 from rollout_server.testing.grpc.ledger import HeldSegment, LedgerRun, Mark, Reason, runs_within
 from rollout_server.testing.grpc.status import invalid, mismatch
 
@@ -43,40 +43,40 @@ class _SentTurn:
     """What stands before an answer, and the answer; the last turn of a call has none."""
 
     before: list[LedgerRun] = field(default_factory=list)
-    answer: list[LedgerRun] = field(default_factory=list)
+    completion: list[LedgerRun] = field(default_factory=list)
 
     @property
     def number(self) -> int:
-        return self.answer[0].turn
+        return self.completion[0].turn
 
     @property
     def size(self) -> int:
-        return sum(len(run.token_ids) for run in (*self.before, *self.answer))
+        return sum(len(run.token_ids) for run in (*self.before, *self.completion))
 
 
 @dataclass(frozen=True, slots=True)
-class Continued:
+class ContinuedPrompt:
     """What a call adds to its segment: turns that were answered elsewhere, each with the messages known behind it, and
     what the model is to answer now. `prompt` is the checkpoint that base and spans give.
     """
 
-    given: GivenPrompt
+    token_prompt: TokenPrompt
     prompt: Mark
     turns: tuple[_SentTurn, ...]
-    known: tuple[int, ...]
+    message_counts: tuple[int, ...]
 
     def enter(self, ledger: HeldSegment) -> None:
         """Takes it in, with a mark behind each answer."""
-        for turn, messages in zip(self.turns, (*self.known, None), strict=True):
-            for run in (*turn.before, *turn.answer):
+        for turn, messages in zip(self.turns, (*self.message_counts, None), strict=True):
+            for run in (*turn.before, *turn.completion):
                 ledger.append(run)
             if messages is not None:
                 ledger.mark(messages)
 
 
-def continued(
+def continue_segment(
     request: pb.CompleteRequest, ledger: HeldSegment, parent: HeldSegment | None, messages: Sequence[Message]
-) -> Continued:
+) -> ContinuedPrompt:
     """What the call's tokens are, against what is held of its segment, and of the one that it comes from.
 
     StatusError: INVALID_ARGUMENT names the field that cannot be, LEDGER_MISMATCH (ABORTED) the first token that is held
@@ -85,19 +85,21 @@ def continued(
     sent = _runs(request)
     _check_turns(_turns(sent), request)
     with_all = not request.HasField("base")
-    proved = len(ledger.words)
+    proved = len(ledger.tagged_ids)
     if with_all:
         proved = _compare(sent, ledger, parent, request)
-    fresh = list(runs_within(sent, len(ledger.words) if with_all else 0))
-    _check_origin(request, ledger, parent, answered=any(run.by_model for run in sent))
-    prompt = ledger.extended(fresh, len(messages))
+    fresh = list(runs_within(sent, len(ledger.tagged_ids) if with_all else 0))
+    _check_origin(request, ledger, parent, model_tokens=any(run.by_model for run in sent))
+    prompt = ledger.checkpoint_after(fresh, len(messages))
     _check_after(request.new_tokens.after, prompt, ledger)
     turns = _turns(fresh)
-    answers = _answers(len(turns) - 1, messages)
-    pieces = list(_pieces(request.turn, ledger, turns, [*answers, len(messages)]))
-    given = GivenPrompt(ledger.ids + [token_id for run in fresh for token_id in run.token_ids], ())
-    unproved = tuple(piece for piece in pieces if piece.stop > proved or piece is pieces[-1])
-    return Continued(replace(given, pieces=unproved), prompt, tuple(turns), tuple(index + 1 for index in answers))
+    completions = _completion_indices(len(turns) - 1, messages)
+    spans = list(_prompt_spans(request.turn, ledger, turns, [*completions, len(messages)]))
+    prompt_tokens = TokenPrompt(ledger.ids + [token_id for run in fresh for token_id in run.token_ids], ())
+    unproven = tuple(span for span in spans if span.stop > proved or span is spans[-1])
+    return ContinuedPrompt(
+        replace(prompt_tokens, spans=unproven), prompt, tuple(turns), tuple(index + 1 for index in completions)
+    )
 
 
 def _runs(request: pb.CompleteRequest) -> list[LedgerRun]:
@@ -116,24 +118,24 @@ def _runs(request: pb.CompleteRequest) -> list[LedgerRun]:
     return runs
 
 
-def _run(place: str, span: token_pb2.Span) -> LedgerRun:
+def _run(path: str, span: token_pb2.Span) -> LedgerRun:
     by_model = span.author == token_pb2.AUTHOR_MODEL
     if not by_model and span.author != token_pb2.AUTHOR_OTHER:
-        raise invalid(f"{place}.author", f"is {span.author}: every token has an author")
+        raise invalid(f"{path}.author", f"is {span.author}: every token has an author")
     if span.mask_reason not in _REASONS:
-        raise invalid(f"{place}.mask_reason", f"{span.mask_reason} is none")
+        raise invalid(f"{path}.mask_reason", f"{span.mask_reason} is none")
     reason = _REASONS[span.mask_reason]
     if (reason in (None, Reason.AUTHOR)) is not by_model:
-        raise invalid(f"{place}.mask_reason", f"{reason or 'none'} does not go with the author")
+        raise invalid(f"{path}.mask_reason", f"{reason or 'none'} does not go with the author")
     if not span.token_ids:
-        raise invalid(f"{place}.token_ids", "is empty: a span is a run of tokens")
+        raise invalid(f"{path}.token_ids", "is empty: a span is a run of tokens")
     if max(span.token_ids) > _LARGEST_ID:
-        raise invalid(f"{place}.token_ids", f"holds {max(span.token_ids)}, ids are below 2^31")
+        raise invalid(f"{path}.token_ids", f"holds {max(span.token_ids)}, ids are below 2^31")
     if not by_model and (span.HasField("logprobs") or span.policy_version or span.planes):
-        raise invalid(place, "logprobs, policy_version and planes are for spans of the model")
+        raise invalid(path, "logprobs, policy_version and planes are for spans of the model")
     logprobs = span.logprobs.values
     if span.HasField("logprobs") and len(logprobs) != len(span.token_ids):
-        raise invalid(f"{place}.logprobs", f"has {len(logprobs)} values for {len(span.token_ids)} tokens")
+        raise invalid(f"{path}.logprobs", f"has {len(logprobs)} values for {len(span.token_ids)} tokens")
     return LedgerRun(span.turn, by_model, list(span.token_ids), list(logprobs), reason, span.policy_version)
 
 
@@ -142,10 +144,10 @@ def _turns(runs: Sequence[LedgerRun]) -> list[_SentTurn]:
     turns = [_SentTurn()]
     for run in runs:
         last = turns[-1]
-        if last.answer and not (run.by_model and run.turn == last.number):
+        if last.completion and not (run.by_model and run.turn == last.number):
             turns.append(last := _SentTurn())
-        (last.answer if run.by_model else last.before).append(run)
-    return [*turns, _SentTurn()] if turns[-1].answer else turns
+        (last.completion if run.by_model else last.before).append(run)
+    return [*turns, _SentTurn()] if turns[-1].completion else turns
 
 
 def _check_turns(turns: Sequence[_SentTurn], request: pb.CompleteRequest) -> None:
@@ -163,44 +165,50 @@ def _compare(
     sent: Sequence[LedgerRun], ledger: HeldSegment, parent: HeldSegment | None, request: pb.CompleteRequest
 ) -> int:
     """How many tokens of a whole history are those that are held; StatusError where they are others."""
-    words = [word for run in sent for word in run.words]
-    held = ledger.words
+    tagged_ids = [tagged for run in sent for tagged in run.tagged_ids]
+    held = ledger.tagged_ids
     if held:
-        _check_same(words, held, sent, ledger)
+        _check_same(tagged_ids, held, sent, ledger)
         if any(run.by_model for run in runs_within(sent, len(held))):
             raise invalid("new_tokens.spans", f"tokens of the model stand behind the {len(held)} that are held here")
         return len(held)
     if parent is None:
         return 0
-    shared = parent.words[: request.origin.parent_tokens]
-    if ids_of(words[: len(shared)]) != ids_of(shared):
+    shared = parent.tagged_ids[: request.origin.parent_tokens]
+    if ids_of(tagged_ids[: len(shared)]) != ids_of(shared):
         raise invalid("origin.parent_tokens", f"the first {len(shared)} tokens are not those of the parent")
-    of_model = [index for index, word in enumerate(words) if word != ids_of([word])[0]]
-    if any(index >= len(shared) or shared[index] != words[index] for index in of_model):
+    of_model = [index for index, tagged in enumerate(tagged_ids) if tagged != ids_of([tagged])[0]]
+    if any(index >= len(shared) or shared[index] != tagged_ids[index] for index in of_model):
         raise invalid("new_tokens.spans", "tokens of the model are none that the parent segment holds")
     return len(shared)
 
 
-def _check_same(words: Sequence[int], held: Sequence[int], sent: Sequence[LedgerRun], ledger: HeldSegment) -> None:
-    pairs = enumerate(zip(held, words, strict=False))
-    index = next((i for i, (a, b) in pairs if a != b), len(words))
+def _check_same(tagged_ids: Sequence[int], held: Sequence[int], sent: Sequence[LedgerRun], ledger: HeldSegment) -> None:
+    pairs = enumerate(zip(held, tagged_ids, strict=False))
+    index = next((i for i, (a, b) in pairs if a != b), len(tagged_ids))
     if index >= len(held):
         return
     turn = next(ledger.runs(index)).turn
     here = f"{ids_of(held[index : index + 5])} here"
-    came = f"{ids_of(words[index : index + 5])} came" if index < len(words) else "the tokens that came end there"
-    author = "" if index >= len(words) or ids_of([words[index]]) != ids_of([held[index]]) else " with another author"
+    came = (
+        f"{ids_of(tagged_ids[index : index + 5])} came" if index < len(tagged_ids) else "the tokens that came end there"
+    )
+    author = (
+        ""
+        if index >= len(tagged_ids) or ids_of([tagged_ids[index]]) != ids_of([held[index]])
+        else " with another author"
+    )
     raise mismatch(f"turn {turn}: token {index} is held otherwise{author}: {here}, {came}", ledger.marks)
 
 
 def _check_origin(
-    request: pb.CompleteRequest, ledger: HeldSegment, parent: HeldSegment | None, *, answered: bool
+    request: pb.CompleteRequest, ledger: HeldSegment, parent: HeldSegment | None, *, model_tokens: bool
 ) -> None:
     origin, with_base = request.origin, request.HasField("base")
     if ledger.begun and request.turn <= ledger.last_turn:
         raise invalid("turn", f"is {request.turn}, turn {ledger.last_turn} was answered already")
     if not request.HasField("origin"):
-        if not ledger.begun and (with_base or not answered):
+        if not ledger.begun and (with_base or not model_tokens):
             raise invalid("origin", "is missing: the first turn of a segment says where it comes from")
         return
     if ledger.begun and with_base:
@@ -208,8 +216,8 @@ def _check_origin(
     is_main = origin.kind == token_pb2.SEGMENT_KIND_MAIN
     if origin.kind == token_pb2.SEGMENT_KIND_UNSPECIFIED or is_main is bool(origin.parent_id):
         raise invalid("origin.kind", f"{token_pb2.SegmentKind.Name(origin.kind)} with parent {origin.parent_id!r}")
-    if (is_main and origin.parent_tokens) or (parent and origin.parent_tokens > len(parent.words)):
-        most = len(parent.words) if parent else 0
+    if (is_main and origin.parent_tokens) or (parent and origin.parent_tokens > len(parent.tagged_ids)):
+        most = len(parent.tagged_ids) if parent else 0
         raise invalid("origin.parent_tokens", f"is {origin.parent_tokens}, the parent has {most}")
 
 
@@ -224,28 +232,28 @@ def _check_after(after: token_pb2.Checkpoint, prompt: Mark, ledger: HeldSegment)
         )
 
 
-def _answers(count: int, messages: Sequence[Message]) -> list[int]:
+def _completion_indices(count: int, messages: Sequence[Message]) -> list[int]:
     """Which messages are the last `count` answers."""
-    said = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
-    if count > len(said):
-        raise invalid("new_messages", f"hold {len(said)} answers, the spans hold {count}")
-    return said[len(said) - count :]
+    indices = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+    if count > len(indices):
+        raise invalid("new_messages", f"hold {len(indices)} answers, the spans hold {count}")
+    return indices[len(indices) - count :]
 
 
-def _pieces(
+def _prompt_spans(
     now: int, ledger: HeldSegment, turns: Sequence[_SentTurn], messages: Sequence[int]
-) -> Iterator[PromptPiece]:
+) -> Iterator[PromptSpan]:
     """What stands before each answer; `messages` of the conversation stand before it."""
-    start = len(ledger.words)
-    answered = ledger.marks[-1].messages - 1 if ledger.marks else None
+    start = len(ledger.tagged_ids)
+    completion_index = ledger.marks[-1].messages - 1 if ledger.marks else None
     cut = ledger.last_was_cut
     for turn, before in zip(turns, messages, strict=True):
         stop = start + sum(len(run.token_ids) for run in turn.before)
         closing = sum(len(run.token_ids) for run in turn.before if run.reason is Reason.CLOSING)
-        yield PromptPiece(turn.number if turn.answer else now, start, stop, before, answered, closing, cut)
-        start, answered, cut = start + turn.size, before, False
+        yield PromptSpan(turn.number if turn.completion else now, start, stop, before, completion_index, closing, cut)
+        start, completion_index, cut = start + turn.size, before, False
 
 
-def ids_of(words: Sequence[int]) -> list[int]:
+def ids_of(tagged_ids: Sequence[int]) -> list[int]:
     """The tokens without their authors."""
-    return [word & _LARGEST_ID for word in words]
+    return [tagged & _LARGEST_ID for tagged in tagged_ids]

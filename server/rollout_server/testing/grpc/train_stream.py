@@ -58,7 +58,7 @@ class TrainStream:
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._rules = TrainRules(credit)
         self._changed = Notifier()
-        self._kept: deque[pb.TrainRequest] = deque()
+        self._unacknowledged: deque[pb.TrainRequest] = deque()
         self._passing: deque[pb.TrainRequest] = deque()
         self._sent = 0
         self._last = 0
@@ -90,7 +90,7 @@ class TrainStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leaving = True
-        self._changed.ring()
+        self._changed.notify()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._carrying), 2)
         await self._hang_up()
@@ -109,7 +109,7 @@ class TrainStream:
         """Starts a group and returns its uids in order. RefusedStartError."""
         name = request.spec.rollout_id
         rollout_ids = [f"{name}/{index}" for index in range(count)] if count > 1 else [name]
-        self._rules.asked(rollout_ids)
+        self._rules.expect_started(rollout_ids)
         sequence = self._put(pb.TrainRequest(start=pb.TrainStart(rollout=request, count=count)))
         self._starts[sequence] = rollout_ids
         await self._until(lambda: sequence in self._refusals or all(each in self._uids for each in rollout_ids))
@@ -139,8 +139,8 @@ class TrainStream:
     def _put(self, item: pb.TrainRequest) -> int:
         self._last += 1
         item.sequence = self._last
-        self._kept.append(item)
-        self._changed.ring()
+        self._unacknowledged.append(item)
+        self._changed.notify()
         return self._last
 
     async def _carry(self) -> None:
@@ -161,7 +161,7 @@ class TrainStream:
         except Exception as error:
             self._ended = error
         finally:
-            self._changed.ring()
+            self._changed.notify()
 
     async def _use(self, call: Any) -> None:
         hello = pb.TrainHello(stream_id=self.stream_id, last_seen=self._rules.seen, credit=self._credit)
@@ -175,7 +175,7 @@ class TrainStream:
         self._acknowledged = 0
         self.stream_id = first.welcome.stream_id
         self.connections += 1
-        self._changed.ring()
+        self._changed.notify()
         writing = asyncio.create_task(self._write(call))
         try:
             while (item := await call.read()) is not grpc.aio.EOF:
@@ -187,7 +187,7 @@ class TrainStream:
     async def _write(self, call: Any) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                unsent = [item for item in self._kept if item.sequence > self._sent]
+                unsent = [item for item in self._unacknowledged if item.sequence > self._sent]
                 for item in (*self._passing, *unsent):
                     await call.write(item)
                     self._sent = max(self._sent, item.sequence)
@@ -212,9 +212,9 @@ class TrainStream:
                 self._uids[item.started.rollout.spec.rollout_id] = item.started.rollout.uid
             case "refused":
                 self._refusals[item.refused.start_sequence] = item.refused
-                self._rules.refused(self._starts.get(item.refused.start_sequence, []))
+                self._rules.drop_expected(self._starts.get(item.refused.start_sequence, []))
             case "ask":
-                self._asked(item.ask)
+                self._start_completion(item.ask)
             case "outcome":
                 self._outcomes[item.outcome.rollout.uid] = item.outcome.rollout
             case "event":
@@ -222,43 +222,43 @@ class TrainStream:
             case "acknowledge":
                 self._forget(item.acknowledge.sequence)
             case "read_ledger":
-                self._tell(item.read_ledger)
-        self._changed.ring()
+                self._send_ledger(item.read_ledger)
+        self._changed.notify()
 
-    def _asked(self, request: completion.CompleteRequest) -> None:
+    def _start_completion(self, request: completion.CompleteRequest) -> None:
         self.asks.append(request)
-        self._completions.seen(request, {})
-        task = asyncio.create_task(self._answer(request))
+        self._completions.record_request(request, {})
+        task = asyncio.create_task(self._complete(request))
         self._asks.add(task)
         task.add_done_callback(self._asks.discard)
 
-    async def _answer(self, request: completion.CompleteRequest) -> None:
+    async def _complete(self, request: completion.CompleteRequest) -> None:
         key = request.turn_key
         try:
-            response = await self._completions.answer(request)
+            response = await self._completions.complete(request)
         except SilenceError:
             return
         except StatusError as error:
-            self._rules.answered(key)
+            self._rules.end_request(key)
             self._put(pb.TrainRequest(reject=_reject(key, error)))
             return
-        if fault := self._completions.lost(key):
+        if fault := self._completions.pop_lost(key):
             await asyncio.sleep(fault.delay)
             self.cut()
-        self._rules.answered(key)
+        self._rules.end_request(key)
         self._put(pb.TrainRequest(answer=pb.TrainAnswer(turn_key=key, response=response)))
-        if second := self._completions.second(key):
+        if second := self._completions.pop_second_response(key):
             self._put(pb.TrainRequest(answer=pb.TrainAnswer(turn_key=key, response=second)))
 
-    def _tell(self, request: completion.ReadLedgerRequest) -> None:
-        told = pb.TrainLedger(uid=request.uid, segment_id=request.segment_id)
+    def _send_ledger(self, request: completion.ReadLedgerRequest) -> None:
+        ledger = pb.TrainLedger(uid=request.uid, segment_id=request.segment_id)
         with contextlib.suppress(StatusError):
-            told.ledger.CopyFrom(self._completions.ledger(request))
-        self._passing.append(pb.TrainRequest(ledger=told))
+            ledger.ledger.CopyFrom(self._completions.ledger(request))
+        self._passing.append(pb.TrainRequest(ledger=ledger))
 
     def _forget(self, sequence: int) -> None:
-        while self._kept and self._kept[0].sequence <= sequence:
-            self._kept.popleft()
+        while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
+            self._unacknowledged.popleft()
 
     async def _hang_up(self) -> None:
         for task in (*self._asks, self._carrying):

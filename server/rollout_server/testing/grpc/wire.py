@@ -53,36 +53,36 @@ def tool_from_proto(tool: message_pb2.Tool) -> dict[str, Any]:
 class ResponseDetails:
     """What there is to tell of a turn. `prompt` is the checkpoint in front of the answer, in token mode only."""
 
-    answer: ScriptedCompletion
+    completion: ScriptedCompletion
     reply: ScriptedReply
     policy_version: str
     after: Mark
     prompt: Mark | None = None
 
 
-def response(told: ResponseDetails, *, typed: bool, with_logprobs: bool) -> pb.CompleteResponse:
+def response(details: ResponseDetails, *, typed: bool, with_logprobs: bool) -> pb.CompleteResponse:
     """The answer of a turn, without what the reply omits.
 
     `ScriptedReply.override` has no meaning here: it replaces fields of a JSON body.
     """
-    answer, omit = told.answer, told.reply.omit
+    completion, omit = details.completion, details.reply.omit
     filled = pb.CompleteResponse(
-        message=message_to_proto(answer.message, typed=typed),
-        finish_reason=answer.finish_reason,
-        policy_version=told.policy_version,
-        raw_text=answer.raw_text,
-        after=checkpoint(told.after),
-        usage=pb.Usage(prompt_tokens=len(answer.prompt_ids), completion_tokens=len(answer.token_ids)),
+        message=message_to_proto(completion.message, typed=typed),
+        finish_reason=completion.finish_reason,
+        policy_version=details.policy_version,
+        raw_text=completion.raw_text,
+        after=checkpoint(details.after),
+        usage=pb.Usage(prompt_tokens=len(completion.prompt_ids), completion_tokens=len(completion.token_ids)),
     )
     if "token_ids" not in omit:
-        filled.token_ids.extend(answer.token_ids)
+        filled.token_ids.extend(completion.token_ids)
     if with_logprobs and "logprobs" not in omit:
-        filled.logprobs.values.extend(answer.logprobs)
+        filled.logprobs.values.extend(completion.logprobs)
         filled.logprobs.SetInParent()
-    if told.prompt:
-        filled.prompt_checkpoint.CopyFrom(checkpoint(told.prompt))
+    if details.prompt:
+        filled.prompt_checkpoint.CopyFrom(checkpoint(details.prompt))
     elif "prompt_token_ids" not in omit:
-        filled.prompt_ids.values.extend(answer.prompt_ids)
+        filled.prompt_ids.values.extend(completion.prompt_ids)
     return filled
 
 

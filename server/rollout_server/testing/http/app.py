@@ -12,18 +12,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rollout_server.testing.checks.dialect import TrainerDialect
+from rollout_server.testing import TrainerDialect
 from rollout_server.testing.checks.turn import CompletionCall
 from rollout_server.testing.checks.verdict import RefusedError
-from rollout_server.testing.http.bearer import Bearer
-from rollout_server.testing.http.broken_responses import Closed, DelayedResponse, broken
+from rollout_server.testing.http.broken_responses import Closed, DelayedResponse, broken_response
 from rollout_server.testing.http.outcome_receiver import OutcomeReceiver
 from rollout_server.testing.http.wire import (
+    Bearer,
     completion_body,
     keyed_call,
     masked_call,
     messages_in,
-    parsed,
+    parse_body,
     rollout_in,
     summary_body,
     verdict_body,
@@ -55,20 +55,20 @@ class TrainerApp:
 
     def __init__(
         self,
-        desk: EngineThread,
+        engine_thread: EngineThread,
         speech: Speech,
         bearer: Bearer,
         receiver: OutcomeReceiver,
         requests: "deque[SeenRequest]",
     ) -> None:
-        self._desk = desk
+        self._engine_thread = engine_thread
         self._speech = speech
         self._bearer = bearer
         self._receiver = receiver
         self._requests = requests
 
     def asgi(self) -> Starlette:
-        """The ASGI application, to be served by `serving.Listener`."""
+        """The ASGI application, to be served by `HttpServer`."""
         routes = [
             Route("/health", self._health, methods=["GET"]),
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
@@ -84,7 +84,7 @@ class TrainerApp:
         return _json({"status": "healthy", "service": "strict-trainer"})
 
     async def _complete(self, request: Request) -> Response:
-        body, fault = parsed(await request.body())
+        body, fault = parse_body(await request.body())
         self._requests.append(SeenRequest(body, dict(request.headers)))
         if not self._bearer.admits(request):
             return _detail(401, Bearer.REFUSAL)
@@ -92,7 +92,7 @@ class TrainerApp:
             return _detail(422, f"the body is not JSON: {fault}")
         try:
             call = await self._call(body, request.headers.get("idempotency-key", ""))
-            result = await self._desk.complete(call)
+            result = await self._engine_thread.complete(call)
         except RefusedError as error:
             return _detail(422, error.refusal.text)
         except ValueError as error:
@@ -105,29 +105,29 @@ class TrainerApp:
     async def _call(self, body: Any, turn_key: str) -> CompletionCall:
         """The call that a body makes, in the dialect that it is in. ValueError, ToolsUnavailableError."""
         fields, rollout_id = rollout_in(body)
-        known = self._desk.judge.is_masked(rollout_id, messages_in(fields))
-        tools = await self._desk.tools.get()
+        known = self._engine_thread.judge.is_masked(rollout_id, messages_in(fields))
+        tools = await self._engine_thread.tools.get()
         if self._speech.dialect.has_mask(fields, known):
             return masked_call(body, tools)
         return keyed_call(body, turn_key, tools)
 
     async def _verdicts(self, _request: Request) -> Response:
-        return _json({"verdicts": [summary_body(verdict) for verdict in self._desk.judge.verdicts()]})
+        return _json({"verdicts": [summary_body(verdict) for verdict in self._engine_thread.judge.verdicts()]})
 
     async def _verdict(self, request: Request) -> Response:
-        verdict = self._desk.judge.verdict(request.query_params.get("rollout_id", ""))
+        verdict = self._engine_thread.judge.verdict(request.query_params.get("rollout_id", ""))
         return _json(verdict_body(verdict)) if verdict else _detail(404, "no call came for this rollout_id")
 
     async def _put_script(self, request: Request) -> Response:
         rollout_id = request.query_params.get("rollout_id", "")
         if not rollout_id.strip():
             return _detail(422, "the query parameter rollout_id is missing")
-        body, fault = parsed(await request.body())
+        body, fault = parse_body(await request.body())
         try:
             script = script_from_json(body)
         except ValueError as error:
             return _detail(422, f"no script: {fault or error}")
-        await self._desk.put_script(rollout_id, script)
+        await self._engine_thread.put_script(rollout_id, script)
         self._receiver.begin_anew(rollout_id)
         return _json({"rollout_id": rollout_id, "lines": len(script.lines)})
 
@@ -138,7 +138,7 @@ def _response(body: Mapping[str, Any], result: Result, headers: Mapping[str, str
     if isinstance(result, FailedCall):
         fault = result.fault
         if fault.kind not in (FaultKind.EMPTY_CHOICES, FaultKind.NULL_MESSAGE):
-            return DelayedResponse(broken(fault), None if fault.kind is FaultKind.SILENCE else fault.delay)
+            return DelayedResponse(broken_response(fault), None if fault.kind is FaultKind.SILENCE else fault.delay)
     with_logprobs = body.get("logprobs") is not False
     completion = completion_body(body["rollout_id"], int(time.time()), result, with_logprobs=with_logprobs)
     delay = result.fault.delay if isinstance(result, FailedCall) else result.reply.delay

@@ -1,6 +1,6 @@
 """Responses that break their connection, for `FaultKind.RESET`, `CLOSED`, `SILENCE` and `TRUNCATED`.
 
-They work on the server of `serving` only, which puts the transport and an event for its own end into the scope's state.
+They work on `HttpServer` only, which puts the transport and an event for its own end into the scope's state.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class Closed(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"]["transport"].close()
-        await _disconnected(receive)
+        await _wait_for_disconnect(receive)
 
 
 class Truncated(Response):
@@ -73,10 +73,10 @@ class Truncated(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         scope["state"]["transport"].close()
-        await _disconnected(receive)
+        await _wait_for_disconnect(receive)
 
 
-def broken(fault: Fault) -> Response | None:
+def broken_response(fault: Fault) -> Response | None:
     """The response that commits a fault of the connection or of the status; None for silence.
 
     The kinds that look like completions are no business of this module.
@@ -96,7 +96,7 @@ def broken(fault: Fault) -> Response | None:
 
 async def _gone(scope: Scope, receive: Receive, seconds: float | None) -> bool:
     """Whether caller or server went away within `seconds`; waits that long, or for ever."""
-    ends = {asyncio.create_task(_disconnected(receive)), asyncio.create_task(scope["state"]["closing"].wait())}
+    ends = {asyncio.create_task(_wait_for_disconnect(receive)), asyncio.create_task(scope["state"]["closing"].wait())}
     done, waiting = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
@@ -105,9 +105,9 @@ async def _gone(scope: Scope, receive: Receive, seconds: float | None) -> bool:
 
 async def _abort(scope: Scope, receive: Receive) -> None:
     scope["state"]["transport"].abort()
-    await _disconnected(receive)
+    await _wait_for_disconnect(receive)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

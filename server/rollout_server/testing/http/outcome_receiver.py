@@ -10,13 +10,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rollout_server.testing.checks.judge import ROLLOUTS_KEPT
+from rollout_server.testing.checks.rollout_state import OutcomeNotice
 from rollout_server.testing.checks.verdict import RefusedError, Verdict
-from rollout_server.testing.http.bearer import Bearer
-from rollout_server.testing.http.broken_responses import DelayedResponse, broken
-from rollout_server.testing.http.wire import parsed, rollout_in
+from rollout_server.testing.http.broken_responses import DelayedResponse, broken_response
+from rollout_server.testing.http.wire import Bearer, parse_body, rollout_in
 from rollout_server.testing.model.engine_thread import EngineThread
 from rollout_server.testing.notifier import Notifier
-from rollout_server.testing.outcome_delivery import OutcomeNotice
 from rollout_server.testing.script import Fault, FaultKind
 
 _DELIVERIES_KEPT: Final = 1024
@@ -45,16 +44,16 @@ class ReceivedOutcome:
 class OutcomeReceiver:
     """Records every delivery, has it judged, and meets it as the rollout's script says. The event loop's thread only.
 
-    `settled` hears the verdict of each rollout once, when its outcome is acknowledged or refused for good. `changed` rings
+    `settled` is called once with the verdict of each rollout, when its outcome is acknowledged or refused. `changed` notifies
     with every delivery, and when one is settled.
     """
 
-    def __init__(self, desk: EngineThread, bearer: Bearer, settled: Callable[[Verdict], None]) -> None:
-        self._desk = desk
+    def __init__(self, engine_thread: EngineThread, bearer: Bearer, settled: Callable[[Verdict], None]) -> None:
+        self._engine_thread = engine_thread
         self._bearer = bearer
         self._settled = settled
         self._deliveries: dict[str, deque[ReceivedOutcome]] = {}
-        self._met: dict[str, int] = {}
+        self._responses_sent: dict[str, int] = {}
         self.changed = Notifier()
 
     def deliveries(self, rollout_id: str) -> tuple[ReceivedOutcome, ...]:
@@ -63,58 +62,58 @@ class OutcomeReceiver:
 
     def begin_anew(self, rollout_id: str) -> None:
         """The next delivery for this rollout is met as a first one."""
-        self._met.pop(rollout_id, None)
+        self._responses_sent.pop(rollout_id, None)
 
     async def receive(self, request: Request) -> Response:
         """The endpoint."""
         raw, arrived = await request.body(), time.monotonic()
-        body, _ = parsed(raw)
+        body, _ = parse_body(raw)
         try:
             fields, rollout_id = rollout_in(body)
         except ValueError as error:
             status, text = (422, str(error)) if self._bearer.admits(request) else (401, Bearer.REFUSAL)
             return JSONResponse({"detail": text}, status)
-        response, met = self._meet(
+        response, met = self._respond(
             request, OutcomeNotice(rollout_id, raw, fields, request.headers.get("idempotency-key", ""))
         )
-        self._keep(rollout_id, ReceivedOutcome(raw, body, dict(request.headers), met, arrived))
-        self.changed.ring()
+        self._store(rollout_id, ReceivedOutcome(raw, body, dict(request.headers), met, arrived))
+        self.changed.notify()
         return response
 
-    def _meet(self, request: Request, notice: OutcomeNotice) -> tuple[Response, str]:
-        """The answer to a delivery, and how it is told of."""
+    def _respond(self, request: Request, notice: OutcomeNotice) -> tuple[Response, str]:
+        """The response to a delivery, and what `ReceivedOutcome.met` says of it."""
         if not self._bearer.admits(request):
             return JSONResponse({"detail": Bearer.REFUSAL}, 401), "401"
         try:
-            self._desk.judge.conclude(notice)
+            self._engine_thread.judge.receive_outcome(notice)
         except RefusedError as error:
-            return self._answer(notice, JSONResponse({"detail": error.refusal.text}, 422)), "422"
-        met = self._met.get(notice.rollout_id, 0)
-        self._met[notice.rollout_id] = met + 1
-        fault = self._desk.scripts.of(notice.rollout_id).reception.fault(met)
+            return self._settling_response(notice, JSONResponse({"detail": error.refusal.text}, 422)), "422"
+        count = self._responses_sent.get(notice.rollout_id, 0)
+        self._responses_sent[notice.rollout_id] = count + 1
+        fault = self._engine_thread.scripts.of(notice.rollout_id).reception.fault(count)
         if fault is None:
-            return self._answer(notice, JSONResponse({"status": "ok"})), "200"
+            return self._settling_response(notice, JSONResponse({"status": "ok"})), "200"
         if fault.kind is FaultKind.STATUS:
-            return self._answer(notice, broken(fault), fault.delay), str(fault.status)
-        return DelayedResponse(broken(fault), _delay(fault)), fault.kind.value
+            return self._settling_response(notice, broken_response(fault), fault.delay), str(fault.status)
+        return DelayedResponse(broken_response(fault), _delay(fault)), fault.kind.value
 
-    def _answer(self, notice: OutcomeNotice, response: Response | None, delay: float = 0.0) -> Response:
+    def _settling_response(self, notice: OutcomeNotice, response: Response | None, delay: float = 0.0) -> Response:
         """A whole answer; what it settles is settled when it goes out."""
         status = response.status_code if response else 0
         return DelayedResponse(response, delay, lambda: self._settle(notice.rollout_id, status))
 
     def _settle(self, rollout_id: str, status: int) -> None:
-        verdict = self._desk.judge.settle(rollout_id, status)
+        verdict = self._engine_thread.judge.settle(rollout_id, status)
         if verdict:
             self._settled(verdict)
-            self.changed.ring()
+            self.changed.notify()
 
-    def _keep(self, rollout_id: str, delivery: ReceivedOutcome) -> None:
+    def _store(self, rollout_id: str, delivery: ReceivedOutcome) -> None:
         self._deliveries.setdefault(rollout_id, deque(maxlen=_DELIVERIES_KEPT)).append(delivery)
         while len(self._deliveries) > ROLLOUTS_KEPT:
             oldest = next(iter(self._deliveries))
             del self._deliveries[oldest]
-            self._met.pop(oldest, None)
+            self._responses_sent.pop(oldest, None)
 
 
 def _delay(fault: Fault) -> float | None:

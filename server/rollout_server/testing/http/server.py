@@ -17,7 +17,7 @@ _LOOK: Final = 0.001
 
 
 class _OpenProtocol(H11Protocol):
-    """Shows its transport to the application, as ``scope["state"]["transport"]``; see `breakage`."""
+    """Shows its transport to the application, as ``scope["state"]["transport"]``; see `broken_responses`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

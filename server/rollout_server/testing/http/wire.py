@@ -1,12 +1,15 @@
-"""The HTTP bodies of completions in both dialects (http-wire.md), and the values that stand for them."""
+"""The HTTP requests of both dialects (http-wire.md): the API key, the bodies, and the values that stand for them."""
 
+import contextlib
 import dataclasses
+import hmac
 import json
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
+from starlette.requests import Request
 
 from rollout_server.testing.checks.renderer import Tools
 from rollout_server.testing.checks.turn import CompletionCall, Keyed, ScriptedCompletion
@@ -17,7 +20,7 @@ from rollout_server.testing.script import FaultKind
 ID_LENGTH: Final = 256
 
 
-def parsed(raw: bytes) -> tuple[Any, str]:
+def parse_body(raw: bytes) -> tuple[Any, str]:
     """A body parsed, integers of any size kept; where it is not JSON its text, and what is wrong with it."""
     try:
         return json.loads(raw), ""
@@ -73,9 +76,9 @@ def _parameter_fault(body: Mapping[str, Any]) -> str:
     nulls = sorted(key for key, value in body.items() if value is None)
     if nulls:
         return f"null fields are left out, but {', '.join(nulls)} is null"
-    for name, (wanted, fits) in _PARAMETERS.items():
+    for name, (expected, fits) in _PARAMETERS.items():
         if name in body and not fits(body[name]):
-            return f"{name} has to be {wanted}"
+            return f"{name} has to be {expected}"
     return ""
 
 
@@ -101,18 +104,18 @@ _PARAMETERS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingPro
 
 def completion_body(rollout_id: str, created: int, result: Result, *, with_logprobs: bool) -> bytes:
     """The JSON of a completion, or of one of the failures that look like completions; `created` in Unix seconds."""
-    answer = result.answer
-    choice = {"index": 0, "message": answer.message, "finish_reason": answer.finish_reason}
+    completion = result.completion
+    choice = {"index": 0, "message": completion.message, "finish_reason": completion.finish_reason}
     body: dict[str, Any] = {
         "id": rollout_id,
         "object": "chat.completion",
         "created": created,
         "model": "default",
         "choices": [choice],
-        **_extensions(answer, with_logprobs=with_logprobs),
+        **_extensions(completion, with_logprobs=with_logprobs),
     }
     if isinstance(result, CompletedCall):
-        body |= {"usage": _usage(answer)} if result.reply.usage else {}
+        body |= {"usage": _usage(completion)} if result.reply.usage else {}
         body = {key: value for key, value in body.items() if key not in result.reply.omit} | dict(result.reply.override)
     elif result.fault.kind is FaultKind.EMPTY_CHOICES:
         body["choices"] = []
@@ -121,16 +124,16 @@ def completion_body(rollout_id: str, created: int, result: Result, *, with_logpr
     return msgspec.json.encode(body)
 
 
-def _extensions(answer: ScriptedCompletion, *, with_logprobs: bool) -> Mapping[str, Any]:
+def _extensions(completion: ScriptedCompletion, *, with_logprobs: bool) -> Mapping[str, Any]:
     return {
-        "token_ids": answer.token_ids,
-        "logprobs": answer.logprobs if with_logprobs else None,
-        "prompt_token_ids": answer.prompt_ids,
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs if with_logprobs else None,
+        "prompt_token_ids": completion.prompt_ids,
     }
 
 
-def _usage(answer: ScriptedCompletion) -> Mapping[str, int]:
-    prompt, generated = len(answer.prompt_ids), len(answer.token_ids)
+def _usage(completion: ScriptedCompletion) -> Mapping[str, int]:
+    prompt, generated = len(completion.prompt_ids), len(completion.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
@@ -157,5 +160,28 @@ def summary_body(verdict: Verdict) -> dict[str, Any]:
 
 
 def _outcome_summary(outcome: DeliveredOutcome) -> dict[str, Any]:
-    said = {key: outcome.body.get(key) for key in ("status", "finish_reason", "error_message", "reward")}
-    return {**said, "deliveries": outcome.deliveries, "answered": outcome.answered}
+    fields = {key: outcome.body.get(key) for key in ("status", "finish_reason", "error_message", "reward")}
+    return {**fields, "deliveries": outcome.deliveries, "answered": outcome.answered}
+
+
+class Bearer:
+    """``Authorization: Bearer KEY``, on every callback; with None everybody is admitted."""
+
+    REFUSAL: Final = "Invalid or missing API key"
+
+    def __init__(self, api_key: str | None) -> None:
+        self._accepted = None if api_key is None else _forms(f"Bearer {api_key}")
+
+    def admits(self, request: Request) -> bool:
+        """Whether the request brings the key, in UTF-8 or in Latin-1: clients differ. Compared in constant time."""
+        if self._accepted is None:
+            return True
+        sent = request.headers.get("authorization", "").encode("latin-1")  # as it came
+        return any(hmac.compare_digest(sent, expected) for expected in self._accepted)
+
+
+def _forms(text: str) -> tuple[bytes, ...]:
+    forms = [text.encode()]
+    with contextlib.suppress(UnicodeEncodeError):
+        forms.append(text.encode("latin-1"))
+    return tuple(forms)

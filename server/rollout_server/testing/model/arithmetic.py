@@ -24,7 +24,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
+class _Lexeme:
     kind: str
     name: str = ""
     number: Number | None = None
@@ -58,7 +58,7 @@ _VERBS: Final = {
 _COMMUTE: Final = frozenset({"add", "multiply"})
 _PREVIOUS: Final = frozenset({"result", "it", "that"})
 _CLAUSE: Final = re.compile(r"\bthen\b|[.;?!](?:\s|$)|\n", re.IGNORECASE)
-_TOKEN: Final = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)|(?P<word>[a-z]+|[-+*/×÷])", re.IGNORECASE)
+_TOKEN_PATTERN: Final = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)|(?P<word>[a-z]+|[-+*/×÷])", re.IGNORECASE)
 _JOINED: Final = re.compile(r"(?<=\d),(?=\d{3}\b)")
 
 
@@ -66,7 +66,7 @@ def operations(text: str) -> tuple[Operation, ...]:
     """The operations of `text` in order; empty if there is nothing to calculate."""
     found: list[Operation] = []
     for clause in _CLAUSE.split(_JOINED.sub("", text)):
-        for phrase in _phrases(_words(clause)):
+        for phrase in _phrases(_lexemes(clause)):
             read = _with_verb(phrase) if phrase[0].kind == "verb" else _infix(phrase)
             startable = bool(read) and read[0].a is not None and read[0].b is not None
             if found or startable:
@@ -85,48 +85,48 @@ def number(text: str) -> Number | None:
     return None
 
 
-def _words(clause: str) -> list[_Word]:
-    words: list[_Word] = []
+def _lexemes(clause: str) -> list[_Lexeme]:
+    lexemes: list[_Lexeme] = []
     sign, follows_operand = "", False
-    for match in _TOKEN.finditer(clause):
+    for match in _TOKEN_PATTERN.finditer(clause):
         text, rest = match[0].lower(), clause[match.end() :]
         sign_of_next = "-" if text == "-" and not follows_operand and rest[:1].isdigit() else ""
-        word = None if sign_of_next else _word(text, sign, rest)
-        sign, follows_operand = sign_of_next, word is not None and word.kind == "operand"
-        if word:
-            words.append(word)
-    return words
+        lexeme = None if sign_of_next else _lexeme(text, sign, rest)
+        sign, follows_operand = sign_of_next, lexeme is not None and lexeme.kind == "operand"
+        if lexeme:
+            lexemes.append(lexeme)
+    return lexemes
 
 
-def _word(text: str, sign: str, rest: str) -> _Word | None:
+def _lexeme(text: str, sign: str, rest: str) -> _Lexeme | None:
     if text[0].isdigit():
-        return _Word("operand", number=number(sign + text))
+        return _Lexeme("operand", number=number(sign + text))
     if text in _PREVIOUS and not rest.lstrip().lower().startswith("of "):
-        return _Word("operand")
+        return _Lexeme("operand")
     if text in _VERBS:
-        return _Word("verb", _VERBS[text])
+        return _Lexeme("verb", _VERBS[text])
     if text in _INFIX:
-        return _Word("infix", _INFIX[text])
-    return _Word("from") if text == "from" else None
+        return _Lexeme("infix", _INFIX[text])
+    return _Lexeme("from") if text == "from" else None
 
 
-def _phrases(words: list[_Word]) -> list[list[_Word]]:
+def _phrases(lexemes: list[_Lexeme]) -> list[list[_Lexeme]]:
     """The words, cut in front of each verb; never an empty phrase."""
-    phrases: list[list[_Word]] = []
-    for word in words:
-        if word.kind == "verb" or not phrases:
+    phrases: list[list[_Lexeme]] = []
+    for lexeme in lexemes:
+        if lexeme.kind == "verb" or not phrases:
             phrases.append([])
-        phrases[-1].append(word)
+        phrases[-1].append(lexeme)
     return phrases
 
 
-def _with_verb(phrase: list[_Word]) -> list[Operation]:
+def _with_verb(phrase: list[_Lexeme]) -> list[Operation]:
     verb = phrase[0].name
-    end = next((index for index, word in enumerate(phrase) if word.kind == "infix"), len(phrase))
-    operands = [word.number for word in phrase[:end] if word.kind == "operand"]
+    end = next((index for index, lexeme in enumerate(phrase) if lexeme.kind == "infix"), len(phrase))
+    operands = [lexeme.number for lexeme in phrase[:end] if lexeme.kind == "operand"]
     if len(operands) == 1:
         operands.insert(0, None)
-    elif any(word.kind == "from" for word in phrase) or (verb in _COMMUTE and operands[1:] == [None]):
+    elif any(lexeme.kind == "from" for lexeme in phrase) or (verb in _COMMUTE and operands[1:] == [None]):
         operands.reverse()
     if len(operands) < 2 or (len(operands) > 2 and verb not in _COMMUTE):
         return []
@@ -135,15 +135,15 @@ def _with_verb(phrase: list[_Word]) -> list[Operation]:
     return chain + _infix(phrase[end:])
 
 
-def _infix(phrase: list[_Word]) -> list[Operation]:
+def _infix(phrase: list[_Lexeme]) -> list[Operation]:
     chain: list[Operation] = []
     last = -1
-    for index, word in enumerate(phrase):
-        if word.kind != "infix" or index + 1 == len(phrase) or phrase[index + 1].kind != "operand":
+    for index, lexeme in enumerate(phrase):
+        if lexeme.kind != "infix" or index + 1 == len(phrase) or phrase[index + 1].kind != "operand":
             continue
         if chain and last != index - 1:
             break  # a second expression, not a continuation of the first
         left = phrase[index - 1].number if index and not chain and phrase[index - 1].kind == "operand" else None
         last = index + 1
-        chain.append(Operation(word.name, left, phrase[last].number))
+        chain.append(Operation(lexeme.name, left, phrase[last].number))
     return chain

@@ -37,15 +37,15 @@ class CalculatorModel:
         plan = operations(text_of(messages[start])) if start is not None else ()
         if start is None or not plan:
             return ScriptedReply(content="Hello! There is nothing to calculate here.")
-        answers = [text_of(message) for message in messages[start:] if message.get("role") == "tool"]
-        results = [number(answer) for answer in answers]
+        tool_texts = [text_of(message) for message in messages[start:] if message.get("role") == "tool"]
+        results = [number(text) for text in tool_texts]
         if None in results:
-            return ScriptedReply(content=f"I could not finish the calculation. {answers[results.index(None)]}")
+            return ScriptedReply(content=f"I could not finish the calculation. {tool_texts[results.index(None)]}")
         known = [result for result in results if result is not None]
         if len(known) < len(plan):
             calls = sum(message.get("role") == "tool" for message in messages)
-            return _ask(plan[len(known)], known, call_id=f"call_{calls + 1}")
-        return ScriptedReply(content=_told(plan, known, marked=_wants_mark(messages)))
+            return _call_reply(plan[len(known)], known, call_id=f"call_{calls + 1}")
+        return ScriptedReply(content=_final_text(plan, known, marked=_wants_mark(messages)))
 
 
 def text_of(message: Mapping[str, object]) -> str:
@@ -57,10 +57,12 @@ def text_of(message: Mapping[str, object]) -> str:
     return "".join(part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str))
 
 
-def _ask(operation: Operation, known: Sequence[Number], call_id: str) -> ScriptedReply:
+def _call_reply(operation: Operation, known: Sequence[Number], call_id: str) -> ScriptedReply:
     a, b = _operands(operation, known)
-    said = "Continuing the calculation." if known else "I'll calculate that for you."
-    return ScriptedReply(content=said, tool_calls=(tool_call(call_id, operation.name, json.dumps({"a": a, "b": b})),))
+    content = "Continuing the calculation." if known else "I'll calculate that for you."
+    return ScriptedReply(
+        content=content, tool_calls=(tool_call(call_id, operation.name, json.dumps({"a": a, "b": b})),)
+    )
 
 
 def _operands(operation: Operation, known: Sequence[Number]) -> tuple[Number, Number]:
@@ -68,7 +70,7 @@ def _operands(operation: Operation, known: Sequence[Number]) -> tuple[Number, Nu
     return a, b
 
 
-def _told(plan: Sequence[Operation], known: Sequence[Number], *, marked: bool) -> str:
+def _final_text(plan: Sequence[Operation], known: Sequence[Number], *, marked: bool) -> str:
     sentences = []
     for index, operation in enumerate(plan):
         a, b = _operands(operation, known[:index])
@@ -76,8 +78,8 @@ def _told(plan: Sequence[Operation], known: Sequence[Number], *, marked: bool) -
             sentences.append(f"{a} {_INFIX[operation.name]} {b} equals {known[index]}.")
         else:
             sentences.append(f"{_GERUND[operation.name].format(a=a, b=b)} gives {known[index]}.")
-    told = " ".join(sentences)
-    return f"{told}\n{_MARK} {known[len(plan) - 1]}" if marked else told
+    text = " ".join(sentences)
+    return f"{text}\n{_MARK} {known[len(plan) - 1]}" if marked else text
 
 
 def _wants_mark(messages: Sequence[Mapping[str, object]]) -> bool:

@@ -15,16 +15,16 @@ from rollout_server.testing.script import Fault, FaultKind, Line, Script, Script
 class CompletedCall:
     """An answer that counts, and the reply that it came from; `lost` is how its connection ends without it."""
 
-    answer: ScriptedCompletion
+    completion: ScriptedCompletion
     reply: ScriptedReply
     lost: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FailedCall:
-    """A failure to commit. `answer` is what stands in those that look like completions; it does not count."""
+    """A failure to commit. `completion` is what stands in those that look like completions; it does not count."""
 
-    answer: ScriptedCompletion
+    completion: ScriptedCompletion
     fault: Fault
 
 
@@ -58,7 +58,7 @@ class Engine:
         self._model = model
         self._scripts = scripts
         self._replays_keys = replays_keys
-        self._said: dict[str, int] = {}
+        self._lines_used: dict[str, int] = {}
         self._last: dict[str, CompletedCall] = {}
 
     def complete(self, call: CompletionCall) -> Result:
@@ -74,32 +74,32 @@ class Engine:
             line = self._next_line(call)
         if isinstance(line, Fault):
             return self._fail(prompt, line)
-        reply = self._scripts.of(call.rollout_id).extensions.applied(line, prompt.turn)
+        reply = self._scripts.of(call.rollout_id).extensions.apply_to(line, prompt.turn)
         try:
-            answer = self._judge.accept(prompt, reply, fault=lost.kind.value if lost else "")
+            completion = self._judge.accept(prompt, reply, fault=lost.kind.value if lost else "")
         except UnrenderableError as error:
             return self._fail(prompt, Fault.error(500, f"the scripted reply is not one for this template: {error}"))
-        answered = CompletedCall(answer, reply, lost)
-        self._remember(call.key, answered)
-        return answered
+        completed = CompletedCall(completion, reply, lost)
+        self._remember(call.key, completed)
+        return completed
 
     def put_script(self, rollout_id: str, script: Script) -> None:
         """From now on this rollout follows `script`, from its first line, and its next call is a first one."""
         self._judge.start_anew(rollout_id)
-        self._said.pop(rollout_id, None)
+        self._lines_used.pop(rollout_id, None)
         self._scripts.put(rollout_id, script)
 
     def _next_line(self, call: CompletionCall) -> Line:
-        said = self._said.get(call.rollout_id, 0)
-        line = self._scripts.of(call.rollout_id).line(said)
+        used = self._lines_used.get(call.rollout_id, 0)
+        line = self._scripts.of(call.rollout_id).line(used)
         if line is None:
             return self._model.reply(call.messages)
-        self._said[call.rollout_id] = said + 1
+        self._lines_used[call.rollout_id] = used + 1
         return line
 
-    def _remember(self, key: str, answered: CompletedCall) -> None:
+    def _remember(self, key: str, completed: CompletedCall) -> None:
         self._last.pop(key, None)
-        self._last[key] = answered
+        self._last[key] = completed
         while len(self._last) > ROLLOUTS_KEPT:
             del self._last[next(iter(self._last))]
 
@@ -107,5 +107,5 @@ class Engine:
         what = f"{fault.kind} {fault.status}" if fault.kind is FaultKind.STATUS else fault.kind.value
         self._judge.record_fault(prompt, what)
         if fault.kind in (FaultKind.EMPTY_CHOICES, FaultKind.NULL_MESSAGE):
-            return FailedCall(self._judge.answer(prompt, ScriptedReply(content="")), fault)
+            return FailedCall(self._judge.completion(prompt, ScriptedReply(content="")), fault)
         return FailedCall(ScriptedCompletion({}, "stop", [], [], prompt.ids), fault)

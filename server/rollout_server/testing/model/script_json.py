@@ -55,22 +55,22 @@ def _reception(value: object) -> Reception:
 
 
 def _switch(value: dict[str, Any], name: str) -> bool:
-    given = value.get(name, False)
-    if not isinstance(given, bool):
+    switch = value.get(name, False)
+    if not isinstance(switch, bool):
         raise ValueError(f"{name} is true or false")
-    return given
+    return switch
 
 
-def _convert(place: str, kind: type[_Value], fields: object) -> _Value:
+def _convert(path: str, kind: type[_Value], fields: object) -> _Value:
     if not isinstance(fields, dict):
-        raise ValueError(f"{place} is not an object")
-    _check_keys(fields, {field.name for field in dataclasses.fields(kind)}, place)
+        raise ValueError(f"{path} is not an object")
+    _check_keys(fields, {field.name for field in dataclasses.fields(kind)}, path)
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
 
 
-def _check_keys(value: dict[str, Any], known: "frozenset[str] | set[str]", place: str) -> None:
+def _check_keys(value: dict[str, Any], known: "frozenset[str] | set[str]", path: str) -> None:
     if unknown := set(value) - known:
-        raise ValueError(f"unknown keys in {place}: {sorted(unknown)}")
+        raise ValueError(f"unknown keys in {path}: {sorted(unknown)}")

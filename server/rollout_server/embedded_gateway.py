@@ -10,7 +10,7 @@ from rollout_gateway.http.serve import HttpListener, Listening
 from rollout_gateway.settings import GatewaySettings
 
 
-class HttpServer:
+class EmbeddedGateway:
     """Listens on the HTTP port and translates to gRPC.
 
     `target` is an address as `open_channel` takes it; `metrics` gives this process's metrics for `GET /metrics`. Raises

@@ -15,7 +15,7 @@ from rollout_server.tokencheck.template_traits import Traits
 
 
 class TemplateFault(Enum):
-    """What makes a template unsafe, besides the causes for which a rendering parts from the truth."""
+    """What makes a template unsafe, besides the causes for which a rendering diverges from the reference."""
 
     NO_STOP = "no stop"
     NO_PLACE = "no place to cut"
@@ -25,7 +25,7 @@ class TemplateFault(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Where something was seen: what was there, and what a rendering makes of it; `index` is the token at which they part."""
+    """Where something was seen: what was there, and what a rendering makes of it; `index` is the token at which they diverge."""
 
     kind: str
     truth: str
@@ -150,16 +150,16 @@ class TemplateReport:
     switches_tried: Mapping[str, int]
 
 
-def plain(value: object) -> JSON:
-    """A verdict as JSON. Halves of surrogate pairs, which UTF-8 does not have, become question marks."""
+def report_json(value: object) -> JSON:
+    """A report as JSON. Halves of surrogate pairs, which UTF-8 does not have, become question marks."""
     if isinstance(value, Enum):
-        return plain(value.value)
+        return report_json(value.value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: report_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(plain(key)): plain(each) for key, each in value.items()}
+        return {str(report_json(key)): report_json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(each) for each in value]
+        return [report_json(each) for each in value]
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return str(value).encode("utf-8", "replace").decode("utf-8")

@@ -23,7 +23,7 @@ def listens_on_loopback(settings: Settings) -> bool:
         return False
 
 
-def knows_its_callers(settings: Settings) -> bool:
+def authenticates_callers(settings: Settings) -> bool:
     """Whether all who can start rollouts are on this machine, have an API key or show a certificate."""
     keys = (settings.api_key, settings.admin_key, settings.api_keys, settings.api_keys_file)
     has_keys = any(each is not None and each != () for each in keys)
