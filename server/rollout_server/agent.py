@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import RewardResult
 from rollout_server.core.spec_validation import ID_LENGTH, MAX_SECONDS
+from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.aio.source_location import written_at
 from rollout_server.runtime.ports import Tool
-from rollout_server.runtime.request import Request
 from rollout_server.runtime.run.reward import Judgement, verdict_of
 from rollout_server.runtime.run.run import Run
 from rollout_server.tool import FunctionTool, tool

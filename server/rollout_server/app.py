@@ -34,8 +34,6 @@ from rollout_server.assembly import (
 from rollout_server.edge.api_keys import Keyring
 from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.grpc_loop import run_loop
-from rollout_server.edge.loop_lag import LoopLag
-from rollout_server.edge.loop_watchdog import LoopWatch
 from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.edge.metrics.server import serve_metrics
 from rollout_server.edge.rpc.local_sockets import own_socket
@@ -49,6 +47,7 @@ from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.exposure import log_exposure
+from rollout_server.runtime.aio.loop_watchdog import LoopLag, LoopWatch
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.run.lifecycle import start_agents

@@ -19,9 +19,9 @@ from rollout_server.core.ledger import MaskReason
 from rollout_server.core.outcome import Cancellation, Failure, Stop
 from rollout_server.core.record import Masked, Observed
 from rollout_server.core.spec import Dialect, Target, TokenizerName
+from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.run.run import AgentMistake
 
 from tests.runtime.world import EPOCH, FOREVER, Say, World, a_spec, assert_internal, call, outcome_of
 

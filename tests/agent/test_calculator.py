@@ -11,7 +11,7 @@ import pytest
 from rollout_server.calculator import Calculator
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.outcome import Stop
-from rollout_server.runtime.ports import AgentProtocol
+from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.tools.executor import ToolExecutor
 
 from tests.runtime.jumping import JumpingLoop

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import DriftKind, MaskReason, Origin, SegmentKind
-from rollout_server.core.machine import LimitReached, Machine
+from rollout_server.core.machine import LimitReached, Machine, replay
 from rollout_server.core.outcome import Stop
 from rollout_server.core.record import (
     Appended,
@@ -22,7 +22,6 @@ from rollout_server.core.record import (
     Record,
     SegmentOpened,
 )
-from rollout_server.core.replay import replay
 
 from .rollouts import (
     CALL,

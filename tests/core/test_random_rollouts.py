@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import Origin, SegmentKind, pack_tokens
 from rollout_server.core.limits import Limits
-from rollout_server.core.machine import IllegalRecord, LimitReached, Machine
+from rollout_server.core.machine import IllegalRecord, LimitReached, Machine, replay
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Cancellation, Category, Failure, RewardResult, Stop, Warned
 from rollout_server.core.record import (
@@ -31,7 +31,6 @@ from rollout_server.core.record import (
     ToolReturned,
     ToolStarted,
 )
-from rollout_server.core.replay import replay
 
 from .books import Books, Talk
 from .naive import assert_laws, assert_line, common

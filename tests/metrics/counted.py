@@ -15,7 +15,8 @@ from rollout_server.core.outcome import Failure, Outcome
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.edge.metrics.observer import MetricsObserver
-from rollout_server.runtime.ports import Clock, CompletionRequest, Fork, RolloutFailed, Sampler, Tool
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.ports import Clock, CompletionRequest, Fork, Sampler, Tool
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout

@@ -13,9 +13,9 @@ from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.edge.metrics.observer import MetricsObserver
-from rollout_server.runtime.observer import Attempt, Observer
 from rollout_server.runtime.ports import CompletionRequest
-from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.dependencies import Attempt, Observer
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Caller, Capacity
 

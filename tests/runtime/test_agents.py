@@ -10,7 +10,7 @@ import pytest
 from rollout_server import Agent, Limits, RewardResult, Run
 from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.record import Note
-from rollout_server.runtime.run.run import AgentMistake
+from rollout_server.runtime.errors import AgentMistake
 
 from tests.runtime.world import (
     FOREVER,

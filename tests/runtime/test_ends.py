@@ -9,8 +9,8 @@ import pytest
 from rollout_server import Agent, Limits, Run
 from rollout_server.core.outcome import Cancellation, Category, Failure, Stop
 from rollout_server.core.record import Note
-from rollout_server.runtime.registry.entry import Selection
-from rollout_server.runtime.run.run import RolloutEnded
+from rollout_server.runtime.errors import RolloutEnded
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.world import (

@@ -17,10 +17,10 @@ from rollout_server.core.error import (
     RolloutError,
     Violation,
 )
+from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.ports import Credentials, Tool
-from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.registry.registry import Check
-from rollout_server.runtime.request import Request
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity, StartRequest
 

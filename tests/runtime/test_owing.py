@@ -11,11 +11,12 @@ from rollout_server.runtime.delivery import (
     DeliveryRefused,
     DeliveryState,
     DeliveryUnsettled,
+    PackedOutcome,
     Receipt,
 )
-from rollout_server.runtime.ports import Credentials, PackedOutcome
+from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
-from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity
 

@@ -11,7 +11,7 @@ from rollout_server.edge.tokens.drift_excerpt import DriftExcerpt
 from rollout_server.edge.tokens.rendering_form import Arguments, RenderingForm, parsed
 from rollout_server.edge.tokens.template_probe import StopToken, probe
 from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, text_after_answer
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 from tests.tokens.conftest import call, packed
 

@@ -31,9 +31,8 @@ ends with a token of the model as soon as there is one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
-from rollout_server.core.drift import Drift, DriftKind
-from rollout_server.core.prefix import first_difference
 from rollout_server.core.segment import (
     MAX_TOKEN_ID,
     Author,
@@ -45,6 +44,7 @@ from rollout_server.core.segment import (
     SegmentKind,
     Span,
     Tokens,
+    first_difference,
     pack_logprobs,
     pack_tokens,
 )
@@ -68,6 +68,34 @@ __all__ = [
     "pack_logprobs",
     "pack_tokens",
 ]
+
+
+class DriftKind(Enum):
+    """What parted between the prompt a trainer reports and ledger + what was appended."""
+
+    HISTORY_REWRITTEN = "history_rewritten"
+    RETOKENISED = "retokenised"
+    ENVIRONMENT = "environment"
+    TRUNCATED = "truncated"
+    PROMPT = "prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """The prompt that a trainer reported is not ledger + what was appended.
+
+    `index` is the first token that differs, counted from the start of the prompt; the lengths are in tokens.
+    """
+
+    kind: DriftKind
+    index: int
+    expected: int
+    reported: int
+
+    @property
+    def opens_segment(self) -> bool:
+        """The prompt does not extend the segment."""
+        return self.kind not in (DriftKind.ENVIRONMENT, DriftKind.PROMPT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -342,3 +342,18 @@ def _compact(record: Answered, held: int) -> Answered:
     if record.token_ids is None or record.reported is None or record.shared:
         return record
     return replace(record, reported=record.reported[held:], shared=held)
+
+
+def replay(machine: Machine, records: Iterable[Record]) -> Machine:
+    """Feeds a log to a fresh machine. Raises `IllegalRecord` where what follows is not what the log says."""
+    logged: list[Record] = []
+    for record in records:
+        if isinstance(record, SegmentOpened | DriftFound):
+            logged.append(record)
+        elif machine.accept(record) != (*logged, record):
+            raise IllegalRecord(f"the log says {logged!r} before {record!r}")
+        else:
+            logged.clear()
+    if logged:
+        raise IllegalRecord(f"the log ends with {logged!r}, which no record led to")
+    return machine

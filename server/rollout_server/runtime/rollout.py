@@ -14,7 +14,7 @@ from rollout_server.core.record import Accepted, Ended, Input, Record
 from rollout_server.runtime.delivery import Delivery, DeliveryState
 from rollout_server.runtime.log import Entry, Log
 from rollout_server.runtime.ports import Clock, Tool
-from rollout_server.runtime.registry.admitted import AdmittedStart
+from rollout_server.runtime.start_request import AdmittedStart
 
 
 class RolloutOwner(Protocol):

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rollout_server.core.spec import Spec
-from rollout_server.runtime.ports import Credentials
+from rollout_server.core.error import NotPossible, RolloutError
+from rollout_server.core.message import utf8_length
+from rollout_server.core.spec import Dialect, Spec
+from rollout_server.runtime.agent_protocol import AgentProtocol, Request
+from rollout_server.runtime.aio.source_location import raised_at
+from rollout_server.runtime.ports import Credentials, Tool
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +102,44 @@ class StartRequest:
     request_id: str = ""
     until_received: bool = False
     credentials: Credentials = Credentials()
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedStart:
+    """Nothing has been taken yet. What the spec left open is filled in."""
+
+    wish: StartRequest
+    agent: AgentProtocol
+    fingerprint: str
+
+    @property
+    def key(self) -> tuple[str, str, str] | None:
+        """What a repeated request finds its rollout by; None where the request has no id."""
+        wish = self.wish
+        return (wish.caller, wish.spec.completions.url, wish.request_id) if wish.request_id else None
+
+    @property
+    def size(self) -> int:
+        """About how many bytes its rollout begins with, counted as `Machine.size`."""
+        return 2 * sum(utf8_length(message.text) for message in self.wish.spec.messages)
+
+    def tools(self) -> Sequence[Tool]:
+        """Those of its rollout, chosen by the agent. Raises `RolloutError`."""
+        return chosen_tools(self.agent, self.wish.spec)
+
+
+def chosen_tools(agent: AgentProtocol, spec: Spec) -> Sequence[Tool]:
+    """The tools of a rollout. Raises `RolloutError` where choosing fails, `NotPossible` where the trainer cannot hear of them."""
+    try:
+        tools = agent.tools_for(Request(spec))
+    except Exception as error:  # the boundary to an author's code
+        _log.error("agent %s could not choose its tools%s", agent.name, raised_at(error), exc_info=error)
+        text = f"agent {agent.name!r} could not choose the tools of this rollout; the server's log has the reason"
+        raise RolloutError(text, reason="AGENT_FAILED") from None
+    if spec.completions.dialect is Dialect.HTTP_MASKED and [*tools] != [*agent.tools]:
+        text = (
+            f"agent {agent.name!r} chooses its tools by request, and a trainer of POST /rollout never hears of the choice; use "
+            "another protocol"
+        )
+        raise NotPossible(text, reason="TOOLS_FIXED")
+    return tools

@@ -16,8 +16,9 @@ from rollout_server.agent import Agent
 from rollout_server.core.message import JSON
 from rollout_server.core.outcome import Category, End, Failure, RewardResult
 from rollout_server.core.spec import Dialect
-from rollout_server.runtime.ports import Tool, ToolError
-from rollout_server.runtime.request import Request
+from rollout_server.runtime.agent_protocol import Request
+from rollout_server.runtime.errors import ToolError
+from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.run.run import Run
 from rollout_server.sdk.core.base import RolloutAgentLoop, RolloutContext, RolloutResult
 from rollout_server.sdk.core.exceptions import OsmosisRolloutError, OsmosisValidationError, ToolExecutionError

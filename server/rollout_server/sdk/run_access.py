@@ -8,7 +8,8 @@ from rollout_server.core.machine import LimitReached
 from rollout_server.core.message import JSON, Message, ToolCall
 from rollout_server.core.record import ToolReturned
 from rollout_server.core.usage import lengths
-from rollout_server.runtime.run.run import Reply, Run
+from rollout_server.runtime.run.messages import Reply
+from rollout_server.runtime.run.run import Run
 
 
 async def append_results(

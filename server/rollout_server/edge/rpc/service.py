@@ -21,10 +21,9 @@ from rollout_server.edge.wire.event import event, timestamp
 from rollout_server.edge.wire.message import tool_to_proto
 from rollout_server.edge.wire.rollout import agent_to_proto, rollout_to_proto, started
 from rollout_server.edge.wire.spec import duration
-from rollout_server.runtime.registry.admitted import AdmittedStart
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.start_request import StartRequest
+from rollout_server.runtime.start_request import AdmittedStart, StartRequest
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 LONGEST_WAIT = 3600.0

@@ -19,7 +19,8 @@ from rollout_server.edge.trainer.http_errors import refused
 from rollout_server.edge.trainer.response_warnings import notes_on
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_again
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter, plain_parameters
-from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.ports import CompletionRequest, Fork
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 
 from rollout_server.core.error import Conflict, NotFound
-from rollout_server.runtime.registry.admitted import AdmittedStart
-from rollout_server.runtime.registry.entry import RegistryEntry, Selection
+from rollout_server.runtime.delivery import DeliveryState
+from rollout_server.runtime.ports import Clock
 from rollout_server.runtime.rollout import Rollout, RolloutState
-from rollout_server.runtime.start_request import Caller
+from rollout_server.runtime.start_request import AdmittedStart, Caller, Capacity
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryEntry:
+    """`number` counts up, so lists can be paged while rollouts come and go; `request` is (caller, completion URL, request id)."""
+
+    number: int
+    rollout: Rollout
+    fingerprint: str
+    request: tuple[str, str, str] | None
+    until_received: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Rollouts that `caller` sees and that meet every condition that is set."""
+
+    caller: Caller
+    uids: tuple[str, ...] = ()
+    rollout_ids: tuple[str, ...] = ()
+    group_id: str = ""
+    agent: str = ""
+    states: tuple[RolloutState, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    delivery_states: tuple[DeliveryState, ...] = ()
+    callers: tuple[str, ...] = ()
+
+    def matches(self, rollout: Rollout) -> bool:
+        """Whether the rollout meets every condition."""
+        spec, delivery = rollout.spec, rollout.delivery
+        return (
+            self.caller.sees(rollout.caller)
+            and (not self.callers or rollout.caller in self.callers)
+            and (not self.uids or rollout.uid in self.uids)
+            and (not self.rollout_ids or spec.rollout_id in self.rollout_ids)
+            and (not self.group_id or spec.group_id == self.group_id)
+            and (not self.agent or spec.agent == self.agent)
+            and (not self.states or rollout.state in self.states)
+            and (not self.delivery_states or (delivery is not None and delivery.state in self.delivery_states))
+            and all(spec.labels.get(key) == value for key, value in self.labels.items())
+        )
 
 
 class RolloutIndex:
@@ -82,3 +125,30 @@ def check_alike(admitted: Iterable[AdmittedStart]) -> None:
     for each in admitted:
         if each.key is not None and prints.setdefault(each.key, each.fingerprint) != each.fingerprint:
             raise Conflict(f"request id {each.wish.request_id!r} stands twice, with different payloads; use two ids")
+
+
+class Retention:
+    """Those that have finished and owe nobody their outcome, in the order in which that came to be."""
+
+    def __init__(self, capacity: Capacity, clock: Clock) -> None:
+        self._capacity = capacity
+        self._clock = clock
+        self._rollouts: deque[tuple[Rollout, float]] = deque()
+        self._bytes = 0
+
+    def add(self, rollout: Rollout) -> None:
+        """Remembers one more."""
+        self._rollouts.append((rollout, self._clock.monotonic()))
+        self._bytes += rollout.machine.size
+
+    def surplus(self) -> Iterator[str]:
+        """Lets go of those that are too old, too many or too large together, the oldest first. Yields their uids."""
+        now, capacity = self._clock.monotonic(), self._capacity
+        while self._rollouts:
+            rollout, since = self._rollouts[0]
+            young = now - since < capacity.finished_seconds
+            if young and len(self._rollouts) <= capacity.finished and self._bytes <= capacity.finished_bytes:
+                return
+            self._rollouts.popleft()
+            self._bytes -= rollout.machine.size
+            yield rollout.uid

@@ -18,11 +18,10 @@ from rollout_server.runtime.delivery import (
     DeliveryRefused,
     DeliveryState,
     DeliveryUnsettled,
+    PackedOutcome,
     Receipt,
 )
-from rollout_server.runtime.observer import Attempt
-from rollout_server.runtime.ports import PackedOutcome
-from rollout_server.runtime.registry.dependencies import RegistryDependencies
+from rollout_server.runtime.registry.dependencies import Attempt, RegistryDependencies
 from rollout_server.runtime.rollout import Rollout
 
 _log = logging.getLogger(__name__)

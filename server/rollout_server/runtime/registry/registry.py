@@ -13,20 +13,17 @@ from rollout_server.core.fingerprint import fingerprint
 from rollout_server.core.outcome import Cancellation, Category, Failure
 from rollout_server.core.record import Ended
 from rollout_server.core.spec_validation import Bounds, settle, violations
+from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import defined_at
 from rollout_server.runtime.log import Entry
-from rollout_server.runtime.ports import AgentProtocol, Credentials, OpenSampler, Tool
-from rollout_server.runtime.registry.admitted import AdmittedStart
+from rollout_server.runtime.ports import Credentials, OpenSampler, Tool
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
-from rollout_server.runtime.registry.entry import Selection
-from rollout_server.runtime.registry.index import RolloutIndex, check_alike
-from rollout_server.runtime.registry.noting import log_finished
+from rollout_server.runtime.registry.index import Retention, RolloutIndex, Selection, check_alike
 from rollout_server.runtime.registry.outbox import Outbox
 from rollout_server.runtime.registry.queue import RolloutQueue
-from rollout_server.runtime.registry.retention import Retention
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.run.driver import drive
-from rollout_server.runtime.start_request import Caller, Capacity, StartRequest
+from rollout_server.runtime.start_request import AdmittedStart, Caller, Capacity, StartRequest
 from rollout_server.runtime.tools.resources import ToolResources
 
 Check: TypeAlias = Callable[[Sequence[Rollout | None]], None]
@@ -267,7 +264,7 @@ class RolloutRegistry:
 
     def _keep(self, rollout: Rollout) -> None:
         self.finished += 1
-        log_finished(rollout)
+        _log_finished(rollout)
         self._settle(rollout)
 
     def _settle(self, rollout: Rollout) -> None:
@@ -279,3 +276,22 @@ class RolloutRegistry:
             self._queue.forget(rollout)
             self._kept.add(rollout)
             self.forget()
+
+
+def _log_finished(rollout: Rollout) -> None:
+    """The one line about a rollout: never contents, tokens or keys."""
+    outcome = rollout.outcome
+    if outcome is None:
+        return
+    end, metrics = outcome.end, outcome.metrics
+    what = {"end": type(end).__name__.lower(), "turns": metrics.turns, "tool_calls": metrics.tool_calls}
+    if isinstance(end, Failure):
+        what |= {"category": end.category.value}
+    what |= {
+        "generated_tokens": metrics.generated_tokens,
+        "warnings": len(outcome.warnings),
+        "ms": round(metrics.total_ms),
+    }
+    text = " ".join(f"{key}={value}" for key, value in what.items())
+    extra = {"rollout_uid": rollout.uid, "rollout_id": rollout.spec.rollout_id, "turn": rollout.machine.turn}
+    _log.info("rollout finished: %s", text, extra=extra)

@@ -12,23 +12,12 @@ from typing import Any, NoReturn, TypeVar, cast
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.outcome import End, RewardResult, Stop
 from rollout_server.core.record import Input, Record
+from rollout_server.runtime.errors import AgentMistake, RolloutEnded
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.tools.slots import NoFreeSlot, Slots
 from rollout_server.runtime.tools.task import ToolTask
 
 _T = TypeVar("_T")
-
-
-class RolloutEnded(BaseException):
-    """The rollout has come to its end: raised out of `play`, past any `except Exception` on the way. Let it pass."""
-
-    def __init__(self, end: End) -> None:
-        super().__init__(type(end).__name__)
-        self.end = end
-
-
-class AgentMistake(Exception):
-    """The agent asked for something that makes no sense at this point."""
 
 
 class RunContext:

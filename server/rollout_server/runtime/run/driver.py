@@ -18,10 +18,11 @@ from rollout_server.core.outcome import Category, End, Failure, RewardResult, St
 from rollout_server.core.record import Ended, ToolReturned, ToolStarted
 from rollout_server.core.spec import Dialect
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
+from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.ports import OpenSampler
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run.context import RunContext
-from rollout_server.runtime.run.run import RolloutEnded, Run
+from rollout_server.runtime.run.run import Run
 from rollout_server.runtime.tools.executor import ToolExecutor, label_of
 from rollout_server.runtime.tools.resources import ToolResources
 

@@ -14,7 +14,8 @@ from rollout_server.core.conversation import Conversation
 from rollout_server.core.message import JSON, MalformedMessage, parse_json
 from rollout_server.core.record import Observed
 from rollout_server.runtime.aio.source_location import written_at
-from rollout_server.runtime.run.context import AgentMistake, RunContext
+from rollout_server.runtime.errors import AgentMistake
+from rollout_server.runtime.run.context import RunContext
 
 T = TypeVar("T", bound=JSON)
 

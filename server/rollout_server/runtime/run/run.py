@@ -18,21 +18,25 @@ from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.outcome import Category, End, Failure, Metrics, RewardResult, Stop
 from rollout_server.core.record import Appended, GivenUp, Masked, Note
 from rollout_server.core.spec import DriftPolicy
-from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed, Sampler, Tool
-from rollout_server.runtime.request import Request
-from rollout_server.runtime.run import saying
-from rollout_server.runtime.run.arguments import SamplingOptions, overridden
-from rollout_server.runtime.run.context import AgentMistake, RolloutEnded, RunContext
-from rollout_server.runtime.run.forking import fork_kind, forkable_tools, written
-from rollout_server.runtime.run.readonly import only_read
+from rollout_server.runtime.agent_protocol import Request
+from rollout_server.runtime.errors import AgentMistake, RolloutEnded, RolloutFailed
+from rollout_server.runtime.ports import CompletionRequest, Fork, Sampler, Tool
+from rollout_server.runtime.run.arguments import (
+    SamplingOptions,
+    check_room,
+    checked_note,
+    checked_reason,
+    fork_kind,
+    forkable_tools,
+    turn_sampling,
+)
+from rollout_server.runtime.run.context import RunContext
+from rollout_server.runtime.run.messages import Reply, checked_messages, drift_failure, read_only
 from rollout_server.runtime.run.recorded_effects import T, now, once, random
-from rollout_server.runtime.run.reply import Reply, drift_failure, text_of
-from rollout_server.runtime.run.tool_calls import made, run_calls
+from rollout_server.runtime.run.tool_calls import checked_calls, run_calls
 from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 
 R = TypeVar("R")
-
-__all__ = ["AgentMistake", "Reply", "RolloutEnded", "Run", "text_of"]
 
 
 class Run:
@@ -97,7 +101,7 @@ class Run:
     def messages(self) -> Sequence[Mapping[str, JSON]]:
         """The conversation so far, parsed. It is for reading: `AgentMistake` for whoever changes it."""
         return cast(
-            "Sequence[Mapping[str, JSON]]", only_read([message.fields() for message in self._conversation.messages])
+            "Sequence[Mapping[str, JSON]]", read_only([message.fields() for message in self._conversation.messages])
         )
 
     @property
@@ -112,7 +116,7 @@ class Run:
         fails, and `AgentMistake` naming an option that is none or has a wrong value.
         """
         talk, spec = self._conversation, self._rollout.spec
-        own = overridden(spec.sampling, sampling, spec.completions.dialect) if sampling else spec.sampling
+        own = turn_sampling(spec.sampling, sampling, spec.completions.dialect) if sampling else spec.sampling
         await self._course.check(talk)
         asked = self._machine.ask(talk, None if own == spec.sampling else own)
         if isinstance(asked, LimitReached):
@@ -146,7 +150,7 @@ class Run:
         waiting for. Raises `AgentMistake` for a call that the model has not made, or that has its result.
         """
         await self._course.check(self._conversation)
-        started = self._machine.start_calls(made(calls, self._conversation), self._conversation)
+        started = self._machine.start_calls(checked_calls(calls, self._conversation), self._conversation)
         if isinstance(started, LimitReached):
             self._course.end(started.stop)
         return await run_calls(self._course, self._toolbox, started)
@@ -157,7 +161,7 @@ class Run:
         Raises `AgentMistake` for what are no messages, and for more than a rollout may hold.
         """
         await self._grows("append")
-        added = written(messages)
+        added = checked_messages(messages)
         if added:
             self._course.record(Appended(added, self._conversation.id))
 
@@ -189,7 +193,7 @@ class Run:
         apart = opens is SegmentKind.SUBAGENT
         await self._grows("fork", *((State.OPEN, State.ASKING, State.CALLING) if apart else ()))
         given = None if tools is None else forkable_tools(tools)
-        forked = self._machine.fork(opens, written(messages or ()), self._conversation)
+        forked = self._machine.fork(opens, checked_messages(messages or ()), self._conversation)
         told = self._toolbox.tools if given is None else given
         try:
             sampler = self._sampler.fork(Fork(forked.origin, given))
@@ -211,7 +215,7 @@ class Run:
             raise AgentMistake(f"mask: {reply!r:.100} is no answer; `run.sample()` returns them")
         if not self._machine.was_answered(reply.turn):
             raise AgentMistake(f"mask: the rollout has no answer of turn {reply.turn}")
-        self._course.record(Masked(reply.turn, saying.reason(reason, "mask")))
+        self._course.record(Masked(reply.turn, checked_reason(reason, "mask")))
 
     def now(self) -> datetime:
         """The time, in UTC. A replayed rollout is told the same."""
@@ -242,13 +246,13 @@ class Run:
 
     def note(self, code: str, text: str) -> None:
         """Leaves a remark that watchers see. Raises `AgentMistake` for what are no texts."""
-        self._remark(self._conversation.turn, *saying.remark(code, text))
+        self._remark(self._conversation.turn, *checked_note(code, text))
 
     async def finish(self, reason: str = "stop") -> NoReturn:
         """Ends the rollout with a word of the agent's own. Raises `AgentMistake` for what is none."""
         await self._course.check(self._conversation)
         stop = self._machine.natural_stop()
-        self._course.end(Stop(saying.reason(reason, "finish"), stop.truncated))
+        self._course.end(Stop(checked_reason(reason, "finish"), stop.truncated))
 
     def close(self, end: End, verdict: RewardResult | None = None) -> None:
         """From now on nothing can be asked for, not even by a reward. `verdict` goes along with a failure, which none judges."""
@@ -292,7 +296,7 @@ class Run:
     async def _grows(self, of: str, *states: State) -> None:
         await asyncio.sleep(0)  # whoever does nothing else must not hold the event loop
         await self._course.check(self._conversation, *states)
-        saying.check_room(self._machine, self._conversation, of)
+        check_room(self._machine, self._conversation, of)
 
     def _remark(self, turn: int, code: str, text: str) -> None:
         with suppress(RolloutEnded):

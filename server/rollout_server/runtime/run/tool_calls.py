@@ -9,14 +9,15 @@ from collections.abc import Iterable, Sequence
 from rollout_server.core.conversation import Conversation
 from rollout_server.core.message import MalformedMessage, ToolCall, tool_calls
 from rollout_server.core.record import ToolReturned, ToolStarted
-from rollout_server.runtime.run.context import AgentMistake, RunContext
+from rollout_server.runtime.errors import AgentMistake
+from rollout_server.runtime.run.context import RunContext
 from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 
 _AT_ONCE = 16
 """Calls that begin in one round of the event loop, so that other rollouts get their turns in between."""
 
 
-def made(calls: Iterable[ToolCall], conversation: Conversation) -> Sequence[ToolCall]:
+def checked_calls(calls: Iterable[ToolCall], conversation: Conversation) -> Sequence[ToolCall]:
     """The calls, each of which the model has made in its last message. Raises `AgentMistake` for others: no answer fits them."""
     wanted = list(calls)
     open_ = _open_calls(conversation)

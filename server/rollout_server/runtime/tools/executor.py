@@ -13,8 +13,8 @@ from typing import Any
 from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_json
 from rollout_server.core.spec import TokenizerName
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
-from rollout_server.runtime.ports import ArgumentError, Content, Tool, ToolError
-from rollout_server.runtime.run.context import RolloutEnded
+from rollout_server.runtime.errors import ArgumentError, RolloutEnded, ToolError
+from rollout_server.runtime.ports import Content, Tool
 from rollout_server.runtime.tools.policy import ToolPolicy
 from rollout_server.runtime.tools.protocols import ServerRunTool, ToolFailed, ToolRunner, Unwritable
 from rollout_server.runtime.tools.resources import ToolResources

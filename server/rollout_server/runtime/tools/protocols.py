@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 
 from rollout_server.core.message import JSON
 from rollout_server.core.spec import TokenizerName
-from rollout_server.runtime.ports import Content, ToolError
+from rollout_server.runtime.errors import ToolError
+from rollout_server.runtime.ports import Content
 from rollout_server.runtime.tools.policy import ToolPolicy
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from rollout_server.core.message import JSON
 from rollout_server.core.spec import TokenizerName
-from rollout_server.runtime.ports import Content, ToolError
+from rollout_server.runtime.errors import ToolError
+from rollout_server.runtime.ports import Content
 from rollout_server.runtime.tools.protocols import TokenCounter
 
 _CHARACTERS_OF_A_TOKEN = 4

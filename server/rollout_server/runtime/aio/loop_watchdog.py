@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rollout_server.runtime.aio.source_location import authors_frames
 
@@ -103,3 +103,31 @@ def _telling(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.Fram
     ran = stack[running[-1] + 1 :] if running else stack
     theirs = authors_frames(ran)
     return ran[ran.index(theirs[0]) :] if theirs else ran or stack
+
+
+class LoopLag:
+    """Sleeps again and again and tells `observe` how many seconds late it woke, never less than 0."""
+
+    def __init__(self, observe: Callable[[float], None], interval: float = 0.1) -> None:
+        self._observe = observe
+        self._interval = interval
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins, on the running loop. Once begun it goes on until `stop`."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="loop lag")
+
+    async def stop(self) -> None:
+        """Ends."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _run(self) -> None:
+        now = asyncio.get_running_loop().time
+        while True:
+            due = now() + self._interval
+            await asyncio.sleep(self._interval)
+            self._observe(max(0.0, now() - due))
