@@ -144,7 +144,7 @@ async def _called(function: Callable[[Run], _T | Awaitable[_T]], run: Run, name:
     """The result of an author's function, wherever it runs."""
     if inspect.iscoroutinefunction(function):
         return cast("_T", await function(run))
-    result = await run.aside(f"{name}{written_at(function)}", lambda: function(run))
+    result = await run.run_in_thread(f"{name}{written_at(function)}", lambda: function(run))
     return await cast("Awaitable[_T]", result) if inspect.isawaitable(result) else result
 
 

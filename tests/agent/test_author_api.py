@@ -209,7 +209,7 @@ async def test_a_thread_is_left_alone_and_sees_that_it_is(new_world: type[World]
     computes = world.start()
     await asyncio.sleep(0.1)
     for rollout in (waits, computes):
-        rollout.ask_to_end(Cancellation("enough"))
+        rollout.ending.request(Cancellation("enough"))
     assert [(await outcome_of(rollout)).end for rollout in (waits, computes)] == [Cancellation("enough")] * 2
     assert await asyncio.to_thread(saw.wait, 10)
 

@@ -100,7 +100,7 @@ class Counted:
             self._open,
             lambda: f"u{next(numbers)}",
             capacity=capacity,
-            surroundings=RegistryDependencies(clock=Clock(loop.time, loop.time), observer=self.metrics),
+            dependencies=RegistryDependencies(clock=Clock(loop.time, loop.time), observer=self.metrics),
         )
         self.metrics.watch_roster(self.roster)
 

@@ -185,8 +185,8 @@ async def test_a_retry_that_may_have_made_a_sibling_is_counted_when_it_happens()
     world = Counted(Calculator())
 
     def resampling(ask: CompletionRequest) -> Answered:
-        ask.remark("resampled", "the second time")
-        ask.remark("somebody's word", "no")
+        ask.note("resampled", "the second time")
+        ask.note("somebody's word", "no")
         return said(ask)
 
     await world.play(resampling)

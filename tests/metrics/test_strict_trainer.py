@@ -61,7 +61,7 @@ async def play() -> tuple[list[Outcome], Exposed, Table]:
             [Calculator()],
             lambda uid, spec, tools: trainers.open(spec, tools),
             lambda: f"u{next(numbers)}",
-            surroundings=RegistryDependencies(observer=metrics),
+            dependencies=RegistryDependencies(observer=metrics),
         )
         metrics.watch_roster(roster)
         target = Target(f"http://{NAME}:{urlsplit(strict.url).port}", Dialect.HTTP_MASKED)

@@ -127,7 +127,7 @@ async def test_what_finished_at_the_beginning_of_time_is_forgotten_too() -> None
         lambda uid, spec, tools: Script(),
         lambda: "u",
         capacity=Capacity(finished_seconds=60),
-        surroundings=RegistryDependencies(clock=Clock(lambda: now[0], lambda: now[0])),
+        dependencies=RegistryDependencies(clock=Clock(lambda: now[0], lambda: now[0])),
     )
     await outcome_of(roster.start(roster.admit(a_wish()))[0])
     await asyncio.sleep(1)

@@ -163,7 +163,7 @@ async def test_two_groups_of_the_same_ids_at_the_same_time_are_one() -> None:
 async def test_what_is_held_is_not_forgotten_before_it_is_released() -> None:
     world = Groups(capacity=Capacity(finished=0))
     rollout = world.start(Say("8"))
-    rollout.credentials = Credentials("s3cr3t")
+    rollout.update_credentials(Credentials("s3cr3t"))
     rollout.hold()
     await outcome_of(rollout)
     await asyncio.sleep(1)

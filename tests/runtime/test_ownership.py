@@ -88,8 +88,8 @@ async def test_others_cannot_cancel_it_however_they_name_it(new_world: type[Worl
         {"callers": ("me",)},
     ):
         assert world.roster.cancel(Selection(stranger, **conditions), "theirs") == []  # type: ignore[arg-type]
-    assert not running.ending.done()
-    assert not queued.ending.done()
+    assert not running.ending.requested.done()
+    assert not queued.ending.requested.done()
 
 
 async def test_others_cannot_end_the_delivery_of_its_outcome(new_world: type[World]) -> None:

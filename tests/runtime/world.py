@@ -117,7 +117,7 @@ class World:
             self._new_uid,
             capacity=capacity,
             bounds=bounds,
-            surroundings=RegistryDependencies(
+            dependencies=RegistryDependencies(
                 Clock(lambda: EPOCH + loop.time(), loop.time),
                 observer or NoObserver(),
                 reporter or NoReporter(),

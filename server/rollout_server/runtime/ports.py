@@ -63,7 +63,7 @@ class CompletionRequest:
         last_messages: how many messages had been asked for then.
         deadline: when the rollout's time is over, on the monotonic clock; None: never.
         credentials: of the rollout.
-        remark: leaves a note in the rollout's log, as (code, text).
+        note: leaves a note in the rollout's log, as (code, text).
         sampling: how the model samples in this turn, whole.
     """
 
@@ -73,7 +73,7 @@ class CompletionRequest:
     last_messages: int
     deadline: float | None = None
     credentials: Credentials = Credentials()
-    remark: Callable[[str, str], None] = field(default=lambda code, text: None, repr=False)
+    note: Callable[[str, str], None] = field(default=lambda code, text: None, repr=False)
     sampling: Sampling = Sampling()
 
 
@@ -94,7 +94,7 @@ class Fork:
 class Sampler(Protocol):
     """Asks the trainer of one conversation for completions. Keeps what it learns about that trainer between turns."""
 
-    async def sample(self, ask: CompletionRequest) -> Answered:
+    async def sample(self, request: CompletionRequest) -> Answered:
         """The answer. Raises `RolloutFailed`."""
 
     def fork(self, fork: Fork) -> Sampler:

@@ -1,4 +1,4 @@
-"""What callers wish of a roster."""
+"""Requests to start a rollout: who asks, what a server has room for, and a request that was found to be right."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one caller may take of a roster; None: as much as there is.
+    """What one caller may take of a server; None: as much as there is.
 
     Args:
         running: rollouts that run at the same time; more wait.
@@ -47,11 +47,11 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How much a roster holds.
+    """How many rollouts a server holds.
 
     Args:
         running: rollouts that run at the same time.
-        queued: rollouts that wait for a place; one more is refused.
+        queued: rollouts that wait for a slot; one more is refused.
         active_bytes: what rollouts may hold, counted roughly, until they are among those that are remembered; one more is refused.
         per_caller: what one caller may take of all that.
         shared: among several callers. Of queue and bytes one of them may then take nine tenths, unless `per_caller` says otherwise.
@@ -106,26 +106,26 @@ class StartRequest:
 
 @dataclass(frozen=True, slots=True)
 class AdmittedStart:
-    """Nothing has been taken yet. What the spec left open is filled in."""
+    """A request with which nothing is wrong, with what its spec left open filled in. Room for it is checked later."""
 
-    wish: StartRequest
+    request: StartRequest
     agent: AgentProtocol
     fingerprint: str
 
     @property
     def key(self) -> tuple[str, str, str] | None:
         """What a repeated request finds its rollout by; None where the request has no id."""
-        wish = self.wish
-        return (wish.caller, wish.spec.completions.url, wish.request_id) if wish.request_id else None
+        request = self.request
+        return (request.caller, request.spec.completions.url, request.request_id) if request.request_id else None
 
     @property
     def size(self) -> int:
         """About how many bytes its rollout begins with, counted as `Machine.size`."""
-        return 2 * sum(utf8_length(message.text) for message in self.wish.spec.messages)
+        return 2 * sum(utf8_length(message.text) for message in self.request.spec.messages)
 
     def tools(self) -> Sequence[Tool]:
         """Those of its rollout, chosen by the agent. Raises `RolloutError`."""
-        return chosen_tools(self.agent, self.wish.spec)
+        return chosen_tools(self.agent, self.request.spec)
 
 
 def chosen_tools(agent: AgentProtocol, spec: Spec) -> Sequence[Tool]:

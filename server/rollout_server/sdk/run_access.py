@@ -27,13 +27,13 @@ async def append_results(
     if isinstance(started, LimitReached):
         return messages
     for intent in started:
-        run._course.record(intent)
+        run._context.record(intent)
     for intent, message in zip(started, messages, strict=False):
         failed = str(message.get("content")).startswith("Error: ")
         returned = ToolReturned(
             intent.turn, intent.index, intent.call, Message.write(message), failed, elapsed_ms, intent.segment_id
         )
-        run._course.record(returned)
+        run._context.record(returned)
     return messages[len(started) :]
 
 

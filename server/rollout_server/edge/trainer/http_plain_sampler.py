@@ -54,7 +54,7 @@ class PlainSampler:
         errand = CompletionFetch(request, turn, ask.deadline)
         started = time.monotonic()
         # Where the trainer declares that it replays turns, asking again makes no sibling (D8).
-        remark = _nothing if self._spec.completions.replays_turn_keys else ask.remark
+        remark = _nothing if self._spec.completions.replays_turn_keys else ask.note
         fetched = await fetch_again(self._trainers.client, errand, self._trainers.retries, remark)
         elapsed = 1000 * (time.monotonic() - started)
         if fetched.answer.status != 200:

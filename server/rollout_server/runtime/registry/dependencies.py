@@ -1,4 +1,4 @@
-"""What a roster lives among."""
+"""What a registry of rollouts depends on: the ports of delivery and of observation, the clock, and what tools share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Reporter(Protocol):
     def pack(self, rollout: Rollout, target: Target, key: str) -> bytes:
         """The outcome of a finished rollout as the receiver takes it."""
 
-    async def deliver(self, parcel: PackedOutcome) -> Receipt:
+    async def deliver(self, packed: PackedOutcome) -> Receipt:
         """Sends it once. Whatever goes wrong on the way is a receipt."""
 
 
@@ -76,7 +76,7 @@ class NoReporter:
         """Nothing."""
         return b""
 
-    async def deliver(self, parcel: PackedOutcome) -> Receipt:
+    async def deliver(self, packed: PackedOutcome) -> Receipt:
         """Refuses."""
         return DeliveryRefused("this server tells nobody of outcomes")
 
@@ -88,5 +88,5 @@ class RegistryDependencies:
     clock: Clock = Clock()
     observer: Observer = field(default_factory=NoObserver)
     reporter: Reporter = field(default_factory=NoReporter)
-    patience: DeliveryRetryPolicy = DeliveryRetryPolicy()
-    workbench: ToolResources | None = None
+    retry_policy: DeliveryRetryPolicy = DeliveryRetryPolicy()
+    tool_resources: ToolResources | None = None

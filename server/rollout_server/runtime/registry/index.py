@@ -1,4 +1,4 @@
-"""The rollouts that a roster knows, by uid and by the ids of the requests that led to them."""
+"""The rollouts that a server knows: found by uid and by request id, selected, and remembered for a while after their end."""
 
 from __future__ import annotations
 
@@ -59,63 +59,63 @@ class RolloutIndex:
     """In the order in which they were taken."""
 
     def __init__(self) -> None:
-        self._places: dict[str, RegistryEntry] = {}
+        self._entries: dict[str, RegistryEntry] = {}
         self._requests: dict[tuple[str, str, str], str] = {}
         self._numbers = count(1)
 
     def add(self, rollout: Rollout, admitted: AdmittedStart) -> int:
         """One more. Returns its number."""
         key = admitted.key
-        place = RegistryEntry(next(self._numbers), rollout, admitted.fingerprint, key, admitted.wish.until_received)
-        self._places[rollout.uid] = place
+        entry = RegistryEntry(next(self._numbers), rollout, admitted.fingerprint, key, admitted.request.until_received)
+        self._entries[rollout.uid] = entry
         if key is not None:
             self._requests[key] = rollout.uid
-        return place.number
+        return entry.number
 
     def drop(self, uid: str) -> None:
         """One less."""
-        place = self._places.pop(uid)
-        if place.request is not None and self._requests.get(place.request) == uid:
-            del self._requests[place.request]
+        entry = self._entries.pop(uid)
+        if entry.request is not None and self._requests.get(entry.request) == uid:
+            del self._requests[entry.request]
 
     def rollouts(self) -> Sequence[Rollout]:
         """All of them."""
-        return [place.rollout for place in self._places.values()]
+        return [entry.rollout for entry in self._entries.values()]
 
     def get(self, uid: str, caller: Caller) -> Rollout:
         """A rollout that the caller sees. Raises `NotFound`."""
-        place = self._places.get(uid)
-        if place is None or not caller.sees(place.rollout.caller):
+        entry = self._entries.get(uid)
+        if entry is None or not caller.sees(entry.rollout.caller):
             raise NotFound(
                 f"there is no rollout {uid!r}; finished ones are forgotten after a while", reason="ROLLOUT_NOT_FOUND"
             )
-        return place.rollout
+        return entry.rollout
 
     def select(self, selection: Selection, before: int | None) -> Iterator[tuple[int, Rollout]]:
         """The selected rollouts with their numbers, newest first, those with a number below `before` only."""
         if selection.uids:
-            chosen = [self._places[uid] for uid in set(selection.uids) if uid in self._places]
-            places: Sequence[RegistryEntry] = sorted(chosen, key=lambda place: -place.number)
+            chosen = [self._entries[uid] for uid in set(selection.uids) if uid in self._entries]
+            entries: Sequence[RegistryEntry] = sorted(chosen, key=lambda entry: -entry.number)
         else:
-            places = list(reversed(self._places.values()))
-        for place in places:
-            if (before is None or place.number < before) and selection.matches(place.rollout):
-                yield place.number, place.rollout
+            entries = list(reversed(self._entries.values()))
+        for entry in entries:
+            if (before is None or entry.number < before) and selection.matches(entry.rollout):
+                yield entry.number, entry.rollout
 
     def find(self, admitted: AdmittedStart) -> Rollout | None:
         """The rollout of an earlier request under this id. Raises `Conflict` where that was for something else."""
-        wish, key = admitted.wish, admitted.key
+        request_id, key = admitted.request.request_id, admitted.key
         uid = self._requests.get(key) if key is not None else None
         if uid is None:
             return None
-        place = self._places[uid]
-        over = place.rollout.state is RolloutState.FINISHED
-        if place.fingerprint == admitted.fingerprint:
-            return None if place.until_received and over and place.rollout.received else place.rollout
-        if place.until_received and over:
+        entry = self._entries[uid]
+        finished = entry.rollout.state is RolloutState.FINISHED
+        if entry.fingerprint == admitted.fingerprint:
+            return None if entry.until_received and finished and entry.rollout.received else entry.rollout
+        if entry.until_received and finished:
             return None
         raise Conflict(
-            f"request id {wish.request_id!r} is known with another payload (rollout {uid}); use another id for another rollout"
+            f"request id {request_id!r} is known with another payload (rollout {uid}); use another id for another rollout"
         )
 
 
@@ -124,7 +124,7 @@ def check_alike(admitted: Iterable[AdmittedStart]) -> None:
     prints: dict[tuple[str, str, str], str] = {}
     for each in admitted:
         if each.key is not None and prints.setdefault(each.key, each.fingerprint) != each.fingerprint:
-            raise Conflict(f"request id {each.wish.request_id!r} stands twice, with different payloads; use two ids")
+            raise Conflict(f"request id {each.request.request_id!r} stands twice, with different payloads; use two ids")
 
 
 class Retention:

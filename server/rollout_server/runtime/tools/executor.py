@@ -63,7 +63,7 @@ class ToolExecutor:
         """What it holds, in the order in which it was given."""
         return tuple(self._tools.values())
 
-    def holding(self, tools: Iterable[Tool]) -> ToolExecutor:
+    def with_tools(self, tools: Iterable[Tool]) -> ToolExecutor:
         """Other tools for another conversation of the rollout, which has its places once."""
         other = ToolExecutor(tools, self._bench, self._tokenizer)
         other._places = self._places
