@@ -83,12 +83,12 @@ class FunctionTool(Generic[P, R]):
         """
         return await self.run_by(ToolTask(f"tool {self.name}"), arguments)
 
-    async def run_by(self, hands: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
-        """Runs one call as `run` does, where the hands are."""
+    async def run_by(self, runner: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
+        """Runs one call as `run` does, by the runner."""
         bound = self._parameters.bind(arguments)
         if self.policy.process:
-            return await hands.in_process(arguments)
-        made = await hands.in_thread(functools.partial(self._made, bound)) if self.threaded else self._made(bound)
+            return await runner.in_process(arguments)
+        made = await runner.in_thread(functools.partial(self._made, bound)) if self.threaded else self._made(bound)
         return await self._awaited(made) if inspect.isawaitable(made) else cast("Content", made)
 
     def run_here(self, arguments: Mapping[str, JSON]) -> Content:

@@ -55,7 +55,7 @@ def turn_sampling(sampling: Sampling, options: Mapping[str, object], dialect: Di
     extra = read.pop("extra", None)
     found = replace(sampling, **read)
     if extra:
-        found = replace(found, extra_json=_merged(sampling.extra_json, extra))
+        found = replace(found, extra_json=_merge(sampling.extra_json, extra))
     for violation in sampling_violations(found, dialect):
         name = violation.field.rpartition(".")[2]
         if name in given:
@@ -112,13 +112,13 @@ def _object(value: object) -> Mapping[str, JSON]:
     return parse_object(json.dumps(dict(value), allow_nan=False))
 
 
-def _merged(known_json: str, extra: Mapping[str, JSON]) -> str:
+def _merge(request_json: str, extra: Mapping[str, JSON]) -> str:
     """The request's extra parameters with these; verbatim, unless some are replaced."""
-    known = parse_object(known_json) if known_json else {}
-    if known and known.keys().isdisjoint(extra):
-        return f"{known_json.rstrip()[:-1]}, {json.dumps(extra)[1:]}"
+    request_extra = parse_object(request_json) if request_json else {}
+    if request_extra and request_extra.keys().isdisjoint(extra):
+        return f"{request_json.rstrip()[:-1]}, {json.dumps(extra)[1:]}"
     try:
-        return json.dumps({**known, **extra}, allow_nan=False)
+        return json.dumps({**request_extra, **extra}, allow_nan=False)
     except ValueError:
         text = "sample: extra: the request's own extra parameters hold a number that is too large to be written again"
         raise AgentMistake(text) from None

@@ -112,7 +112,7 @@ class RunContext:
         Raises what the function raises, and `NoFreeSlot` where all slots are held by threads that were left alone.
         """
         try:
-            await self._threads.take()
+            await self._threads.acquire()
         except NoFreeSlot:
             text = f"{name} cannot run: all {self._threads.limit} threads for plain functions are held by ones that were given up"
             raise NoFreeSlot(text) from None
@@ -121,7 +121,7 @@ class RunContext:
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
-            work.give_up()
+            work.cancel()
             raise
         return cast("_T", task.result())
 

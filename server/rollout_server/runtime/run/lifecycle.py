@@ -33,7 +33,7 @@ async def start_agents(agents: Sequence[AgentProtocol], stack: AsyncExitStack) -
             made = f": serve an object of it, {agent.__name__}()" if isinstance(agent, type) else ""
             raise AgentFailed(f"{agent!r:.100} is no agent{made}")
         try:
-            await _started(agent)
+            await _start(agent)
         except Exception as error:  # the boundary to an author's code
             what = " ".join(f"{type(error).__name__}: {error}".split())
             place = raised_at(error).removeprefix(" at ")
@@ -42,8 +42,8 @@ async def start_agents(agents: Sequence[AgentProtocol], stack: AsyncExitStack) -
         stack.push_async_callback(_stop, agent)
 
 
-async def _started(agent: AgentProtocol) -> None:
-    task = asyncio.create_task(_called(agent.start), name=f"start of agent {agent.name}")
+async def _start(agent: AgentProtocol) -> None:
+    task = asyncio.create_task(_call(agent.start), name=f"start of agent {agent.name}")
     try:
         done, _ = await asyncio.wait({task}, timeout=PATIENT_SECONDS)
         if not done:
@@ -61,7 +61,7 @@ async def _started(agent: AgentProtocol) -> None:
 
 async def _stop(agent: AgentProtocol) -> None:
     """Stops an agent. That it fails is its author's to know, and keeps nobody else from stopping."""
-    task = asyncio.create_task(_called(agent.stop), name=f"stop of agent {agent.name}")
+    task = asyncio.create_task(_call(agent.stop), name=f"stop of agent {agent.name}")
     done, _ = await asyncio.wait({task}, timeout=STOP_SECONDS)
     if not done:
         where = written_at(agent.stop)
@@ -74,7 +74,7 @@ async def _stop(agent: AgentProtocol) -> None:
         _log.error("the stop of agent %s failed%s", agent.name, where, exc_info=error)
 
 
-async def _called(function: Callable[[], object]) -> None:
+async def _call(function: Callable[[], object]) -> None:
     """Calls a hook. What would end the program ends the hook only."""
     try:
         if inspect.iscoroutinefunction(function):

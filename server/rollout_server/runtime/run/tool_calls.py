@@ -69,7 +69,7 @@ async def _begin(context: RunContext, started: Sequence[ToolStarted]) -> None:
                 await asyncio.sleep(0)
             except asyncio.CancelledError:
                 for begun in started[:number]:
-                    _return(context, begun, _given_up(begun), context.rollout.clock.monotonic())
+                    _return(context, begun, _cancelled_result(begun), context.rollout.clock.monotonic())
                 raise
         context.record(intent)
 
@@ -82,7 +82,7 @@ async def _call(context: RunContext, executor: ToolExecutor, intent: ToolStarted
                 await asyncio.sleep(0)
             result = await _run(context, executor, intent)
     except asyncio.CancelledError:
-        _return(context, intent, _given_up(intent), began)
+        _return(context, intent, _cancelled_result(intent), began)
         raise
     _return(context, intent, result, began)
     return result
@@ -96,7 +96,7 @@ async def _run(context: RunContext, executor: ToolExecutor, intent: ToolStarted)
     return await executor.run(intent.call)
 
 
-def _given_up(intent: ToolStarted) -> ToolResult:
+def _cancelled_result(intent: ToolStarted) -> ToolResult:
     return ToolResult(intent.call, "Error: The call was given up before it returned", failed=True)
 
 
