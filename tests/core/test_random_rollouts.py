@@ -120,7 +120,7 @@ class RandomRollouts(RuleBasedStateMachine):
             self._ask(talk)
 
     def _ask(self, talk: Talk) -> None:
-        wish, over = self.machine.ask(self._real(talk)), self.books.asking_is_over()
+        wish, over = self.machine.request_completion(self._real(talk)), self.books.asking_is_over()
         segment, turn = talk.line.id, self.books.turn + 1
         asked = Asked(turn, segment, f"u/{segment}/{turn}", len(talk.messages))
         if over is not None:
@@ -179,7 +179,7 @@ class RandomRollouts(RuleBasedStateMachine):
         """What is logged is the answer as it came, without the tokens of its prompt that were held already."""
         logged = self.log[-1]
         assert isinstance(logged, Answered)
-        assert self.machine.of_turn(told.turn).last_answer is logged
+        assert self.machine.of_turn(told.turn).last_completion is logged
         if logged.reported is None or complete.token_ids is None or whole or told.shared:
             assert logged == told
         else:

@@ -182,7 +182,7 @@ class Segment:
         self._add(ids, replace(span, start=start, stop=start + len(ids), logprobs_known=known), logprobs)
         self._settled = len(self._spans)
 
-    def mask_answer(self, turn: int) -> None:
+    def mask_turn(self, turn: int) -> None:
         """Takes what the model wrote in a turn out of the training: an author's wish. Nothing undoes it."""
         self._spans = [
             replace(span, reason=MaskReason.AUTHOR) if span.author is Author.MODEL and span.turn == turn else span

@@ -121,11 +121,11 @@ class Run:
         conversation, spec = self._conversation, self._rollout.spec
         own = turn_sampling(spec.sampling, sampling, spec.completions.dialect) if sampling else spec.sampling
         await self._context.check(conversation)
-        asked = self._machine.ask(conversation, None if own == spec.sampling else own)
+        asked = self._machine.request_completion(conversation, None if own == spec.sampling else own)
         if isinstance(asked, LimitReached):
             self._context.end(asked.stop)
         rollout, note = self._rollout, partial(self._note, asked.turn)
-        last = conversation.last_answer, conversation.asked
+        last = conversation.last_completion, conversation.turn_messages
         request = CompletionRequest(
             asked, conversation.messages, *last, rollout.deadline, rollout.credentials, note, own
         )
@@ -217,7 +217,7 @@ class Run:
         """
         if not isinstance(reply, Reply):
             raise AgentMistake(f"mask: {reply!r:.100} is no answer; `run.sample()` returns them")
-        if not self._machine.was_answered(reply.turn):
+        if not self._machine.has_completed(reply.turn):
             raise AgentMistake(f"mask: the rollout has no answer of turn {reply.turn}")
         self._context.record(Masked(reply.turn, checked_reason(reason, "mask")))
 
