@@ -186,8 +186,8 @@ def _checked_attribute(owner: str, attribute: str, value: object) -> object:
         return _as_tools(value, owner)
     wanted = {"limits": Limits, "replayable": bool}.get(attribute, str)
     if not isinstance(value, wanted):
-        said = "is missing" if value is None else f"is {value!r}"
-        raise TypeError(f"{owner}: {attribute} {said}, a {wanted.__name__} is needed")
+        state = "is missing" if value is None else f"is {value!r}"
+        raise TypeError(f"{owner}: {attribute} {state}, a {wanted.__name__} is needed")
     if isinstance(value, Limits):
         wrong = [f"{f.name}={bound!r}" for f in fields(value) if not _is_bound(f.name, bound := getattr(value, f.name))]
         if wrong:

@@ -121,7 +121,7 @@ class Server:
         # Over TCP the gateway could reach another process, and under mTLS it would need a certificate (D9).
         socket = self._stack.enter_context(own_socket())
         self.address = f"unix:{socket}"
-        addresses = (self.address, f"{_bracketed(settings.host)}:{settings.grpc_port}")
+        addresses = (self.address, f"{_bracket_ipv6(settings.host)}:{settings.grpc_port}")
         facts = server_facts(settings, rules, keys)
         self._rpc = RpcServer(
             RolloutService(self._registry, facts),
@@ -217,7 +217,7 @@ class Server:
         self._stack.push_async_callback(self._http.stop)
 
 
-def _bracketed(host: str) -> str:
+def _bracket_ipv6(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
@@ -252,7 +252,7 @@ async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[
     signals = _Signals()
     async with AsyncExitStack() as stack:
         server = Server(agents, settings)
-        if not await _started(stack, server, signals):
+        if not await _start_unless_stopped(stack, server, signals):
             _log.info("stopped before it served")
             return
         where = f"gRPC on port {server.grpc_port}" + (f", HTTP on port {server.http_port}" if settings.http else "")
@@ -264,7 +264,7 @@ async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[
         await _first_of(server.drain(), signals.second.wait())
 
 
-async def _started(stack: AsyncExitStack, server: Server, signals: _Signals) -> bool:
+async def _start_unless_stopped(stack: AsyncExitStack, server: Server, signals: _Signals) -> bool:
     """Whether the server serves; not where a signal came first. Raises as entering it does."""
     entering = asyncio.create_task(stack.enter_async_context(server), name="start of the server")
     stopped = asyncio.create_task(signals.first.wait())

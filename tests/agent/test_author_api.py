@@ -111,7 +111,7 @@ async def test_state_is_the_rollouts_own(new_world: type[World]) -> None:
 
     world = new_world(Keeping())
     outcomes = [await outcome_of(world.start()) for _ in range(2)]
-    assert [outcome.verdict for outcome in outcomes] == [RewardResult(1.0, {"length": 2.0})] * 2
+    assert [outcome.reward_result for outcome in outcomes] == [RewardResult(1.0, {"length": 2.0})] * 2
 
 
 async def test_an_author_masks_answers_out(new_world: type[World]) -> None:
@@ -174,7 +174,7 @@ class Plain(Agent):
 async def test_plain_functions_run_in_threads(new_world: type[World]) -> None:
     rollout = new_world(Plain()).start(Say("", (call("left"),)), Say("done"))
     outcome = await outcome_of(rollout)
-    assert (outcome.end, outcome.verdict) == (Stop("stop"), RewardResult(4.0))
+    assert (outcome.end, outcome.reward_result) == (Stop("stop"), RewardResult(4.0))
     assert [kind for kind, _ in observed(rollout)] == ["now"]
 
 

@@ -119,7 +119,7 @@ def shown(machine: Machine) -> tuple[object, ...]:
 
 def shown_outcome(outcome: Outcome) -> tuple[object, ...]:
     segments = tuple(shown_segment(s) for s in outcome.segments)
-    return (outcome.end, outcome.messages, outcome.metrics, outcome.verdict, outcome.warnings, segments)
+    return (outcome.end, outcome.messages, outcome.metrics, outcome.reward_result, outcome.warnings, segments)
 
 
 def assert_refused(machine: Machine, record: object) -> None:

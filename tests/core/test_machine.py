@@ -159,7 +159,7 @@ class TestOutcome:
         verdict = RewardResult(1.0, {"style": 0.5}, "{}")
         outcome = ends(machine, Ended(end, verdict))
         assert outcome.end is end
-        assert outcome.verdict is verdict
+        assert outcome.reward_result is verdict
         assert machine.state is State.ENDED
 
     @pytest.mark.parametrize("turns", [0, 2])

@@ -127,7 +127,7 @@ class Counted:
 
 async def outcome_of(rollout: Rollout) -> Outcome:
     """The outcome, once it is there."""
-    await rollout.log.ended()
+    await rollout.log.final_entry()
     assert rollout.outcome is not None
     return rollout.outcome
 

@@ -35,7 +35,7 @@ async def test_a_running_rollout_is_cancelled_wherever_it_is(new_world: type[Wor
     assert world.roster.cancel(ALL, "not needed") == [rollout.uid]
     outcome = await outcome_of(rollout)
     assert outcome.end == Cancellation("not needed")
-    assert outcome.verdict.reward is None
+    assert outcome.reward_result.reward is None
     assert rollout.state is RolloutState.FINISHED
     await asyncio.sleep(1)
     assert world.roster.running == 0

@@ -94,7 +94,7 @@ class TestAcknowledged:
         receiver = Receiver()
         world = new_world(reporter=receiver)
         rollout, _ = world.wish(owing(world))
-        await rollout.log.ended()
+        await rollout.log.final_entry()
         world.roster.acknowledge(rollout.uid, ME)
         await asyncio.sleep(100)
         assert receiver.parcels == []
@@ -160,7 +160,7 @@ class TestCredentials:
         rollout, _ = world.wish(owing(world, "key", key="old"))
         await asyncio.sleep(1)
         world.roster.cancel(Selection(ME), "")
-        await rollout.log.ended()
+        await rollout.log.final_entry()
         world.wish(owing(world, "key", key="new"))
         await until(lambda: len(receiver.parcels) == 2)
         assert receiver.credentials[1] == "new"

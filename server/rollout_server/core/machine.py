@@ -57,7 +57,7 @@ class IllegalRecord(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LimitReached:
-    """The machine's answer to a wish that a limit forbids."""
+    """Why an intent is not possible: a limit is met."""
 
     stop: Stop
 
@@ -326,7 +326,7 @@ class Machine:
             messages=tuple(self.main.messages),
             segments=self.ledger.segments,
             metrics=self.metrics,
-            verdict=record.verdict,
+            reward_result=record.reward_result,
             warnings=tuple(self._warnings),
         )
 

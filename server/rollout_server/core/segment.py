@@ -183,7 +183,7 @@ class Segment:
         self._settled = len(self._spans)
 
     def mask_turn(self, turn: int) -> None:
-        """Takes what the model wrote in a turn out of the training: an author's wish. Nothing undoes it."""
+        """Takes what the model wrote in a turn out of the training: an author requests it, and nothing undoes it."""
         self._spans = [
             replace(span, reason=MaskReason.AUTHOR) if span.author is Author.MODEL and span.turn == turn else span
             for span in self._spans

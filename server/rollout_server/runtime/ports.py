@@ -43,7 +43,7 @@ class Credentials:
     outcome: str = field(default="", repr=False)
     tools: str = field(default="", repr=False)
 
-    def refreshed(self, by: Credentials) -> Credentials:
+    def updated(self, by: Credentials) -> Credentials:
         """With those replaced that `by` brings."""
         return Credentials(by.completions or self.completions, by.outcome or self.outcome, by.tools or self.tools)
 

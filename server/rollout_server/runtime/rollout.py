@@ -201,7 +201,7 @@ class Rollout:
     def update_credentials(self, by: Credentials) -> None:
         """Takes those that `by` brings, as long as they are of use."""
         if self.outcome is None or self.owes:
-            self._credentials = self._credentials.refreshed(by)
+            self._credentials = self._credentials.updated(by)
 
     def drop_credentials(self) -> None:
         """Forgets them."""

@@ -89,7 +89,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         seconds = _patience(request, context)
         with rollout.attached():
             with suppress(TimeoutError):
-                await asyncio.wait_for(rollout.log.ended(), seconds)
+                await asyncio.wait_for(rollout.log.final_entry(), seconds)
             return pb.WaitRolloutResponse(rollout=rollout_to_proto(rollout, view))
 
     async def GetRollout(self, request: pb.GetRolloutRequest, context: _Context) -> pb.GetRolloutResponse:
@@ -176,7 +176,7 @@ async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[ev
     """The events after a sequence number, in as much detail as is wanted."""
     if detail == event_pb2.EVENT_DETAIL_OUTCOME:
         rollout.log.check(after)
-        entry = await rollout.log.ended()
+        entry = await rollout.log.final_entry()
         if entry.sequence > after:
             yield event(rollout, entry, detail)
         return

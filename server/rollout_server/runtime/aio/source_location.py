@@ -47,7 +47,7 @@ def raised_at(error: BaseException) -> str:
 
 def waits_at(task: asyncio.Task[Any]) -> str:
     """The same for what a task waits for."""
-    return _format_location(authors_frames(_suspended(task.get_coro())))
+    return _format_location(authors_frames(_suspended_frames(task.get_coro())))
 
 
 def authors_frames(frames: Iterable[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
@@ -64,7 +64,7 @@ def _format_location(frames: Sequence[traceback.FrameSummary]) -> str:
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
-def _suspended(awaited: object) -> traceback.StackSummary:
+def _suspended_frames(awaited: object) -> traceback.StackSummary:
     """The frames of a coroutine that waits, and of those that it waits for. `Task.get_stack` tells only of the first."""
     frames: list[tuple[FrameType, int]] = []
     while awaited is not None:

@@ -56,7 +56,7 @@ class Selection:
 
 
 class RolloutIndex:
-    """In the order in which they were taken."""
+    """Rollouts in the order in which they were taken."""
 
     def __init__(self) -> None:
         self._entries: dict[str, RegistryEntry] = {}
@@ -64,7 +64,7 @@ class RolloutIndex:
         self._numbers = count(1)
 
     def add(self, rollout: Rollout, admitted: AdmittedStart) -> int:
-        """One more. Returns its number."""
+        """Adds a rollout. Returns its number."""
         key = admitted.key
         entry = RegistryEntry(next(self._numbers), rollout, admitted.fingerprint, key, admitted.request.until_received)
         self._entries[rollout.uid] = entry
@@ -73,13 +73,13 @@ class RolloutIndex:
         return entry.number
 
     def drop(self, uid: str) -> None:
-        """One less."""
+        """Removes a rollout."""
         entry = self._entries.pop(uid)
         if entry.request is not None and self._requests.get(entry.request) == uid:
             del self._requests[entry.request]
 
     def rollouts(self) -> Sequence[Rollout]:
-        """All of them."""
+        """All rollouts."""
         return [entry.rollout for entry in self._entries.values()]
 
     def get(self, uid: str, caller: Caller) -> Rollout:

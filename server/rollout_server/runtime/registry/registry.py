@@ -229,9 +229,9 @@ class RolloutRegistry:
             drive(rollout, self._open_sampler, self._tool_resources), name=f"drive {rollout.uid}"
         )
         self._tasks.add(task)
-        task.add_done_callback(lambda done: self._finished(done, rollout))
+        task.add_done_callback(lambda done: self._on_driven(done, rollout))
 
-    def _finished(self, task: asyncio.Task[None], rollout: Rollout) -> None:
+    def _on_driven(self, task: asyncio.Task[None], rollout: Rollout) -> None:
         self._tasks.discard(task)
         self._queue.leave(rollout)
         rollout.leave_slot()

@@ -91,7 +91,7 @@ async def _run_play(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) 
     if not play.done():
         return _early_end(rollout, "play", play)
     if play.cancelled() or play.exception() is not None:
-        return _agent_failed(rollout, "play", play)
+        return _agent_failure(rollout, "play", play)
     for task in run.under_way:
         text = "the play of agent %s returned while a task that it had started went on%s; that is cancelled"
         _log.warning(text, rollout.agent.name, waits_at(task), extra=_log_fields(rollout))
@@ -126,7 +126,7 @@ async def _run_reward(
     if not judge.done():
         return _early_end(rollout, "reward", judge), RewardResult()
     if judge.cancelled() or judge.exception() is not None:
-        return _agent_failed(rollout, "reward", judge), RewardResult()
+        return _agent_failure(rollout, "reward", judge), RewardResult()
     return stop, judge.result()
 
 
@@ -168,11 +168,11 @@ def _time_over(rollout: Rollout, seconds: float) -> None:
     rollout.ending.request(Failure(Category.TIMEOUT, text, turn))
 
 
-def _agent_failed(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Failure:
+def _agent_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Failure:
     error = None if task.cancelled() else task.exception()
-    place = (raised_at(error) if error is not None else "") or _location(rollout, part)
+    location = (raised_at(error) if error is not None else "") or _location(rollout, part)
     _log.error(
-        "the %s of agent %s failed%s", part, rollout.agent.name, place, exc_info=error, extra=_log_fields(rollout)
+        "the %s of agent %s failed%s", part, rollout.agent.name, location, exc_info=error, extra=_log_fields(rollout)
     )
     return _failure(rollout, f"agent's {part} failed")
 
@@ -201,9 +201,9 @@ def _log_other_errors(rollout: Rollout, play: asyncio.Task[Any]) -> None:
     error = play.exception() if play.done() and not play.cancelled() else None
     others = error.split(RolloutEnded)[1] if isinstance(error, BaseExceptionGroup) else error
     if others is not None and not isinstance(others, RolloutEnded):
-        place = raised_at(others)
+        location = raised_at(others)
         text = "agent %s failed as its rollout ended%s"
-        _log.error(text, rollout.agent.name, place, exc_info=others, extra=_log_fields(rollout))
+        _log.error(text, rollout.agent.name, location, exc_info=others, extra=_log_fields(rollout))
 
 
 def _failure(rollout: Rollout, what: str) -> Failure:

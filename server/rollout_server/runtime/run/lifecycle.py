@@ -36,8 +36,8 @@ async def start_agents(agents: Sequence[AgentProtocol], stack: AsyncExitStack) -
             await _start(agent)
         except Exception as error:  # the boundary to an author's code
             what = " ".join(f"{type(error).__name__}: {error}".split())
-            place = raised_at(error).removeprefix(" at ")
-            where = f" ({place})" if place else written_at(agent.start)
+            location = raised_at(error).removeprefix(" at ")
+            where = f" ({location})" if location else written_at(agent.start)
             raise AgentFailed(f"agent {agent.name!r} could not start: {what}{where}") from error
         stack.push_async_callback(_stop, agent)
 

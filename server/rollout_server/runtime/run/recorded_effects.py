@@ -54,7 +54,7 @@ async def once(context: RunContext, conversation: Conversation, function: Callab
         where = written_at(function)
         raise AgentMistake(f"once: the function must return what JSON can hold: {error}{where}") from error
     if len(text) > MOST_CHARACTERS:
-        said = f"once: the result has {len(text)} characters as JSON, at most {MOST_CHARACTERS} are kept"
-        raise AgentMistake(f"{said}{written_at(function)}")
+        reason = f"once: the result has {len(text)} characters as JSON, at most {MOST_CHARACTERS} are kept"
+        raise AgentMistake(f"{reason}{written_at(function)}")
     context.record(Observed("once", text, conversation.id))
     return cast("T", value)

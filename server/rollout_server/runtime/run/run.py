@@ -198,12 +198,12 @@ class Run:
         await self._check_growth("fork", *((State.OPEN, State.ASKING, State.CALLING) if apart else ()))
         given = None if tools is None else forkable_tools(tools)
         forked = self._machine.fork(opens, checked_messages(messages or ()), self._conversation)
-        told = self._executor.tools if given is None else given
+        offered = self._executor.tools if given is None else given
         try:
             sampler = self._sampler.fork(Fork(forked.origin, given))
         except RolloutFailed as failed:
             self._context.end(failed.failure)
-        self._context.record(replace(forked, tools=tuple(tool.name for tool in told)))
+        self._context.record(replace(forked, tools=tuple(tool.name for tool in offered)))
         executor = self._executor if given is None else self._executor.with_tools(given)
         run = Run(self._context, self._machine.find(forked), sampler, executor)
         if opens is SegmentKind.COMPACTION:
