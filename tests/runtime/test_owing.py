@@ -196,7 +196,7 @@ class TestCredentials:
         ],
     )
     def test_those_that_are_not_brought_stay(self, old: Credentials, by: Credentials, merged: Credentials) -> None:
-        assert old.refreshed(by) == merged
+        assert old.updated(by) == merged
         assert set(merged.secrets()) == {merged.completions, merged.outcome, merged.tools} - {""}
 
 
