@@ -35,7 +35,7 @@ from rich.table import Table
 from rollout_server.core.message import Message
 from rollout_server.core.spec import Dialect
 from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 from bench import samplers, whole

@@ -29,12 +29,12 @@ from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import TokenizerName
-from rollout_server.edge.loop_lag import LoopLag
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.aio.loop_watchdog import LoopLag
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 SIZES = (1_000, 8_000, 32_000)

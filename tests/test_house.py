@@ -74,7 +74,7 @@ ROOMS: dict[str, set[str]] = {
     # Looks at templates as the renderer does; no server is needed for it.
     "rollout_server.tokencheck": {
         "rollout_server.core",
-        "rollout_server.runtime.ports",
+        "rollout_server.runtime.errors",
         "rollout_server.edge.tokens",
         "rollout_server.inspection.escape",
         "rollout_server.tokencheck",

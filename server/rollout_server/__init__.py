@@ -9,9 +9,9 @@ try:
     from rollout_server.agent import Agent
     from rollout_server.core.limits import Limits
     from rollout_server.core.outcome import RewardResult
-    from rollout_server.runtime.ports import ToolError
-    from rollout_server.runtime.request import Request
-    from rollout_server.runtime.run.reply import Reply
+    from rollout_server.runtime.agent_protocol import Request
+    from rollout_server.runtime.errors import ToolError
+    from rollout_server.runtime.run.messages import Reply
     from rollout_server.runtime.run.run import Run
     from rollout_server.tool import Image, tool
 except ModuleNotFoundError as error:  # the base install is a client's

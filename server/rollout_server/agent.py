@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import RewardResult
 from rollout_server.core.spec_validation import ID_LENGTH, MAX_SECONDS
+from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.aio.source_location import written_at
 from rollout_server.runtime.ports import Tool
-from rollout_server.runtime.request import Request
-from rollout_server.runtime.run.reward import Judgement, verdict_of
+from rollout_server.runtime.run.reward import RewardValue, checked_reward
 from rollout_server.runtime.run.run import Run
 from rollout_server.tool import FunctionTool, tool
 
@@ -34,9 +34,9 @@ class _AgentClass(ABCMeta):
         owner = f"agent class {cls.__name__}"
         for attribute in _CHECKED:
             value = getattr(agent, attribute, None)
-            settled = _settled(owner, attribute, value)
-            if settled is not value:
-                object.__setattr__(agent, attribute, settled)  # a frozen dataclass may be an agent, too
+            checked = _checked_attribute(owner, attribute, value)
+            if checked is not value:
+                object.__setattr__(agent, attribute, checked)  # a frozen dataclass may be an agent, too
         return agent
 
 
@@ -70,7 +70,9 @@ class Agent(metaclass=_AgentClass):
         super().__init_subclass__(**kwargs)
         for attribute in _CHECKED:
             if attribute in vars(cls):
-                setattr(cls, attribute, _settled(f"agent class {cls.__name__}", attribute, vars(cls)[attribute]))
+                setattr(
+                    cls, attribute, _checked_attribute(f"agent class {cls.__name__}", attribute, vars(cls)[attribute])
+                )
         if "description" not in vars(cls) and cls.__doc__:
             cls.description = inspect.cleandoc(cls.__doc__)
         cls.replayable = _is_replayable(cls)
@@ -81,7 +83,7 @@ class Agent(metaclass=_AgentClass):
         # Typed so that one's own may be plain, and that `await super().play(run)` is right.
 
         def play(self, run: Run) -> Any: ...
-        def reward(self, run: Run) -> Judgement | Awaitable[Judgement]: ...
+        def reward(self, run: Run) -> RewardValue | Awaitable[RewardValue]: ...
         def start(self) -> Any: ...
         def stop(self) -> Any: ...
 
@@ -95,8 +97,8 @@ class Agent(metaclass=_AgentClass):
             while calls := (await run.sample()).tool_calls:
                 await run.call(calls)
 
-        async def reward(self, run: Run) -> Judgement:
-            """Judges a rollout that came to its end: a finite number, a `RewardResult`, or None for no judgement."""
+        async def reward(self, run: Run) -> RewardValue:
+            """Judges a rollout that came to its end: a finite number, a `RewardResult`, or None for no reward."""
             return None
 
         async def start(self) -> None:
@@ -114,25 +116,25 @@ class Agent(metaclass=_AgentClass):
 
     async def perform(self, run: object) -> None:
         """How the runtime calls `play`."""
-        playing = cast("Run", run)
-        await _called(self.play, playing, f"the play of agent {self.name}")
+        own_run = cast("Run", run)
+        await _call(self.play, own_run, f"the play of agent {self.name}")
 
     async def judge(self, run: object) -> RewardResult:
-        """How the runtime calls `reward`. Raises TypeError or ValueError for what is no judgement."""
-        judging = cast("Run", run)
-        judgement = await _called(self.reward, judging, f"the reward of agent {self.name}")
-        with _placed(self.reward):
-            return verdict_of(judgement, f"agent {self.name!r}: reward")
+        """How the runtime calls `reward`. Raises TypeError or ValueError for what is no reward."""
+        own_run = cast("Run", run)
+        value = await _call(self.reward, own_run, f"the reward of agent {self.name}")
+        with _with_location(self.reward):
+            return checked_reward(value, f"agent {self.name!r}: reward")
 
     def tools_for(self, request: Request) -> Sequence[Tool]:
         """How the runtime calls `choose_tools`. Raises TypeError or ValueError for what are no tools."""
         chosen = self.choose_tools(request)
-        with _placed(self.choose_tools):
+        with _with_location(self.choose_tools):
             return _as_tools(chosen, f"agent {self.name!r}: choose_tools")
 
 
 @contextmanager
-def _placed(function: Callable[..., object]) -> Iterator[None]:
+def _with_location(function: Callable[..., object]) -> Iterator[None]:
     """Says of what is wrong with a result where the function is that returned it."""
     try:
         yield
@@ -140,11 +142,11 @@ def _placed(function: Callable[..., object]) -> Iterator[None]:
         raise type(error)(f"{error}{written_at(function)}") from None
 
 
-async def _called(function: Callable[[Run], _T | Awaitable[_T]], run: Run, name: str) -> _T:
+async def _call(function: Callable[[Run], _T | Awaitable[_T]], run: Run, name: str) -> _T:
     """The result of an author's function, wherever it runs."""
     if inspect.iscoroutinefunction(function):
         return cast("_T", await function(run))
-    result = await run.aside(f"{name}{written_at(function)}", lambda: function(run))
+    result = await run.run_in_thread(f"{name}{written_at(function)}", lambda: function(run))
     return await cast("Awaitable[_T]", result) if inspect.isawaitable(result) else result
 
 
@@ -178,14 +180,14 @@ def _is_replayable(cls: type[Agent]) -> bool:
     return False
 
 
-def _settled(owner: str, attribute: str, value: object) -> object:
+def _checked_attribute(owner: str, attribute: str, value: object) -> object:
     """The checked value of an attribute; tools become a tuple of tools."""
     if attribute == "tools":
         return _as_tools(value, owner)
     wanted = {"limits": Limits, "replayable": bool}.get(attribute, str)
     if not isinstance(value, wanted):
-        said = "is missing" if value is None else f"is {value!r}"
-        raise TypeError(f"{owner}: {attribute} {said}, a {wanted.__name__} is needed")
+        state = "is missing" if value is None else f"is {value!r}"
+        raise TypeError(f"{owner}: {attribute} {state}, a {wanted.__name__} is needed")
     if isinstance(value, Limits):
         wrong = [f"{f.name}={bound!r}" for f in fields(value) if not _is_bound(f.name, bound := getattr(value, f.name))]
         if wrong:
@@ -223,14 +225,14 @@ def _as_tools(candidates: object, owner: str) -> Sequence[Tool]:
     names = [each.name for each in tools]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        places = [_place_of(each) for each in tools if each.name in doubled]
+        locations = [_location_of(each) for each in tools if each.name in doubled]
         raise ValueError(
-            f"{owner}: more than one tool has the name {', '.join(map(repr, doubled))}: {'; '.join(places)}"
+            f"{owner}: more than one tool has the name {', '.join(map(repr, doubled))}: {'; '.join(locations)}"
         )
     return candidates if candidates == tools else tools
 
 
-def _place_of(candidate: Tool) -> str:
+def _location_of(candidate: Tool) -> str:
     if isinstance(candidate, FunctionTool):
         return str(candidate.definition)
     return f"{candidate!r}{written_at(candidate.run)}"

@@ -18,24 +18,22 @@ from typing import TYPE_CHECKING, Self
 
 from rollout_server.agent import Agent
 from rollout_server.assembly import (
+    delivery_retry_policy,
     http_client,
     keyring,
-    make_roster,
+    make_registry,
     make_streams,
-    patience,
     reporter,
     server_facts,
     server_tls,
     target_rules,
     tokenizer_settings,
+    tool_resources,
     trainers,
-    workbench,
 )
 from rollout_server.edge.api_keys import Keyring
 from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.grpc_loop import run_loop
-from rollout_server.edge.loop_lag import LoopLag
-from rollout_server.edge.loop_watchdog import LoopWatch
 from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.edge.metrics.server import serve_metrics
 from rollout_server.edge.rpc.local_sockets import own_socket
@@ -49,6 +47,7 @@ from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.network_exposure import log_exposure
+from rollout_server.runtime.aio.loop_watchdog import LoopLag, LoopWatch
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.run.lifecycle import start_agents
@@ -81,7 +80,7 @@ class Server:
         """Where this process reaches its gRPC side, once it has started."""
         self._agents = agents
         self._stack = AsyncExitStack()
-        self._roster: RolloutRegistry
+        self._registry: RolloutRegistry
         self._streams: Streams
         self._rpc: RpcServer
         self._http: EmbeddedGateway | None = None
@@ -104,7 +103,7 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends whatever still runs, and stops."""
-        await self._roster.drain(0)
+        await self._registry.drain(0)
         await self._streams.drain(LAST_SECONDS)
         await self._stack.aclose()
 
@@ -115,32 +114,32 @@ class Server:
     async def drain(self) -> None:
         """Says that it is not serving, takes nothing new, and lets rollouts finish."""
         await self._rpc.say_not_serving()
-        await self._roster.drain(self.settings.drain_seconds)
+        await self._registry.drain(self.settings.drain_seconds)
         await self._streams.drain(LAST_SECONDS)
 
     async def _start(self) -> None:
         settings = self.settings
         keys, rules, tls = keyring(settings), target_rules(settings), server_tls(settings)
         await start_agents(self._agents, self._stack)
-        self._roster = await self._make_roster(rules, keys)
+        self._registry = await self._make_registry(rules, keys)
         # Over TCP the gateway could reach another process, and under mTLS it would need a certificate (D9).
         socket = self._stack.enter_context(own_socket())
         self.address = f"unix:{socket}"
-        addresses = (self.address, f"{_bracketed(settings.host)}:{settings.grpc_port}")
+        addresses = (self.address, f"{_bracket_ipv6(settings.host)}:{settings.grpc_port}")
         facts = server_facts(settings, rules, keys)
         self._rpc = RpcServer(
-            RolloutService(self._roster, facts),
-            RpcSettings(addresses, settings.max_request_bytes + 1024 * 1024, tls, self._roster.capacity.total),
+            RolloutService(self._registry, facts),
+            RpcSettings(addresses, settings.max_request_bytes + 1024 * 1024, tls, self._registry.capacity.total),
             keys.caller,
             TrainerService(
-                Dispatcher(self._roster, self._streams, facts.violations, self._metrics.families.ignored.inc)
+                Dispatcher(self._registry, self._streams, facts.violations, self._metrics.families.ignored.inc)
             ),
         )
         _, self.grpc_port = await self._rpc.start()
         self._stack.push_async_callback(self._rpc.stop, 1.0)
         if settings.http:
             await self._start_http(socket, keys)
-        self._repeat(self._roster.forget, settings.cleanup_seconds)
+        self._repeat(self._registry.forget, settings.cleanup_seconds)
 
         def refresh_keys() -> None:
             keys.refresh(self._rpc.end_revoked)
@@ -149,7 +148,7 @@ class Server:
         log_exposure(settings, keys)
         self._watch_loop()  # last: nobody waits for what a start takes
 
-    async def _make_roster(self, rules: TargetRules, keys: Keyring) -> RolloutRegistry:
+    async def _make_registry(self, rules: TargetRules, keys: Keyring) -> RolloutRegistry:
         settings, stack = self.settings, self._stack
         tokenizers = Tokenizers(tokenizer_settings(settings))
         stack.push_async_callback(tokenizers.close)
@@ -160,31 +159,31 @@ class Server:
         stack.push_async_callback(client.close)
         channels = Channels(lookup, ClientTls(settings.target_ca))
         stack.push_async_callback(channels.close)
-        tools = workbench(tokenizers, settings)
+        tools = tool_resources(tokenizers, settings)
         stack.push_async_callback(tools.close)
         metrics, self._streams = self._metrics, make_streams(settings)
-        roster = make_roster(
+        registry = make_registry(
             self._agents,
             trainers(client, channels, tokenizers, self._streams, settings),
             settings,
             RegistryDependencies(
                 observer=metrics,
                 reporter=reporter(client, channels, settings),
-                patience=patience(settings),
-                workbench=tools,
+                retry_policy=delivery_retry_policy(settings),
+                tool_resources=tools,
             ),
             shared=keys.demands,
         )
-        metrics.watch_roster(roster)
+        metrics.watch_roster(registry)
         metrics.watch("trainer_streams", "Streams of trainers, the cut ones among them.", self._streams.__len__)
-        metrics.watch("deliveries_pending", "Outcomes that nobody has acknowledged yet.", lambda: roster.owed)
+        metrics.watch("deliveries_pending", "Outcomes that nobody has acknowledged yet.", lambda: registry.owed)
         lag = LoopLag(metrics.families.loop_lag.observe, 0.1)
         lag.start()
         stack.push_async_callback(lag.stop)
         if settings.metrics_port is not None:
             port = serve_metrics(metrics, settings.metrics_port, settings.host)
             stack.push_async_callback(port.stop)
-        return roster
+        return registry
 
     def _watch_loop(self) -> None:
         if self.settings.loop_block_seconds:
@@ -223,7 +222,7 @@ class Server:
         self._stack.push_async_callback(self._http.stop)
 
 
-def _bracketed(host: str) -> str:
+def _bracket_ipv6(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
@@ -258,7 +257,7 @@ async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[
     signals = _Signals()
     async with AsyncExitStack() as stack:
         server = Server(agents, settings)
-        if not await _started(stack, server, signals):
+        if not await _start_unless_stopped(stack, server, signals):
             _log.info("stopped before it served")
             return
         where = f"gRPC on port {server.grpc_port}" + (f", HTTP on port {server.http_port}" if settings.http else "")
@@ -270,7 +269,7 @@ async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[
         await _first_of(server.drain(), signals.second.wait())
 
 
-async def _started(stack: AsyncExitStack, server: Server, signals: _Signals) -> bool:
+async def _start_unless_stopped(stack: AsyncExitStack, server: Server, signals: _Signals) -> bool:
     """Whether the server serves; not where a signal came first. Raises as entering it does."""
     entering = asyncio.create_task(stack.enter_async_context(server), name="start of the server")
     stopped = asyncio.create_task(signals.first.wait())

@@ -146,14 +146,14 @@ def reporter(client: HttpClient, channels: Channels, settings: Settings) -> Outc
     return OutcomeReporter(write_body, HttpCourier(client, seconds), GrpcCourier(channels, seconds))
 
 
-def patience(settings: Settings) -> DeliveryRetryPolicy:
+def delivery_retry_policy(settings: Settings) -> DeliveryRetryPolicy:
     """How long outcomes are offered."""
     return DeliveryRetryPolicy(
         settings.delivery_seconds, settings.retry_base_seconds, settings.retry_max_seconds, settings.delivery_retries
     )
 
 
-def workbench(tokenizers: Tokenizers, settings: Settings) -> ToolResources:
+def tool_resources(tokenizers: Tokenizers, settings: Settings) -> ToolResources:
     """Where tools are run."""
     limits = ToolLimits(threads=settings.tool_threads, output_bytes=settings.tool_output_bytes)
     return ToolResources(limits, ProcessPool(PoolLimits(settings.tool_processes)), TokenizerTokenCounter(tokenizers))
@@ -212,15 +212,15 @@ def tokenizer_settings(settings: Settings) -> LoaderSettings:
     )
 
 
-def make_roster(
+def make_registry(
     agents: Sequence[Agent],
     trainers: Trainers,
     settings: Settings,
-    surroundings: RegistryDependencies,
+    dependencies: RegistryDependencies,
     *,
     shared: bool = False,
 ) -> RolloutRegistry:
-    """The roster of these agents. `shared`: among callers that keys tell apart."""
+    """The registry of these agents' rollouts. `shared`: among callers that keys tell apart."""
     return RolloutRegistry(
         agents,
         trainers.open,
@@ -246,7 +246,7 @@ def make_roster(
             on_drift=DriftPolicy(settings.on_drift),
             metadata_bytes=settings.max_metadata_bytes,
         ),
-        surroundings=surroundings,
+        dependencies=dependencies,
     )
 
 
@@ -256,13 +256,13 @@ def server_facts(settings: Settings, rules: TargetRules, keys: Keyring) -> Serve
 
     limit = settings.max_request_bytes
     return ServerFacts(
-        __version__, FEATURES, limit, time.time(), lambda wish: violations(wish, rules), lambda: keys.demands
+        __version__, FEATURES, limit, time.time(), lambda request: violations(request, rules), lambda: keys.demands
     )
 
 
-def violations(wish: StartRequest, rules: TargetRules) -> Sequence[Violation]:
-    """What a wish names that this server may not use. Raises `NotPossible` for what it cannot run at all."""
-    spec = wish.spec
+def violations(request: StartRequest, rules: TargetRules) -> Sequence[Violation]:
+    """What a request names that this server may not use. Raises `NotPossible` for what it cannot run at all."""
+    spec = request.spec
     if spec.tools is not None:
         raise NotPossible("spec.tools is not served by this version; leave it unset", reason="TARGET_UNSUPPORTED")
     if spec.on_interrupt == spec_pb2.INTERRUPT_POLICY_RESUME:
@@ -278,7 +278,7 @@ def violations(wish: StartRequest, rules: TargetRules) -> Sequence[Violation]:
         wrong.append(Violation("spec.tokenizer", "is needed: in token mode the server renders"))
     if spec.outcome is not None:
         wrong += rules.violations(spec.outcome.url, "spec.outcome.url")
-    return [*wrong, *_unsendable(wish.credentials)]
+    return [*wrong, *_unsendable(request.credentials)]
 
 
 def _unsendable(credentials: Credentials) -> Sequence[Violation]:

@@ -12,8 +12,10 @@ from typing import Annotated, TypeAlias
 
 from rollout_server.agent import Agent
 from rollout_server.core.message import JSON
-from rollout_server.runtime.ports import Content, Tool, ToolError
-from rollout_server.runtime.run.run import Run, text_of
+from rollout_server.runtime.errors import ToolError
+from rollout_server.runtime.ports import Content, Tool
+from rollout_server.runtime.run.messages import text_of
+from rollout_server.runtime.run.run import Run
 from rollout_server.tool import tool
 
 Number: TypeAlias = int | float

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rollout_server import Agent, Limits, Run, tool
 from rollout_server.core.message import JSON
-from rollout_server.runtime.ports import AgentProtocol, Tool
+from rollout_server.runtime.agent_protocol import AgentProtocol
+from rollout_server.runtime.ports import Tool
 
 
 @tool

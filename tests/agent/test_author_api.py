@@ -19,9 +19,9 @@ from rollout_server.core.ledger import MaskReason
 from rollout_server.core.outcome import Cancellation, Failure, Stop
 from rollout_server.core.record import Masked, Observed
 from rollout_server.core.spec import Dialect, Target, TokenizerName
+from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.run.run import AgentMistake
 
 from tests.runtime.world import EPOCH, FOREVER, Say, World, a_spec, assert_internal, call, outcome_of
 
@@ -111,7 +111,7 @@ async def test_state_is_the_rollouts_own(new_world: type[World]) -> None:
 
     world = new_world(Keeping())
     outcomes = [await outcome_of(world.start()) for _ in range(2)]
-    assert [outcome.verdict for outcome in outcomes] == [RewardResult(1.0, {"length": 2.0})] * 2
+    assert [outcome.reward_result for outcome in outcomes] == [RewardResult(1.0, {"length": 2.0})] * 2
 
 
 async def test_an_author_masks_answers_out(new_world: type[World]) -> None:
@@ -174,7 +174,7 @@ class Plain(Agent):
 async def test_plain_functions_run_in_threads(new_world: type[World]) -> None:
     rollout = new_world(Plain()).start(Say("", (call("left"),)), Say("done"))
     outcome = await outcome_of(rollout)
-    assert (outcome.end, outcome.verdict) == (Stop("stop"), RewardResult(4.0))
+    assert (outcome.end, outcome.reward_result) == (Stop("stop"), RewardResult(4.0))
     assert [kind for kind, _ in observed(rollout)] == ["now"]
 
 
@@ -209,7 +209,7 @@ async def test_a_thread_is_left_alone_and_sees_that_it_is(new_world: type[World]
     computes = world.start()
     await asyncio.sleep(0.1)
     for rollout in (waits, computes):
-        rollout.ask_to_end(Cancellation("enough"))
+        rollout.ending.request(Cancellation("enough"))
     assert [(await outcome_of(rollout)).end for rollout in (waits, computes)] == [Cancellation("enough")] * 2
     assert await asyncio.to_thread(saw.wait, 10)
 

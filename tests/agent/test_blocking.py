@@ -10,7 +10,7 @@ import pytest
 from rollout_client import AsyncClient
 from rollout_server import Agent, Run
 from rollout_server.app import Server
-from rollout_server.edge.loop_watchdog import LoopWatch
+from rollout_server.runtime.aio.loop_watchdog import LoopWatch
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.client.trainer.toy import until

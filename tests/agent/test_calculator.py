@@ -11,7 +11,7 @@ import pytest
 from rollout_server.calculator import Calculator
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.outcome import Stop
-from rollout_server.runtime.ports import AgentProtocol
+from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.tools.executor import ToolExecutor
 
 from tests.runtime.jumping import JumpingLoop
@@ -127,7 +127,7 @@ async def rewarded(answer: str, metadata: Mapping[str, JSON], *before: Say) -> f
     says = [*before, Say(message=json.dumps({"role": "assistant", "content": answer}))]
     outcome = await outcome_of(World(Calculator()).start(*says, metadata_json=json.dumps(metadata)))
     assert outcome.end == Stop("stop")
-    return outcome.verdict.reward
+    return outcome.reward_result.reward
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ async def test_the_text_parts_of_an_answer_count_together() -> None:
         {"role": "assistant", "content": [{"type": "text", "text": "#### 1"}, {"type": "text", "text": "6"}]}
     )
     outcome = await outcome_of(World(Calculator()).start(Say(message=parts), metadata_json='{"ground_truth": 16}'))
-    assert outcome.verdict.reward == 1.0
+    assert outcome.reward_result.reward == 1.0
 
 
 async def test_the_whole_calculation() -> None:
@@ -210,5 +210,5 @@ async def test_the_whole_calculation() -> None:
     )
     outcome = await outcome_of(rollout)
     assert contents(outcome, "tool") == ["8", "16"]
-    assert (outcome.end, outcome.verdict.reward) == (Stop("stop"), 1.0)
+    assert (outcome.end, outcome.reward_result.reward) == (Stop("stop"), 1.0)
     assert (outcome.metrics.turns, outcome.metrics.tool_calls, outcome.metrics.tool_failures) == (3, 2, 0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 from rollout_server import tool
 from rollout_server.core.message import JSON
-from rollout_server.runtime.ports import ArgumentError
+from rollout_server.runtime.errors import ArgumentError
 
 from tests.agent.shapes import Colour, Number, Point
 

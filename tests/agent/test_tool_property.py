@@ -30,7 +30,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import extend
 from pydantic import Field, create_model
 from rollout_server import tool
-from rollout_server.runtime.ports import ArgumentError
+from rollout_server.runtime.errors import ArgumentError
 from rollout_server.tool import FunctionTool
 from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
 

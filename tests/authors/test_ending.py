@@ -43,7 +43,7 @@ class Stubborn(Agent):
                 log.warning("began executor")
                 await asyncio.to_thread(time.sleep, 3600)
             case "thread":
-                await run.aside("a thread of its own", self.sit)
+                await run.run_in_thread("a thread of its own", self.sit)
         await super().play(run)
 
     def sit(self):

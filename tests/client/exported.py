@@ -32,7 +32,7 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
     for number in range(1, turns + 1):
         lines += draw(forks(ledger, draw(st.sampled_from(lines))))
         line = draw(st.sampled_from(lines))
-        turn = draw_turn(data, number, list(line.held()) if line.tokens else None)
+        turn = draw_turn(data, number, list(line.prefix()) if line.tokens else None)
         if draw(st.integers(0, 5)) == 0 or (line.gap and turn.reported is None):
             line.gap = True
             continue
@@ -43,7 +43,7 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
         line.commit(turn)
     for masked in draw(st.sets(st.integers(1, 6), max_size=2)):
         for segment in ledger.segments:
-            segment.mask_answer(masked)
+            segment.mask_turn(masked)
     reward = draw(st.none() | st.floats(-10, 10))
     outcome = Outcome(
         draw(st.sampled_from(ENDS)),

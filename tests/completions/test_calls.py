@@ -20,7 +20,7 @@ from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.trainer.grpc_client import GrpcTrainerClient, TurnCall
 from rollout_server.edge.trainer.retry import RetryPolicy
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 from tests.completions.raw_trainer import BASE_UNKNOWN, Act, Fault, RawTrainer, info, serving
 from tests.completions.talk import Talk, connected, noop

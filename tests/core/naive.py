@@ -198,7 +198,7 @@ def assert_laws(ledger: Ledger, naive: NaiveLedger) -> None:
 
 def assert_line(line: ConversationLedger, naive: NaiveLine) -> None:
     """Where a conversation stands."""
-    assert (line.id, line.gap, list(line.held())) == (naive.id, naive.missing, naive.ids())
+    assert (line.id, line.gap, list(line.prefix())) == (naive.id, naive.missing, naive.ids())
     assert (line.segment is None) is (naive.segment is None)
     assert line.segment is None or line.segment.id == line.id
 

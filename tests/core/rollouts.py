@@ -71,7 +71,7 @@ def fresh(limits: Limits = Limits(), *messages: Message) -> Machine:
 
 def asks(machine: Machine) -> Asked:
     """Lets the machine ask, which no limit may forbid here."""
-    wish = machine.ask()
+    wish = machine.request_completion()
     assert isinstance(wish, Asked)
     machine.accept(wish)
     return wish
@@ -107,14 +107,19 @@ def shown_ledger(ledger: Ledger) -> tuple[object, ...]:
 def shown(machine: Machine) -> tuple[object, ...]:
     """All that a machine lets see, in values that do not change with it."""
     outcome = None if machine.outcome is None else shown_outcome(machine.outcome)
-    told = (machine.ask(), machine.start_calls([CALL]), machine.natural_stop(), machine.main.last_answer)
+    told = (
+        machine.request_completion(),
+        machine.start_calls([CALL]),
+        machine.natural_stop(),
+        machine.main.last_completion,
+    )
     state = (machine.state, machine.turn, tuple(machine.messages), machine.metrics)
     return (*state, shown_ledger(machine.ledger), *told, outcome)
 
 
 def shown_outcome(outcome: Outcome) -> tuple[object, ...]:
     segments = tuple(shown_segment(s) for s in outcome.segments)
-    return (outcome.end, outcome.messages, outcome.metrics, outcome.verdict, outcome.warnings, segments)
+    return (outcome.end, outcome.messages, outcome.metrics, outcome.reward_result, outcome.warnings, segments)
 
 
 def assert_refused(machine: Machine, record: object) -> None:

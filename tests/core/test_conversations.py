@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import DriftKind, MaskReason, Origin, SegmentKind
-from rollout_server.core.machine import LimitReached, Machine
+from rollout_server.core.machine import LimitReached, Machine, replay
 from rollout_server.core.outcome import Stop
 from rollout_server.core.record import (
     Appended,
@@ -22,7 +22,6 @@ from rollout_server.core.record import (
     Record,
     SegmentOpened,
 )
-from rollout_server.core.replay import replay
 
 from .rollouts import (
     CALL,
@@ -48,7 +47,7 @@ def forks(machine: Machine, kind: SegmentKind, of: Conversation | None = None) -
 
 
 def asks(machine: Machine, of: Conversation) -> int:
-    wish = machine.ask(of)
+    wish = machine.request_completion(of)
     assert isinstance(wish, Asked)
     machine.accept(wish)
     return wish.turn
@@ -92,7 +91,7 @@ def test_a_branch_of_a_branch_that_never_asked_has_the_first_ones_parent_and_mes
     takes_turn(machine, 50)
     second = forks(machine, BRANCH, first)
     assert second.line.origin == Origin(BRANCH, "0", 3)
-    assert (list(second.line.held()), len(second.messages)) == ([101, 7, 8], len(machine.main.messages))
+    assert (list(second.line.prefix()), len(second.messages)) == ([101, 7, 8], len(machine.main.messages))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_the_outcome_has_the_messages_of_the_last_compaction() -> None:
     machine = begun()
     apart = forks(machine, SUBAGENT)
     first = forks(machine, COMPACTION)
-    assert (machine.main, machine.main.last_answer) == (first, None)
+    assert (machine.main, machine.main.last_completion) == (first, None)
     second = forks(machine, COMPACTION, first)
     shorter = forks(machine, COMPACTION, apart)
     assert machine.main is second
@@ -169,7 +168,7 @@ def test_a_conversation_that_was_given_up_takes_nothing_more_and_harms_no_other(
     for record in (
         answered(turn, 9),
         Appended((USER,), branch.id),
-        machine.ask(branch),
+        machine.request_completion(branch),
         machine.fork(BRANCH, (), branch),
     ):
         assert_refused(machine, record)
@@ -186,7 +185,7 @@ def test_limits_count_all_conversations() -> None:
     starts(machine, CALL)
     assert machine.start_calls([CALL], branch) == LimitReached(Stop("max_turns"))
     asks(machine, branch)
-    assert machine.ask() == LimitReached(Stop("max_turns"))
+    assert machine.request_completion() == LimitReached(Stop("max_turns"))
 
 
 def test_a_masked_answer_keeps_its_author_and_trains_no_more() -> None:
@@ -236,14 +235,14 @@ def test_several_conversations_are_replayed() -> None:
     def take(record: object) -> None:
         log.extend(machine.accept(record))  # type: ignore[arg-type]
 
-    take(machine.ask())
+    take(machine.request_completion())
     take(answered(1, 7, 8))
     take(machine.fork(BRANCH))
     take(machine.fork(SUBAGENT, (USER,)))
     branch, other = (machine.find(Appended((), name)) for name in ("1", "2"))
-    take(machine.ask(branch))
-    take(machine.ask(other))
-    take(machine.ask())
+    take(machine.request_completion(branch))
+    take(machine.request_completion(other))
+    take(machine.request_completion())
     take(answered(3, 9, reported=ids(5)))
     take(answered(2, 10, reported=ids(101, 7, 8, 20)))
     take(answered(4, 11, reported=ids(6)))
@@ -265,7 +264,7 @@ def test_what_names_no_conversation_belongs_to_the_main_one() -> None:
 
 def test_a_conversation_that_asked_for_nothing() -> None:
     machine = begun()
-    assert (machine.main.asked, forks(machine, SUBAGENT).asked, fresh().main.asked) == (2, 0, 0)
+    assert (machine.main.turn_messages, forks(machine, SUBAGENT).turn_messages, fresh().main.turn_messages) == (2, 0, 0)
 
 
 def test_what_was_observed_takes_its_place() -> None:

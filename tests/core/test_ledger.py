@@ -21,8 +21,7 @@ from rollout_server.core.ledger import (
     pack_logprobs,
     pack_tokens,
 )
-from rollout_server.core.prefix import first_difference
-from rollout_server.core.segment import Sample
+from rollout_server.core.segment import Sample, first_difference
 
 from .naive import common
 from .rollouts import begun, ids, predicts, runs, shown_ledger, spans_of

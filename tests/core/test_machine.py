@@ -47,17 +47,17 @@ class TestIntents:
         machine = fresh()
         assert asks(machine) == Asked(1, "0", "u/0/1", 2)
         machine.accept(answered(1, 5))
-        assert machine.ask() == Asked(2, "0", "u/0/2", 3)
+        assert machine.request_completion() == Asked(2, "0", "u/0/2", 3)
 
     def test_after_drift_the_key_names_the_new_segment(self) -> None:
         machine = fresh()
         takes_turn(machine, 5)
         takes_turn(machine, 6, reported=ids(1, 2))
-        assert machine.ask() == Asked(3, "1", "u/1/3", 4)
+        assert machine.request_completion() == Asked(3, "1", "u/1/3", 4)
 
     def test_wishes_change_nothing(self) -> None:
         machine = fresh()
-        assert machine.ask() == machine.ask()
+        assert machine.request_completion() == machine.request_completion()
         assert machine.start_calls(CALLS) == machine.start_calls(CALLS)
         assert (machine.state, machine.turn) == (State.OPEN, 0)
 
@@ -69,19 +69,19 @@ class TestIntents:
 
     def test_the_newest_answer_is_kept(self) -> None:
         machine = fresh()
-        assert machine.main.last_answer is None
+        assert machine.main.last_completion is None
         asks(machine)
         answer = answered(1, 5)
         assert machine.accept(answer)[-1] is answer
-        assert machine.main.last_answer is answer
+        assert machine.main.last_completion is answer
 
     def test_what_is_taken_comes_back_for_the_log(self) -> None:
         machine = fresh()
-        asked, note, appended = machine.ask(), Note(0, "word", "text"), Appended((USER,))
+        asked, note, appended = machine.request_completion(), Note(0, "word", "text"), Appended((USER,))
         assert isinstance(asked, Asked)
         assert machine.accept(note) == (note,)
         assert machine.accept(appended) == (appended,)
-        assert machine.accept(wish := asks_again(machine.ask())) == (wish,)
+        assert machine.accept(wish := asks_again(machine.request_completion())) == (wish,)
         assert machine.accept(STOP) == (STOP,)
 
 
@@ -159,7 +159,7 @@ class TestOutcome:
         verdict = RewardResult(1.0, {"style": 0.5}, "{}")
         outcome = ends(machine, Ended(end, verdict))
         assert outcome.end is end
-        assert outcome.verdict is verdict
+        assert outcome.reward_result is verdict
         assert machine.state is State.ENDED
 
     @pytest.mark.parametrize("turns", [0, 2])
@@ -228,7 +228,7 @@ def test_more_turns_and_calls_than_there_are_small_numbers() -> None:
         if turn <= 290:
             machine.accept(ToolStarted(int(str(turn)), 0, CALL))
             machine.accept(ToolReturned(int(str(turn)), 0, replace(CALL), RESULT, False))
-    assert machine.ask() == machine.start_calls([CALL]) == LimitReached(Stop("max_turns"))
+    assert machine.request_completion() == machine.start_calls([CALL]) == LimitReached(Stop("max_turns"))
     assert machine.metrics.turns == 300
 
     machine = fresh()

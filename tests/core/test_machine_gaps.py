@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_server.core.ledger import Origin, SegmentKind, pack_logprobs
-from rollout_server.core.machine import IllegalRecord, Machine
+from rollout_server.core.machine import IllegalRecord, Machine, replay
 from rollout_server.core.outcome import Stop, Warned
 from rollout_server.core.record import Answered, Ended, Record, SegmentOpened
-from rollout_server.core.replay import replay
 
 from .rollouts import (
     answered,

@@ -92,7 +92,7 @@ class TestLedger:
         takes_turn(machine, 5)
         answer = answered(asks(machine).turn, 7, **rest)
         assert machine.accept(answer)[-1] is answer
-        assert machine.main.last_answer is answer
+        assert machine.main.last_completion is answer
 
     def test_the_first_answer_opens_the_main_segment(self) -> None:
         machine = fresh()

@@ -35,28 +35,28 @@ class TestLimits:
         machine = fresh(Limits(turns=turns))
         for _ in range(turns):
             takes_turn(machine, 5)
-        assert machine.ask() == LimitReached(Stop("max_turns"))
+        assert machine.request_completion() == LimitReached(Stop("max_turns"))
         assert len(starts(machine, CALL)) == 1, "the tools of the last turn still run"
 
     @pytest.mark.parametrize("turns", [0, -1])
     def test_no_turns_at_all(self, turns: int) -> None:
-        assert fresh(Limits(turns=turns)).ask() == LimitReached(Stop("max_turns"))
+        assert fresh(Limits(turns=turns)).request_completion() == LimitReached(Stop("max_turns"))
 
     @pytest.mark.parametrize(("generated", "over"), [(2, False), (3, True), (4, True)])
     def test_generated_tokens(self, generated: int, over: bool) -> None:
         machine = fresh(Limits(generated_tokens=3))
         takes_turn(machine, *range(generated))
-        assert isinstance(machine.ask(), LimitReached) is over
+        assert isinstance(machine.request_completion(), LimitReached) is over
         assert isinstance(machine.start_calls([CALL]), LimitReached) is over
         assert machine.natural_stop() == Stop("max_tokens" if over else "stop")
         if over:
-            assert machine.ask() == machine.start_calls([CALL]) == LimitReached(Stop("max_tokens"))
+            assert machine.request_completion() == machine.start_calls([CALL]) == LimitReached(Stop("max_tokens"))
 
     def test_generated_tokens_are_those_of_all_turns_and_nothing_is_cut(self) -> None:
         machine = fresh(Limits(generated_tokens=3))
         takes_turn(machine, 1, 2)
         takes_turn(machine, 3, 4, 5)
-        assert machine.ask() == LimitReached(Stop("max_tokens"))
+        assert machine.request_completion() == LimitReached(Stop("max_tokens"))
         assert machine.metrics.generated_tokens == 5
         assert machine.ledger.segments[0].ids() == ids(101, 1, 2, 102, 3, 4, 5)
 
@@ -70,7 +70,7 @@ class TestLimits:
                     machine.accept(returned(started))
         takes_turn(machine, 5)
         assert machine.start_calls([CALL]) == LimitReached(Stop("max_turns"))
-        assert isinstance(machine.ask(), Asked)
+        assert isinstance(machine.request_completion(), Asked)
 
     @pytest.mark.parametrize("tool_turns", [0, -1])
     def test_tool_turns_may_be_none_at_all(self, tool_turns: int) -> None:
@@ -92,28 +92,28 @@ class TestLimits:
             takes_turn(machine, 5)
             for started in starts(machine, CALL):
                 machine.accept(returned(started))
-            assert isinstance(machine.ask(), Asked)
+            assert isinstance(machine.request_completion(), Asked)
             machine.accept(Appended((USER,)))
-            assert (machine.ask() == LimitReached(Stop("max_bytes"))) is over
+            assert (machine.request_completion() == LimitReached(Stop("max_bytes"))) is over
             assert isinstance(machine.start_calls([CALL]), tuple), "tools still run"
             assert machine.natural_stop() == Stop("stop")
 
     def test_half_a_surrogate_pair_counts_three_bytes(self) -> None:
         text = '{"role": "user", "content": "\ud83d"}'
         size = len(text) - 1 + 3
-        assert fresh(Limits(bytes=size), Message(text, "user")).ask() == LimitReached(Stop("max_bytes"))
-        assert isinstance(fresh(Limits(bytes=size + 1), Message(text, "user")).ask(), Asked)
+        assert fresh(Limits(bytes=size), Message(text, "user")).request_completion() == LimitReached(Stop("max_bytes"))
+        assert isinstance(fresh(Limits(bytes=size + 1), Message(text, "user")).request_completion(), Asked)
 
     def test_tokens_go_before_turns_and_turns_before_bytes(self) -> None:
         machine = fresh(Limits(turns=1, generated_tokens=2, bytes=1, tool_turns=0))
-        assert machine.ask() == LimitReached(Stop("max_bytes"))
+        assert machine.request_completion() == LimitReached(Stop("max_bytes"))
         free = fresh(Limits(turns=1, generated_tokens=2, tool_turns=0))
         takes_turn(free, 5)
-        assert free.ask() == LimitReached(Stop("max_turns"))
+        assert free.request_completion() == LimitReached(Stop("max_turns"))
         full = fresh(Limits(turns=1, generated_tokens=2, tool_turns=0))
         takes_turn(full, 5, 6)
-        assert full.ask() == full.start_calls([CALL]) == LimitReached(Stop("max_tokens"))
-        assert fresh(Limits(turns=0, bytes=1)).ask() == LimitReached(Stop("max_turns"))
+        assert full.request_completion() == full.start_calls([CALL]) == LimitReached(Stop("max_tokens"))
+        assert fresh(Limits(turns=0, bytes=1)).request_completion() == LimitReached(Stop("max_turns"))
 
     @pytest.mark.parametrize("limits", [Limits(turns=1), Limits(generated_tokens=1), Limits(bytes=1000)])
     def test_asking_against_a_limit_is_illegal(self, limits: Limits) -> None:
@@ -138,7 +138,7 @@ class TestLimits:
         takes_turn(machine, 5, finish_reason="stop" if truncated else "length")
         takes_turn(machine, 5, finish_reason=finish_reason)
         assert machine.natural_stop() == Stop("stop", truncated)
-        assert machine.ask() == LimitReached(Stop("max_turns", truncated))
+        assert machine.request_completion() == LimitReached(Stop("max_turns", truncated))
 
 
 class TestMetrics:

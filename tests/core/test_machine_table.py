@@ -89,7 +89,7 @@ def cut(at: int) -> Machine:
 
 
 def _asked(machine: Machine, at: int) -> Record:
-    wish = machine.ask()
+    wish = machine.request_completion()
     assert isinstance(wish, Asked)
     return wish
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import Origin, SegmentKind, pack_tokens
 from rollout_server.core.limits import Limits
-from rollout_server.core.machine import IllegalRecord, LimitReached, Machine
+from rollout_server.core.machine import IllegalRecord, LimitReached, Machine, replay
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Cancellation, Category, Failure, RewardResult, Stop, Warned
 from rollout_server.core.record import (
@@ -31,7 +31,6 @@ from rollout_server.core.record import (
     ToolReturned,
     ToolStarted,
 )
-from rollout_server.core.replay import replay
 
 from .books import Books, Talk
 from .naive import assert_laws, assert_line, common
@@ -121,7 +120,7 @@ class RandomRollouts(RuleBasedStateMachine):
             self._ask(talk)
 
     def _ask(self, talk: Talk) -> None:
-        wish, over = self.machine.ask(self._real(talk)), self.books.asking_is_over()
+        wish, over = self.machine.request_completion(self._real(talk)), self.books.asking_is_over()
         segment, turn = talk.line.id, self.books.turn + 1
         asked = Asked(turn, segment, f"u/{segment}/{turn}", len(talk.messages))
         if over is not None:
@@ -180,7 +179,7 @@ class RandomRollouts(RuleBasedStateMachine):
         """What is logged is the answer as it came, without the tokens of its prompt that were held already."""
         logged = self.log[-1]
         assert isinstance(logged, Answered)
-        assert self.machine.of_turn(told.turn).last_answer is logged
+        assert self.machine.of_turn(told.turn).last_completion is logged
         if logged.reported is None or complete.token_ids is None or whole or told.shared:
             assert logged == told
         else:
@@ -298,7 +297,7 @@ class RandomRollouts(RuleBasedStateMachine):
         assert outcome.segments == self.machine.ledger.segments
         assert [(w.code, w.turn, w.index) for w in outcome.warnings] == self.books.warnings
         assert all(isinstance(w, Warned) and w.message for w in outcome.warnings)
-        assert outcome.verdict is ended.verdict
+        assert outcome.reward_result is ended.reward_result
         end = replace(ended.end, turn=self.books.turn) if isinstance(ended.end, Failure) else ended.end
         assert outcome.end == end
         assert_refused(self.machine, ended)

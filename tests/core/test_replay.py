@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 from rollout_server.core.conversation import State
 from rollout_server.core.ledger import Drift, DriftKind, Origin, SegmentKind
-from rollout_server.core.machine import IllegalRecord, Machine
+from rollout_server.core.machine import IllegalRecord, Machine, replay
 from rollout_server.core.message import ToolCall
 from rollout_server.core.outcome import RewardResult, Stop
 from rollout_server.core.record import (
@@ -25,7 +25,6 @@ from rollout_server.core.record import (
     ToolReturned,
     ToolStarted,
 )
-from rollout_server.core.replay import replay
 
 from .rollouts import RESULT, USER, answered, fresh, ids, predicts, shown_outcome
 

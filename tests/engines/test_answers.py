@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.engine.response import EngineResponse, Sampled, read_completion, read_sampled
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=4)
 LOOSE = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3))

@@ -19,7 +19,7 @@ from rollout_server.core.ledger import Ledger, MaskReason, Prediction, Tokens, T
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.tokens.rendering_form import Arguments
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.testing.checks.renderer import PlainRenderer, UnrenderableError
 
 from tests.core.naive import NaiveLedger, assert_laws

@@ -235,7 +235,7 @@ async def gone(world: Fleets, uids: Sequence[str]) -> None:
 
     async def are_forgotten() -> bool:
         for place in world.places:
-            place.caller.server._roster.forget()
+            place.caller.server._registry.forget()
         return not set(uids) & {rollout.uid for _, rollout in await world.all()}
 
     await until(are_forgotten)

@@ -15,7 +15,7 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.edge.tokens.renderer import Rendered
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 from tests.hostile.templates import conversations, grammar
 from tests.hostile.templates.conversations import TOOLS, Conversation, Turn

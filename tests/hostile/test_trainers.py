@@ -36,7 +36,7 @@ from rollout_server.edge.wire.completion import (
     ledger_aside,
     response_aside,
 )
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.run.tool_calls import _AT_ONCE
 from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER

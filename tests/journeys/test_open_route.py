@@ -74,7 +74,7 @@ async def test_two_without_a_key_who_ask_for_the_same_are_told_the_same(server: 
     first = await STARTS["synchronous"](server, server.stranger, Wanted("shared"))
     assert first.answer is not None
     second = asyncio.create_task(server.stranger.http.post("/rollout", json=synchronous_body(server, Wanted("shared"))))
-    rollout = server.servers[0]._roster.get(first.uid, Caller("", admin=True))
+    rollout = server.servers[0]._registry.get(first.uid, Caller("", admin=True))
 
     async def both() -> bool:
         return rollout._attached == 2

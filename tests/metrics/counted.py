@@ -15,7 +15,8 @@ from rollout_server.core.outcome import Failure, Outcome
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.edge.metrics.observer import MetricsObserver
-from rollout_server.runtime.ports import Clock, CompletionRequest, Fork, RolloutFailed, Sampler, Tool
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.ports import Clock, CompletionRequest, Fork, Sampler, Tool
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
@@ -99,7 +100,7 @@ class Counted:
             self._open,
             lambda: f"u{next(numbers)}",
             capacity=capacity,
-            surroundings=RegistryDependencies(clock=Clock(loop.time, loop.time), observer=self.metrics),
+            dependencies=RegistryDependencies(clock=Clock(loop.time, loop.time), observer=self.metrics),
         )
         self.metrics.watch_roster(self.roster)
 
@@ -126,7 +127,7 @@ class Counted:
 
 async def outcome_of(rollout: Rollout) -> Outcome:
     """The outcome, once it is there."""
-    await rollout.log.ended()
+    await rollout.log.final_entry()
     assert rollout.outcome is not None
     return rollout.outcome
 

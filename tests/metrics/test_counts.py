@@ -13,9 +13,9 @@ from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.edge.metrics.observer import MetricsObserver
-from rollout_server.runtime.observer import Attempt, Observer
 from rollout_server.runtime.ports import CompletionRequest
-from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.dependencies import Attempt, Observer
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Caller, Capacity
 
@@ -185,8 +185,8 @@ async def test_a_retry_that_may_have_made_a_sibling_is_counted_when_it_happens()
     world = Counted(Calculator())
 
     def resampling(ask: CompletionRequest) -> Answered:
-        ask.remark("resampled", "the second time")
-        ask.remark("somebody's word", "no")
+        ask.note("resampled", "the second time")
+        ask.note("somebody's word", "no")
         return said(ask)
 
     await world.play(resampling)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout_server.edge.loop_lag import LoopLag
 from rollout_server.edge.metrics.observer import MetricsObserver
+from rollout_server.runtime.aio.loop_watchdog import LoopLag
 
 from tests.metrics.counted import read
 from tests.runtime.jumping import JumpingLoop

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 from rollout_server.calculator import Calculator
 from rollout_server.core.outcome import Outcome
 from rollout_server.core.spec import Dialect, Spec, Target, TokenizerName
-from rollout_server.edge.loop_lag import LoopLag
 from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
@@ -19,6 +18,7 @@ from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
+from rollout_server.runtime.aio.loop_watchdog import LoopLag
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.start_request import StartRequest
@@ -61,7 +61,7 @@ async def play() -> tuple[list[Outcome], Exposed, Table]:
             [Calculator()],
             lambda uid, spec, tools: trainers.open(spec, tools),
             lambda: f"u{next(numbers)}",
-            surroundings=RegistryDependencies(observer=metrics),
+            dependencies=RegistryDependencies(observer=metrics),
         )
         metrics.watch_roster(roster)
         target = Target(f"http://{NAME}:{urlsplit(strict.url).port}", Dialect.HTTP_MASKED)

@@ -18,8 +18,13 @@ from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
-from rollout_server.runtime.delivery import DeliveryAcknowledged, DeliveryRefused, DeliveryUnsettled, Receipt
-from rollout_server.runtime.ports import PackedOutcome
+from rollout_server.runtime.delivery import (
+    DeliveryAcknowledged,
+    DeliveryRefused,
+    DeliveryUnsettled,
+    PackedOutcome,
+    Receipt,
+)
 
 from tests.outcome.grpc_receiver import Answer, grpc_receiver
 

@@ -14,8 +14,13 @@ from rollout_server.edge.outcome.http import HttpCourier
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
-from rollout_server.runtime.delivery import DeliveryAcknowledged, DeliveryRefused, DeliveryUnsettled, Receipt
-from rollout_server.runtime.ports import PackedOutcome
+from rollout_server.runtime.delivery import (
+    DeliveryAcknowledged,
+    DeliveryRefused,
+    DeliveryUnsettled,
+    PackedOutcome,
+    Receipt,
+)
 
 from tests.trainer.raw_trainer import Act, answer, closed, endless, head, raw_trainer, reset, silence
 

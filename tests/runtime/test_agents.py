@@ -10,7 +10,7 @@ import pytest
 from rollout_server import Agent, Limits, RewardResult, Run
 from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.record import Note
-from rollout_server.runtime.run.run import AgentMistake
+from rollout_server.runtime.errors import AgentMistake
 
 from tests.runtime.world import (
     FOREVER,
@@ -87,7 +87,7 @@ async def test_a_verdict_is_part_of_the_outcome(new_world: type[World]) -> None:
             return RewardResult(len(run.messages), {"turns": run.turn}, '{"why": "so"}')
 
     outcome = await outcome_of(new_world(Judging()).start())
-    assert outcome.verdict == RewardResult(2, {"turns": 1}, '{"why": "so"}')
+    assert outcome.reward_result == RewardResult(2, {"turns": 1}, '{"why": "so"}')
 
 
 async def test_only_a_rollout_that_came_to_its_end_is_judged(new_world: type[World]) -> None:
@@ -100,8 +100,8 @@ async def test_only_a_rollout_that_came_to_its_end_is_judged(new_world: type[Wor
     world = new_world(Judging())
     failed = world.start(Say(failure=Failure(Category.NETWORK, "nobody there")))
     stopped = world.start(limits=Limits(turns=1))
-    assert (await outcome_of(failed)).verdict == RewardResult()
-    assert (await outcome_of(stopped)).verdict == RewardResult(1.0)
+    assert (await outcome_of(failed)).reward_result == RewardResult()
+    assert (await outcome_of(stopped)).reward_result == RewardResult(1.0)
 
 
 async def test_mistakes_of_an_agent_are_told_to_it(new_world: type[World]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rollout_server import Agent, Run
 from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.core.record import Asked, Ended, ToolReturned, ToolStarted
-from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 
@@ -35,7 +35,7 @@ async def test_a_running_rollout_is_cancelled_wherever_it_is(new_world: type[Wor
     assert world.roster.cancel(ALL, "not needed") == [rollout.uid]
     outcome = await outcome_of(rollout)
     assert outcome.end == Cancellation("not needed")
-    assert outcome.verdict.reward is None
+    assert outcome.reward_result.reward is None
     assert rollout.state is RolloutState.FINISHED
     await asyncio.sleep(1)
     assert world.roster.running == 0

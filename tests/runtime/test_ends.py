@@ -9,8 +9,8 @@ import pytest
 from rollout_server import Agent, Limits, Run
 from rollout_server.core.outcome import Cancellation, Category, Failure, Stop
 from rollout_server.core.record import Note
-from rollout_server.runtime.registry.entry import Selection
-from rollout_server.runtime.run.run import RolloutEnded
+from rollout_server.runtime.errors import RolloutEnded
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.world import (
@@ -139,7 +139,7 @@ async def test_what_play_still_does_after_its_end_is_there_when_it_is_judged(new
 
     rollout = new_world(Finishing()).start()
     outcome = await outcome_of(rollout)
-    assert (outcome.end, outcome.verdict.reward) == (Stop("enough"), 1.0)
+    assert (outcome.end, outcome.reward_result.reward) == (Stop("enough"), 1.0)
     assert isinstance(rollout.log.entries[-2].record, Note)
 
 

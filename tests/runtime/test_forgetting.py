@@ -12,7 +12,7 @@ from rollout_server.core.error import NotFound
 from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.runtime.ports import Clock
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
-from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import RolloutState
 from rollout_server.runtime.start_request import Capacity
@@ -127,7 +127,7 @@ async def test_what_finished_at_the_beginning_of_time_is_forgotten_too() -> None
         lambda uid, spec, tools: Script(),
         lambda: "u",
         capacity=Capacity(finished_seconds=60),
-        surroundings=RegistryDependencies(clock=Clock(lambda: now[0], lambda: now[0])),
+        dependencies=RegistryDependencies(clock=Clock(lambda: now[0], lambda: now[0])),
     )
     await outcome_of(roster.start(roster.admit(a_wish()))[0])
     await asyncio.sleep(1)

@@ -10,7 +10,7 @@ from rollout_server import Agent, Limits, Run, tool
 from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.record import Asked, Ended, Forked, GivenUp
-from rollout_server.runtime.run.run import AgentMistake
+from rollout_server.runtime.errors import AgentMistake
 
 from tests.runtime.world import FOREVER, Say, World, assert_internal, call, contents, outcome_of
 

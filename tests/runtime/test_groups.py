@@ -17,10 +17,10 @@ from rollout_server.core.error import (
     RolloutError,
     Violation,
 )
+from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.ports import Credentials, Tool
-from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.registry.registry import Check
-from rollout_server.runtime.request import Request
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity, StartRequest
 
@@ -163,7 +163,7 @@ async def test_two_groups_of_the_same_ids_at_the_same_time_are_one() -> None:
 async def test_what_is_held_is_not_forgotten_before_it_is_released() -> None:
     world = Groups(capacity=Capacity(finished=0))
     rollout = world.start(Say("8"))
-    rollout.credentials = Credentials("s3cr3t")
+    rollout.update_credentials(Credentials("s3cr3t"))
     rollout.hold()
     await outcome_of(rollout)
     await asyncio.sleep(1)

@@ -79,7 +79,7 @@ async def test_nothing_is_an_entry_yet_and_readers_wait() -> None:
 
 async def test_whoever_wants_the_end_only_gets_it_once_it_is_there() -> None:
     log = Log()
-    waiting = [asyncio.create_task(log.ended()) for _ in range(3)]
+    waiting = [asyncio.create_task(log.final_entry()) for _ in range(3)]
     waiting[0].cancel()
     for number in range(1, 4):
         await asyncio.sleep(1)
@@ -88,7 +88,7 @@ async def test_whoever_wants_the_end_only_gets_it_once_it_is_there() -> None:
     assert [task.done() for task in waiting] == [True, False, False]
     log.append([END], 0)
     assert [(await task).sequence for task in waiting[1:]] == [4, 4]
-    assert (await log.ended()).record == END
+    assert (await log.final_entry()).record == END
 
 
 async def test_a_reader_that_leaves_while_it_waits_disturbs_nobody() -> None:

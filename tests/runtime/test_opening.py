@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rollout_server.core.spec import Spec
 from rollout_server.runtime.ports import Sampler, Tool
-from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.start_request import Capacity, StartRequest
 

@@ -10,10 +10,9 @@ import pytest
 from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.core.spec import Target
 from rollout_server.runtime.delivery import Delivery, DeliveryRefused, DeliveryState, DeliveryUnsettled
-from rollout_server.runtime.observer import Attempt
 from rollout_server.runtime.ports import Credentials
-from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy, NoReporter
-from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.dependencies import Attempt, DeliveryRetryPolicy, NoReporter
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.receiver import DOWN, RECEIVER, YES, Noting, Receiver, owing, until

@@ -11,11 +11,12 @@ from rollout_server.runtime.delivery import (
     DeliveryRefused,
     DeliveryState,
     DeliveryUnsettled,
+    PackedOutcome,
     Receipt,
 )
-from rollout_server.runtime.ports import Credentials, PackedOutcome
+from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
-from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity
 
@@ -93,7 +94,7 @@ class TestAcknowledged:
         receiver = Receiver()
         world = new_world(reporter=receiver)
         rollout, _ = world.wish(owing(world))
-        await rollout.log.ended()
+        await rollout.log.final_entry()
         world.roster.acknowledge(rollout.uid, ME)
         await asyncio.sleep(100)
         assert receiver.parcels == []
@@ -159,7 +160,7 @@ class TestCredentials:
         rollout, _ = world.wish(owing(world, "key", key="old"))
         await asyncio.sleep(1)
         world.roster.cancel(Selection(ME), "")
-        await rollout.log.ended()
+        await rollout.log.final_entry()
         world.wish(owing(world, "key", key="new"))
         await until(lambda: len(receiver.parcels) == 2)
         assert receiver.credentials[1] == "new"
@@ -195,7 +196,7 @@ class TestCredentials:
         ],
     )
     def test_those_that_are_not_brought_stay(self, old: Credentials, by: Credentials, merged: Credentials) -> None:
-        assert old.refreshed(by) == merged
+        assert old.updated(by) == merged
         assert set(merged.secrets()) == {merged.completions, merged.outcome, merged.tools} - {""}
 
 

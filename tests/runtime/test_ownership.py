@@ -10,7 +10,7 @@ from rollout_server.core.error import NotFound
 from rollout_server.core.outcome import Stop
 from rollout_server.runtime.delivery import DeliveryState
 from rollout_server.runtime.ports import Credentials
-from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Caller, Capacity
 
@@ -88,8 +88,8 @@ async def test_others_cannot_cancel_it_however_they_name_it(new_world: type[Worl
         {"callers": ("me",)},
     ):
         assert world.roster.cancel(Selection(stranger, **conditions), "theirs") == []  # type: ignore[arg-type]
-    assert not running.ending.done()
-    assert not queued.ending.done()
+    assert not running.ending.requested.done()
+    assert not queued.ending.requested.done()
 
 
 async def test_others_cannot_end_the_delivery_of_its_outcome(new_world: type[World]) -> None:

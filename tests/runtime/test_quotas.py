@@ -10,7 +10,7 @@ from rollout_server.core.error import Busy
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Cancellation, Stop
-from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Caller, Capacity, Quota, StartRequest
 
@@ -37,7 +37,7 @@ async def test_what_rollouts_hold_is_counted_until_they_are_remembered(new_world
     rollouts = [world.start(Say("8", seconds=10), messages=(sized(16),)) for _ in range(4)]
     assert world.roster.active_bytes == 64 * KIB
     assert refused(world, messages=(sized(16),)).reason == "TOO_MANY_BYTES"
-    rollouts[3].ask_to_end(Cancellation("not needed"))  # which waits
+    rollouts[3].ending.request(Cancellation("not needed"))  # which waits
     await outcome_of(rollouts[3])
     await asyncio.sleep(0)
     rollouts.append(world.start(Say("8", seconds=10), messages=(sized(16),)))
@@ -83,7 +83,7 @@ async def test_what_was_cancelled_while_it_waited_is_not_kept_in_line(new_world:
     running = world.start(Say("8", seconds=10))
     waiting = [world.start(priority=n % 3) for n in range(60)]
     for rollout in waiting[5:]:
-        rollout.ask_to_end(Cancellation("not needed"))
+        rollout.ending.request(Cancellation("not needed"))
         await outcome_of(rollout)
     await asyncio.sleep(0)
     assert len(world.roster._queue._uses["me"].line) <= 10

@@ -10,7 +10,7 @@ from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, 
 from rollout_server.core.limits import CALLS_PER_TURN
 from rollout_server.core.spec import Dialect, DriftPolicy
 from rollout_server.core.spec_validation import Bounds
-from rollout_server.runtime.registry.entry import Selection
+from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 
@@ -176,3 +176,10 @@ async def test_pages_miss_nothing_and_repeat_nothing_while_rollouts_come_and_go(
         world.roster.cancel(Selection(ME, uids=(goes.uid,)), "")
         await asyncio.sleep(1)
     assert [rollout.uid for rollout in seen if rollout is not goes] == [r.uid for r in reversed(stays) if r is not goes]
+
+
+async def test_only_its_own_methods_change_a_rollout(new_world: type[World]) -> None:
+    rollout = new_world().start(Say("8"))
+    for name in ("running", "received", "held", "delivery", "credentials", "deadline", "finished", "owes", "outcome"):
+        with pytest.raises(AttributeError):
+            setattr(rollout, name, None)

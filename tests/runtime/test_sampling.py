@@ -14,9 +14,11 @@ from rollout_server.agent import Agent
 from rollout_server.core.outcome import Failure, Metrics, Stop
 from rollout_server.core.record import Asked
 from rollout_server.core.spec import Dialect, Sampling, Target, TokenizerName
+from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.run.arguments import overridden
-from rollout_server.runtime.run.run import AgentMistake, Reply, Run
+from rollout_server.runtime.run.arguments import turn_sampling
+from rollout_server.runtime.run.messages import Reply
+from rollout_server.runtime.run.run import Run
 
 from tests.runtime.world import Say, World, outcome_of
 
@@ -79,7 +81,7 @@ async def test_what_the_request_says_anyway_is_no_override(new_world: NewWorld) 
 )
 def test_what_is_set_replaces_and_the_rest_stays(given: dict[str, Any], found: dict[str, Any] | None) -> None:
     request = replace(WHOLE, extra_json='{ "seed": 1, "top_k": 1.10 } ')
-    made = overridden(request, given, Dialect.GRPC)
+    made = turn_sampling(request, given, Dialect.GRPC)
     if found is None:
         assert (json.loads(made.extra_json), replace(made, extra_json="")) == (
             {"seed": 3, "top_k": 1.1},
@@ -91,7 +93,7 @@ def test_what_is_set_replaces_and_the_rest_stays(given: dict[str, Any], found: d
 
 @pytest.mark.parametrize("known", ["", "{}", " { } ", '{"top_k": 1.10}'])
 def test_further_parameters_are_added_to_any_that_there_are(known: str) -> None:
-    made = overridden(Sampling(extra_json=known), {"extra": {"min_p": 0.1, "ü": [None]}}, Dialect.GRPC)
+    made = turn_sampling(Sampling(extra_json=known), {"extra": {"min_p": 0.1, "ü": [None]}}, Dialect.GRPC)
     assert json.loads(made.extra_json) == {**json.loads(known or "{}"), "min_p": 0.1, "ü": [None]}
     assert known != '{"top_k": 1.10}' or '"top_k": 1.10,' in made.extra_json
 
@@ -125,12 +127,12 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 def test_what_is_wrong_is_named(given: dict[str, Any], said: str) -> None:
     request = replace(WHOLE, extra_json='{"penalty": 1, "other": 1e999}')
     with pytest.raises(AgentMistake, match=said):
-        overridden(request, given, Dialect.GRPC)
+        turn_sampling(request, given, Dialect.GRPC)
 
 
 def test_the_synchronous_dialect_has_its_own_most_tokens() -> None:
     with pytest.raises(AgentMistake, match="max_tokens=32769: must be from 1 to 32768"):
-        overridden(Sampling(), {"max_tokens": 32_769}, Dialect.HTTP_MASKED)
+        turn_sampling(Sampling(), {"max_tokens": 32_769}, Dialect.HTTP_MASKED)
 
 
 async def test_a_mistake_asks_nobody_and_the_run_goes_on(new_world: NewWorld) -> None:

@@ -100,7 +100,7 @@ async def test_an_agent_ends_with_its_own_word(new_world: type[World]) -> None:
 
     outcome = await outcome_of(new_world(Curt()).start(Say("cut", finish_reason="length")))
     assert outcome.end == Stop("enough", truncated=True)
-    assert outcome.verdict.reward == 0.5
+    assert outcome.reward_result.reward == 0.5
 
 
 async def test_messages_that_the_agent_adds_are_asked_with_and_counted(new_world: type[World]) -> None:
@@ -207,7 +207,7 @@ async def test_the_time_limit_holds_wherever_the_rollout_is(new_world: type[Worl
     assert "timeout" in outcome.end.message
     assert "30 s" in outcome.end.message
     assert outcome.metrics.total_ms == pytest.approx(30_000)
-    assert outcome.verdict.reward is None
+    assert outcome.reward_result.reward is None
     assert len(contents(outcome, "assistant")) == (where in ("tools", "reward"))
 
 

@@ -191,7 +191,7 @@ async def test_places_of_a_rollout_and_of_the_server() -> None:
     await asyncio.gather(*(run(box, "scarce") for box in (first, second) for _ in range(5)))
     assert (across.most, across.calls) == (3, 10)
     within.most = 0
-    await asyncio.gather(*(run(box, "narrow") for box in (first, first.holding((narrow,))) for _ in range(5)))
+    await asyncio.gather(*(run(box, "narrow") for box in (first, first.with_tools((narrow,))) for _ in range(5)))
     assert within.most == 2  # a fork's tools are the rollout's
 
 
@@ -436,4 +436,4 @@ async def test_a_foreign_tool_whose_result_is_no_content_fails_alone(content: ob
 
 
 def test_a_roster_without_a_workbench_has_one_of_its_own() -> None:
-    assert RegistryDependencies().workbench is None
+    assert RegistryDependencies().tool_resources is None

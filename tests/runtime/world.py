@@ -10,25 +10,22 @@ from dataclasses import dataclass, replace
 from rollout_server.agent import Agent
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.limits import Limits
-from rollout_server.core.machine import Machine
+from rollout_server.core.machine import Machine, replay
 from rollout_server.core.message import JSON, Message, ToolCall
 from rollout_server.core.outcome import Category, Failure, Outcome
 from rollout_server.core.record import Accepted, Answered, Ended
-from rollout_server.core.replay import replay
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.core.spec_validation import Bounds
-from rollout_server.runtime.observer import NoObserver, Observer
-from rollout_server.runtime.ports import (
-    Clock,
-    CompletionRequest,
-    Credentials,
-    Fork,
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.ports import Clock, CompletionRequest, Credentials, Fork, Sampler, Tool
+from rollout_server.runtime.registry.dependencies import (
+    DeliveryRetryPolicy,
+    NoObserver,
+    NoReporter,
+    Observer,
+    RegistryDependencies,
     Reporter,
-    RolloutFailed,
-    Sampler,
-    Tool,
 )
-from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy, NoReporter, RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Caller, Capacity, StartRequest
@@ -120,7 +117,7 @@ class World:
             self._new_uid,
             capacity=capacity,
             bounds=bounds,
-            surroundings=RegistryDependencies(
+            dependencies=RegistryDependencies(
                 Clock(lambda: EPOCH + loop.time(), loop.time),
                 observer or NoObserver(),
                 reporter or NoReporter(),

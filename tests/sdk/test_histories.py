@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from osmosis.rollout.v1 import token_pb2
 from rollout_server.core.outcome import Failure
-from rollout_server.runtime.run.run import RolloutEnded
+from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.sdk import OsmosisValidationError, RolloutContext, RolloutResult
 
 from tests.sdk.calculator_agent import SCHEMAS

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from rollout_server.runtime.run.run import RolloutEnded
+from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.sdk import (
     OsmosisRolloutError,
     OsmosisServerError,

@@ -43,7 +43,7 @@ class Gated:
 
     async def attached(self, count: int) -> None:
         """Waits until so many listen. No call tells how many do, so this looks behind the scenes."""
-        (rollout,) = self.world.server._roster._known.rollouts()
+        (rollout,) = self.world.server._registry._index.rollouts()
         while rollout._attached != count:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

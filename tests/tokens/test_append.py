@@ -6,7 +6,7 @@ import pytest
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 from tests.tokens.conftest import FAMILIES, TOOLS, answered, call, packed
 

@@ -12,7 +12,7 @@ from rollout_server.edge.tokens.rendering_form import Arguments, RenderingForm, 
 from rollout_server.edge.tokens.template_literals import Literals
 from rollout_server.edge.tokens.template_probe import StopToken, probe
 from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, text_after_answer, unseen_messages
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 from tests.tokens.conftest import call, packed
 

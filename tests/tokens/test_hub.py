@@ -19,7 +19,7 @@ import pytest
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.loader import LoaderSettings
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

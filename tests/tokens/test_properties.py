@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.edge.tokens.renderer import Renderer
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 from tests.tokens.conftest import FAMILIES, TOOLS, Plain, answered, call, packed
 

@@ -14,7 +14,7 @@ from rollout_server.core.outcome import Category
 from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.rendering_form import Arguments, RenderingForm, Tools
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from tests.tokens.conftest import FAMILIES, TOOLS, answered, call, packed

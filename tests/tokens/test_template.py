@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rollout_server.edge.tokens.chat_template import Templates
 from rollout_server.edge.tokens.sandbox import remember
 from rollout_server.edge.tokens.tokenizer import Frame
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 from tests.tokens.conftest import FAMILIES, SHARED, TOOLS, call, shared
 

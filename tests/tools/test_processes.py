@@ -252,7 +252,7 @@ print(asyncio.run(Bench()("environment")).text)
 
 
 async def test_a_tool_may_have_another_name_in_its_module_but_needs_one(run: Bench) -> None:
-    run.box = run.box.holding((offered.renamed, tool(process=True)(offered.nowhere)))
+    run.box = run.box.with_tools((offered.renamed, tool(process=True)(offered.nowhere)))
     assert (await run("undecorated", a=3)).content == "3"
     assert "module has no tool nowhere at its top" in (await run("nowhere", a=3)).text
 
@@ -299,5 +299,5 @@ async def test_a_module_that_cannot_be_imported_is_told_of(tmp_path: Path, run: 
         sys.path.remove(str(tmp_path))
         sys.modules.pop("broken_tools", None)
     module.write_text("raise LookupError('no such table')", encoding="utf-8")
-    run.box = run.box.holding((broken_tools.f,))
+    run.box = run.box.with_tools((broken_tools.f,))
     assert (await run("f")).text == "Error: The tool could not be imported: no such table"

@@ -12,7 +12,7 @@ from rollout_server.core.limits import Limits
 from rollout_server.core.message import tool_calls
 from rollout_server.core.outcome import Category
 from rollout_server.edge.trainer.chat_completion import ChatCompletion, read_answer
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 5, "b": 3}'}}
 MESSAGE = {"role": "assistant", "content": "Adding.", "tool_calls": [CALL]}

@@ -8,7 +8,8 @@ from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
-from rollout_server.runtime.ports import CompletionRequest, Credentials, RolloutFailed, Sampler
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.ports import CompletionRequest, Credentials, Sampler
 
 QUESTION = Message.write({"role": "user", "content": "5 plus 3?"})
 MORE = Message.write({"role": "user", "content": "And 3 more?"})

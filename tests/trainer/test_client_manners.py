@@ -14,7 +14,7 @@ from rollout_server.core.outcome import Category
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpSettings
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.retry import CompletionFetch, fetch_once
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 from tests.trainer.asking import Asking
 from tests.trainer.raw_trainer import COMPLETION, Act, answer, endless, raw_trainer, silence

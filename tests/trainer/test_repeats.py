@@ -14,7 +14,7 @@ import pytest
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpSettings
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, fetch_once
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 from tests.trainer.raw_trainer import COMPLETION, Act, answer, closed, endless, head, raw_trainer, reset, silence
 

@@ -22,7 +22,7 @@ class Interrupted(RuntimeError):
 @contextmanager
 def report_errors(command: str, code: int = 1) -> Iterator[None]:
     """Turns what a user can mend (settings, ports, files, agents, tokenizers) into a line, or JSON, and an exit code."""
-    from rollout_server.runtime.ports import RolloutFailed
+    from rollout_server.runtime.errors import RolloutFailed
 
     try:
         yield

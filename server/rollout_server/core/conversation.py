@@ -32,7 +32,7 @@ class Conversation:
 
     Args:
         turn: the number of its last turn, unique in the rollout; 0: it had none.
-        asked: how many messages it had when its last turn was asked for.
+        turn_messages: how many messages it had when its last turn was asked for.
         calls: how many tool calls ran of its last turn.
     """
 
@@ -41,9 +41,9 @@ class Conversation:
         self.messages = list(messages)
         self.state = State.OPEN
         self.turn = 0
-        self.asked = 0
+        self.turn_messages = 0
         self.calls = 0
-        self.last_answer: Answered | None = None
+        self.last_completion: Answered | None = None
         self.resampled: Note | None = None
         self.returned: dict[int, ToolReturned] = {}
         self._pending: dict[int, ToolStarted] = {}
@@ -56,22 +56,22 @@ class Conversation:
     def branch(self) -> Conversation:
         """One that goes on from where this one is."""
         branch = Conversation(self.line.branch(), self.messages)
-        branch.turn, branch.asked, branch.last_answer = self.turn, self.asked, self.last_answer
+        branch.turn, branch.turn_messages, branch.last_completion = self.turn, self.turn_messages, self.last_completion
         return branch
 
-    def ask(self, turn: int) -> None:
+    def begin_turn(self, turn: int) -> None:
         """A turn was asked for."""
-        self.turn, self.asked, self.calls = turn, len(self.messages), 0
+        self.turn, self.turn_messages, self.calls = turn, len(self.messages), 0
         self.resampled = None
         self.state = State.ASKING
 
-    def answer(self, record: Answered) -> None:
+    def complete_turn(self, record: Answered) -> None:
         """The turn was answered."""
-        self.last_answer = record
+        self.last_completion = record
         self.messages.append(record.message)
         self.state = State.OPEN
 
-    def start(self, record: ToolStarted) -> None:
+    def begin_call(self, record: ToolStarted) -> None:
         """A tool call began."""
         self.calls += 1
         self._pending[record.index] = record
@@ -82,7 +82,7 @@ class Conversation:
         started = self._pending.get(record.index)
         return started is not None and started.call == record.call and started.turn == record.turn
 
-    def take_result(self, record: ToolReturned) -> bool:
+    def end_call(self, record: ToolReturned) -> bool:
         """A tool call ended. Returns whether it was the last one that ran: then all results are messages."""
         del self._pending[record.index]
         self.returned[record.index] = record

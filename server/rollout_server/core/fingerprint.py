@@ -19,11 +19,11 @@ def fingerprint(spec: Spec) -> str:
     only concerns the waiting (`cancel_after_detach`), and what repeats the rest (`source_json`). In the asynchronous dialect also
     the rollout id: there a known key finds its rollout under whatever id it is asked for again (http-wire.md, B).
     """
-    text = json.dumps(_normalised(spec), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    text = json.dumps(_canonical_spec(spec), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return f"{VERSION}:{hashlib.sha256(text.encode('ascii')).hexdigest()}"
 
 
-def _normalised(spec: Spec) -> JSON:
+def _canonical_spec(spec: Spec) -> JSON:
     limits, sampling, tokenizer = spec.limits, spec.sampling, spec.tokenizer
     return {
         "rollout_id": None if spec.completions.dialect is Dialect.HTTP_PLAIN else spec.rollout_id,

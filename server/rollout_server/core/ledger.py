@@ -31,9 +31,8 @@ ends with a token of the model as soon as there is one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
-from rollout_server.core.drift import Drift, DriftKind
-from rollout_server.core.prefix import first_difference
 from rollout_server.core.segment import (
     MAX_TOKEN_ID,
     Author,
@@ -45,6 +44,7 @@ from rollout_server.core.segment import (
     SegmentKind,
     Span,
     Tokens,
+    first_difference,
     pack_logprobs,
     pack_tokens,
 )
@@ -68,6 +68,34 @@ __all__ = [
     "pack_logprobs",
     "pack_tokens",
 ]
+
+
+class DriftKind(Enum):
+    """What parted between the prompt a trainer reports and ledger + what was appended."""
+
+    HISTORY_REWRITTEN = "history_rewritten"
+    RETOKENISED = "retokenised"
+    ENVIRONMENT = "environment"
+    TRUNCATED = "truncated"
+    PROMPT = "prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """The prompt that a trainer reported is not ledger + what was appended.
+
+    `index` is the first token that differs, counted from the start of the prompt; the lengths are in tokens.
+    """
+
+    kind: DriftKind
+    index: int
+    expected: int
+    reported: int
+
+    @property
+    def opens_segment(self) -> bool:
+        """The prompt does not extend the segment."""
+        return self.kind not in (DriftKind.ENVIRONMENT, DriftKind.PROMPT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +157,7 @@ class ConversationLedger:
         """How many the next prompt is to begin with."""
         return len(self.segment) if self.segment is not None else self.origin.parent_tokens
 
-    def held(self) -> Tokens:
+    def prefix(self) -> Tokens:
         """What the next prompt is to begin with."""
         holder = self.segment or self._stem
         return holder.ids(0, self.tokens) if holder is not None else pack_tokens()
@@ -174,30 +202,32 @@ class ConversationLedger:
         if turn.reported is None:
             _add_environment(segment, _need(turn.predicted), turn.number)
             return segment, None
-        held = len(segment)
-        if turn.reported[:held] != segment.ids():
-            drift = _parted(segment, held, turn)
+        length = len(segment)
+        if turn.reported[:length] != segment.ids():
+            drift = _divergence(segment, length, turn)
             return self._open(Origin(SegmentKind.DRIFT, segment.id, drift.index), turn.reported, turn.number), drift
-        return segment, _extend(segment, turn, turn.reported[held:])
+        return segment, _extend(segment, turn, turn.reported[length:])
 
     def _in_full(self, turn: Turn) -> Turn:
         """The same turn with all tokens of its reported prompt."""
         if turn.reported is None or not turn.shared:
             return turn
-        return replace(turn, reported=self.held()[: turn.shared] + turn.reported, shared=0)
+        return replace(turn, reported=self.prefix()[: turn.shared] + turn.reported, shared=0)
 
     def _begin(self, turn: Turn) -> tuple[Segment, Drift | None]:
         """Opens the first segment, with what was held before it as part of its prompt."""
-        held, prompt, drift = self.held(), turn.reported, None
+        prefix, prompt, drift = self.prefix(), turn.reported, None
         if prompt is None:
             predicted = _need(turn.predicted)
-            return self._open(self.origin, held + predicted.closing + predicted.environment, turn.number), None
-        expected = held + turn.predicted.closing + turn.predicted.environment if turn.predicted is not None else prompt
-        shared = first_difference(held, prompt)
-        if self._stem is not None and shared < len(held):
-            drift = _parted(self._stem, len(held), turn)
+            return self._open(self.origin, prefix + predicted.closing + predicted.environment, turn.number), None
+        expected = (
+            prefix + turn.predicted.closing + turn.predicted.environment if turn.predicted is not None else prompt
+        )
+        shared = first_difference(prefix, prompt)
+        if self._stem is not None and shared < len(prefix):
+            drift = _divergence(self._stem, len(prefix), turn)
         elif expected != prompt:
-            kind = DriftKind.ENVIRONMENT if held else DriftKind.PROMPT
+            kind = DriftKind.ENVIRONMENT if prefix else DriftKind.PROMPT
             drift = Drift(kind, first_difference(expected, prompt), len(expected), len(prompt))
         return self._open(replace(self.origin, parent_tokens=shared), prompt, turn.number), drift
 
@@ -205,7 +235,7 @@ class ConversationLedger:
         """Opens a segment with the whole prompt. A prediction starts where the unknown turn ended, so it predicts nothing here."""
         if turn.reported is None:
             raise ValueError("after a gap a reported prompt is needed")
-        shared = first_difference(self.held(), turn.reported)
+        shared = first_difference(self.prefix(), turn.reported)
         origin = replace(self.origin, parent_tokens=shared)
         if segment is not None:
             origin = Origin(SegmentKind.GAP, segment.id, shared)
@@ -258,12 +288,12 @@ def _extend(segment: Segment, turn: Turn, environment: Tokens) -> Drift | None:
     if predicted is not None and environment == expected:
         _add_environment(segment, predicted, turn.number)
         return None
-    held = len(segment)
+    length = len(segment)
     segment.append_masked(environment, MaskReason.ENVIRONMENT, turn.number)
     if environment == expected:
         return None
-    index = held + first_difference(expected, environment)
-    return Drift(DriftKind.ENVIRONMENT, index, held + len(expected), held + len(environment))
+    index = length + first_difference(expected, environment)
+    return Drift(DriftKind.ENVIRONMENT, index, length + len(expected), length + len(environment))
 
 
 def _add_environment(segment: Segment, predicted: Prediction, turn: int) -> None:
@@ -271,10 +301,10 @@ def _add_environment(segment: Segment, predicted: Prediction, turn: int) -> None
     segment.append_masked(predicted.environment, MaskReason.ENVIRONMENT, turn)
 
 
-def _parted(segment: Segment, held: int, turn: Turn) -> Drift:
-    """What parted between the first `held` tokens of a segment and the prompt."""
+def _divergence(segment: Segment, length: int, turn: Turn) -> Drift:
+    """The drift between the first `length` tokens of a segment and the prompt."""
     reported = turn.reported if turn.reported is not None else pack_tokens()
-    index = first_difference(segment.ids(0, held), reported)
+    index = first_difference(segment.ids(0, length), reported)
     if index == len(reported):
         kind = DriftKind.TRUNCATED
     elif segment.author_at(index) is Author.MODEL:
@@ -282,7 +312,7 @@ def _parted(segment: Segment, held: int, turn: Turn) -> Drift:
     else:
         kind = DriftKind.HISTORY_REWRITTEN
     added = len(turn.predicted.closing) + len(turn.predicted.environment) if turn.predicted is not None else 0
-    return Drift(kind, index, held + added, len(reported))
+    return Drift(kind, index, length + added, len(reported))
 
 
 def _need(predicted: Prediction | None) -> Prediction:

@@ -102,5 +102,5 @@ class Outcome:
     messages: tuple[Message, ...]
     segments: tuple[Segment, ...]
     metrics: Metrics
-    verdict: RewardResult
+    reward_result: RewardResult
     warnings: tuple[Warned, ...]

@@ -215,7 +215,7 @@ class Ended:
     """The rollout ends. Always the last record. Times in milliseconds."""
 
     end: End
-    verdict: RewardResult = RewardResult()
+    reward_result: RewardResult = RewardResult()
     total_ms: float = 0.0
     queued_ms: float = 0.0
 

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 Tokens: TypeAlias = "array[int]"
 """Token ids, each below 2^31, in an array of unsigned 32-bit integers."""
@@ -15,6 +15,8 @@ Logprobs: TypeAlias = "array[float]"
 """Natural logarithms of probabilities, in an array of 32-bit floats."""
 
 MAX_TOKEN_ID = 2**31 - 1
+
+_Sequence = TypeVar("_Sequence", "array[int]", str)
 
 
 def pack_tokens(ids: Iterable[int] = ()) -> Tokens:
@@ -180,8 +182,8 @@ class Segment:
         self._add(ids, replace(span, start=start, stop=start + len(ids), logprobs_known=known), logprobs)
         self._settled = len(self._spans)
 
-    def mask_answer(self, turn: int) -> None:
-        """Takes what the model wrote in a turn out of the training: an author's wish. Nothing undoes it."""
+    def mask_turn(self, turn: int) -> None:
+        """Takes what the model wrote in a turn out of the training: an author requests it, and nothing undoes it."""
         self._spans = [
             replace(span, reason=MaskReason.AUTHOR) if span.author is Author.MODEL and span.turn == turn else span
             for span in self._spans
@@ -191,3 +193,15 @@ class Segment:
         self._ids.extend(ids)
         self._logprobs.extend(_zeros(len(ids)) if values is None else values)
         self._spans.append(span)
+
+
+def first_difference(a: _Sequence, b: _Sequence) -> int:
+    """The first index at which `a` and `b` differ; the shorter length where one is a prefix of the other."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # a[:low] == b[:low] always holds
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -12,7 +12,7 @@ from rollout_server.core.outcome import Metrics
 from rollout_server.core.record import Answered, ToolReturned
 
 
-class Used:
+class Usage:
     """Counts. `bytes` are the UTF-8 bytes of all messages, each counted once; `observed` is about what is kept beside them."""
 
     def __init__(self, limits: Limits) -> None:
@@ -42,7 +42,7 @@ class Used:
         """Messages were added to a conversation."""
         self.bytes += sum(utf8_length(message.text) for message in messages)
 
-    def add_answer(self, record: Answered, line: ConversationLedger) -> None:
+    def add_completion(self, record: Answered, line: ConversationLedger) -> None:
         """A turn was answered, and is in its line already."""
         generated, prompt = lengths(record, line)
         m = self.metrics

@@ -1,4 +1,5 @@
-"""The asyncio runtime: performs what the machine wants, and knows which rollouts there are.
+"""The asyncio runtime: performs what the machine of a rollout wants, and keeps the rollouts that there are.
 
-No gRPC, protobuf, HTTP or tokenizers: those are behind the ports.
+No gRPC, protobuf, HTTP or tokenizers: those are behind `ports`, `agent_protocol` and `registry.dependencies`. Imports go one way:
+`registry` imports `run`, `run` imports `tools`, all of them the modules here, and `aio` imports none of them.
 """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
+
+from rollout_server.core.spec import Target
 
 
 class DeliveryState(Enum):
@@ -51,3 +53,13 @@ class DeliveryUnsettled:
 
 
 Receipt: TypeAlias = "DeliveryAcknowledged | DeliveryRefused | DeliveryUnsettled"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedOutcome:
+    """An outcome on its way: the same `body` under the same `key` on each attempt. `credential` is a bearer token, or empty."""
+
+    target: Target
+    key: str
+    body: bytes = field(repr=False)
+    credential: str = field(default="", repr=False)

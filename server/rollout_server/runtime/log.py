@@ -60,7 +60,7 @@ class Log:
         if after > self.last_sequence:
             raise Gone(f"there is no event {after} yet", oldest=1, newest=self.last_sequence)
 
-    async def ended(self) -> Entry:
+    async def final_entry(self) -> Entry:
         """The last entry of the rollout, once it is there. Whoever only wants the end is not woken for all the others."""
         if not self._is_over():
             self._ended = self._ended or asyncio.Event()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import logging
@@ -14,10 +13,12 @@ from typing import Any
 
 from rollout_server.agent import Agent
 from rollout_server.core.message import JSON
-from rollout_server.core.outcome import Category, End, Failure, RewardResult
+from rollout_server.core.outcome import Category, Failure, RewardResult
 from rollout_server.core.spec import Dialect
-from rollout_server.runtime.ports import Tool, ToolError
-from rollout_server.runtime.request import Request
+from rollout_server.runtime.agent_protocol import Request
+from rollout_server.runtime.errors import ToolError
+from rollout_server.runtime.ports import Tool
+from rollout_server.runtime.rollout import RolloutEnding
 from rollout_server.runtime.run.run import Run
 from rollout_server.sdk.core.base import RolloutAgentLoop, RolloutContext, RolloutResult
 from rollout_server.sdk.core.exceptions import OsmosisRolloutError, OsmosisValidationError, ToolExecutionError
@@ -89,7 +90,7 @@ class LoopAgent(Agent):
         self._loop = agent_loop
         self._debug_dir = debug_dir
         # By the rollout's end, which all its conversations share and which is forgotten with it.
-        self._rewards: weakref.WeakKeyDictionary[asyncio.Future[End], RewardResult] = weakref.WeakKeyDictionary()
+        self._rewards: weakref.WeakKeyDictionary[RolloutEnding, RewardResult] = weakref.WeakKeyDictionary()
         self.tools = self._tools_without_request()
 
     def choose_tools(self, request: Request) -> Sequence[Tool]:
@@ -121,7 +122,7 @@ class LoopAgent(Agent):
 
     async def reward(self, run: Run) -> RewardResult:
         """What the loop's result says."""
-        return self._rewards.get(run.over, RewardResult())
+        return self._rewards.get(run.ending, RewardResult())
 
     def _tools_without_request(self) -> list[Tool]:
         """What `GET /tools` tells: the loop's default tools, none where `get_tools` needs more to choose."""
@@ -151,7 +152,7 @@ class LoopAgent(Agent):
             run.note(
                 "final_messages", "final_messages goes on from no conversation that there was; the outcome holds both"
             )
-        self._rewards[run.over] = RewardResult(reward, extra_json="" if known else _messages_json(run, messages))
+        self._rewards[run.ending] = RewardResult(reward, extra_json="" if known else _messages_json(run, messages))
         await client.finish(result.finish_reason)
 
     def _check_result(self, result: object) -> RolloutResult:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from rollout_server.core.message import ToolCall
-from rollout_server.runtime.run.run import Reply, Run
+from rollout_server.runtime.run.messages import Reply
+from rollout_server.runtime.run.run import Run
 from rollout_server.sdk.core.exceptions import OsmosisValidationError
 from rollout_server.sdk.core.schemas import MessageDict
 from rollout_server.sdk.history_diff import ConversationHistory, MessageList

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from rollout_server.core.message import parse_object
 from rollout_server.core.spec import Sampling
-from rollout_server.runtime.request import Request
-from rollout_server.runtime.run.arguments import SamplingOptions, overridden
-from rollout_server.runtime.run.run import AgentMistake
+from rollout_server.runtime.agent_protocol import Request
+from rollout_server.runtime.errors import AgentMistake
+from rollout_server.runtime.run.arguments import SamplingOptions, turn_sampling
 from rollout_server.sdk.core.exceptions import OsmosisValidationError
 from rollout_server.sdk.core.schemas import OpenAIFunctionToolSchema, RolloutRequest, SamplingParamsDict, copy_message
 from rollout_server.sdk.utils import normalize_stop
@@ -60,7 +60,7 @@ def own_sampling(request: Request, parameters: SamplingParamsDict, wanted: Mappi
     sent, known = _with_stops(wanted), _with_stops(parameters)
     own = {name: sent[name] for name in _SAMPLED if name in sent and sent[name] != known.get(name)}
     try:
-        overridden(request.sampling, own, request.spec.completions.dialect)
+        turn_sampling(request.sampling, own, request.spec.completions.dialect)
     except AgentMistake as mistake:
         raise OsmosisValidationError(str(mistake), 400) from None
     return cast("SamplingOptions", own)

@@ -8,7 +8,8 @@ from rollout_server.core.machine import LimitReached
 from rollout_server.core.message import JSON, Message, ToolCall
 from rollout_server.core.record import ToolReturned
 from rollout_server.core.usage import lengths
-from rollout_server.runtime.run.run import Reply, Run
+from rollout_server.runtime.run.messages import Reply
+from rollout_server.runtime.run.run import Run
 
 
 async def append_results(
@@ -26,13 +27,13 @@ async def append_results(
     if isinstance(started, LimitReached):
         return messages, calls
     for intent in started:
-        run._course.record(intent)
+        run._context.record(intent)
     for intent, message in zip(started, messages, strict=False):
         failed = str(message.get("content")).startswith("Error: ")
         returned = ToolReturned(
             intent.turn, intent.index, intent.call, Message.write(message), failed, elapsed_ms, intent.segment_id
         )
-        run._course.record(returned)
+        run._context.record(returned)
     answered = {call.id for call in matched}
     return messages[len(started) :], [call for call in calls if call.id not in answered]
 

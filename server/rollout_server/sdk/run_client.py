@@ -8,8 +8,10 @@ from typing import Any
 
 from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.spec import Dialect
+from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.run.arguments import SamplingOptions
-from rollout_server.runtime.run.run import Reply, RolloutEnded, Run
+from rollout_server.runtime.run.messages import Reply
+from rollout_server.runtime.run.run import Run
 from rollout_server.sdk.client import CompletionsResult
 from rollout_server.sdk.conversations import Conversation, Conversations
 from rollout_server.sdk.core.exceptions import (

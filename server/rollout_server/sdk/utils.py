@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rollout_server.runtime.run.run import text_of
+from rollout_server.runtime.run.messages import text_of
 from rollout_server.sdk.rewards import osmosis_reward, osmosis_rubric
 
 __all__ = [

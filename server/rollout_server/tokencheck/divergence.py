@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from rollout_server.core.ledger import Tokens
-from rollout_server.core.prefix import first_difference
+from rollout_server.core.segment import first_difference
 from rollout_server.edge.tokens.encoding import common_prefix
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.tokencheck.boundary import Cause, Divergence
 from rollout_server.tokencheck.conversation import CheckConversation, arguments_of, reasoning_of
 from rollout_server.tokencheck.reference_tokens import ReferenceSpan, ReferenceTokens, Region

@@ -15,7 +15,7 @@ from enum import Enum
 from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.rendering_form import Fields, has_calls
 from rollout_server.edge.tokens.template_probe import StopToken
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.tokencheck.conversation import CheckConversation, arguments_of
 from rollout_server.tokencheck.template import RenderedConversation, Template
 

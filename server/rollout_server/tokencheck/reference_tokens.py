@@ -10,7 +10,7 @@ from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.rendering_form import has_calls
 from rollout_server.edge.tokens.short_form import shortened
 from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, new_mark, text_after_answer
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.tokencheck.conversation import CheckConversation
 from rollout_server.tokencheck.model_output import ModelOutput, Writing, write_output
 from rollout_server.tokencheck.template import RenderedConversation, Template, in_other_tokens

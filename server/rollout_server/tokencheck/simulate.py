@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rollout_server.core.message import MalformedMessage
 from rollout_server.edge.tokens.rendering_form import Arguments, Fields, has_calls
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.tokencheck.boundary import SimulatedConversation, TurnBoundary
 from rollout_server.tokencheck.conversation import CheckConversation, reasoning_of, tool_names
 from rollout_server.tokencheck.divergence import find_divergence

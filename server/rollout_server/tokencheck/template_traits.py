@@ -12,7 +12,7 @@ from rollout_server.core.message import JSON
 from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.rendering_form import Arguments, Fields
 from rollout_server.edge.tokens.tokenizer import ChatTokenizer
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.tokencheck.conversation import TOOLS
 from rollout_server.tokencheck.template import Template
 

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
 
 from rollout_server.core.message import JSON
-from rollout_server.runtime.ports import ArgumentError
+from rollout_server.runtime.errors import ArgumentError
 from rollout_server.tool.argument_errors import argument_errors, one_line
 from rollout_server.tool.schema import plain_schema
 

@@ -115,7 +115,7 @@ def _tls(flags: InspectFlags) -> Tls | None:
 def _decode(rollout: Rollout, pairs: Sequence[str]) -> Decode | None:
     """The rollout's tokenizer, if it is on this machine. Says on standard error why not."""
     from rollout_server.inspection.escape import visible
-    from rollout_server.runtime.ports import RolloutFailed
+    from rollout_server.runtime.errors import RolloutFailed
 
     directories = _directories(pairs)
     name = rollout.spec.tokenizer.name

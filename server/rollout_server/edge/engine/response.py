@@ -18,7 +18,7 @@ from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.trainer.chat_completion import read_message
 from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, check_values
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]

@@ -26,7 +26,8 @@ from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.trainer.form_cache import FormCache
 from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
-from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed, Sampler, Tool
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.ports import CompletionRequest, Fork, Sampler, Tool
 
 _REPORTS = {
     Dialect.VLLM: "vLLM sends them from version 0.10.2 on (return_token_ids)",

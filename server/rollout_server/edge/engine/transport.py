@@ -21,7 +21,8 @@ from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest
 from rollout_server.edge.trainer.response_limits import aside
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_again
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter
-from rollout_server.runtime.ports import CompletionRequest, RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.ports import CompletionRequest
 
 _BROKEN_OFF: Final = ("abort", "error")
 """Finish reasons of vLLM and SGLang for an answer that is not whole: the engine was paused, updated or in trouble."""

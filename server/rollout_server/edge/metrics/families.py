@@ -22,7 +22,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from rollout_server.core.ledger import Author, DriftKind, MaskReason, SegmentKind
 from rollout_server.core.outcome import Category
-from rollout_server.runtime.observer import Attempt
+from rollout_server.runtime.registry.dependencies import Attempt
 
 OTHER = "other"
 UNKNOWN = "unknown"

@@ -21,9 +21,9 @@ from rollout_server.edge.metrics.families import (
     WARNINGS,
     Families,
 )
+from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.log import Entry
-from rollout_server.runtime.observer import Attempt
-from rollout_server.runtime.ports import AgentProtocol
+from rollout_server.runtime.registry.dependencies import Attempt
 from rollout_server.runtime.rollout import Rollout
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

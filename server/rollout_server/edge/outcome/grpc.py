@@ -7,8 +7,13 @@ import grpc
 from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.targets.rules import TargetRefused
 from rollout_server.edge.trainer.http_errors import redacted
-from rollout_server.runtime.delivery import DeliveryAcknowledged, DeliveryRefused, DeliveryUnsettled, Receipt
-from rollout_server.runtime.ports import PackedOutcome
+from rollout_server.runtime.delivery import (
+    DeliveryAcknowledged,
+    DeliveryRefused,
+    DeliveryUnsettled,
+    PackedOutcome,
+    Receipt,
+)
 
 _METHOD = "/osmosis.rollout.v1.OutcomeService/DeliverOutcome"
 _TRIED_AGAIN = frozenset(

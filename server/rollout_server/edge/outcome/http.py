@@ -13,8 +13,13 @@ from rollout_server.edge.trainer.http_client import (
     TargetForbidden,
 )
 from rollout_server.edge.trainer.http_errors import error_text
-from rollout_server.runtime.delivery import DeliveryAcknowledged, DeliveryRefused, DeliveryUnsettled, Receipt
-from rollout_server.runtime.ports import PackedOutcome
+from rollout_server.runtime.delivery import (
+    DeliveryAcknowledged,
+    DeliveryRefused,
+    DeliveryUnsettled,
+    PackedOutcome,
+    Receipt,
+)
 
 _ASKED_AGAIN = frozenset({408, 425, 429})
 

@@ -21,10 +21,9 @@ from rollout_server.edge.wire.event import event, timestamp
 from rollout_server.edge.wire.message import tool_to_proto
 from rollout_server.edge.wire.rollout import agent_to_proto, rollout_to_proto, started
 from rollout_server.edge.wire.spec import duration
-from rollout_server.runtime.registry.admitted import AdmittedStart
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.start_request import StartRequest
+from rollout_server.runtime.start_request import AdmittedStart, StartRequest
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 LONGEST_WAIT = 3600.0
@@ -90,7 +89,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         seconds = _patience(request, context)
         with rollout.attached():
             with suppress(TimeoutError):
-                await asyncio.wait_for(rollout.log.ended(), seconds)
+                await asyncio.wait_for(rollout.log.final_entry(), seconds)
             return pb.WaitRolloutResponse(rollout=rollout_to_proto(rollout, view))
 
     async def GetRollout(self, request: pb.GetRolloutRequest, context: _Context) -> pb.GetRolloutResponse:
@@ -177,7 +176,7 @@ async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[ev
     """The events after a sequence number, in as much detail as is wanted."""
     if detail == event_pb2.EVENT_DETAIL_OUTCOME:
         rollout.log.check(after)
-        entry = await rollout.log.ended()
+        entry = await rollout.log.final_entry()
         if entry.sequence > after:
             yield event(rollout, entry, detail)
         return

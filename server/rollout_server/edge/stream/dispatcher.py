@@ -15,10 +15,9 @@ from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.trainer.response_limits import aside
 from rollout_server.edge.wire import request as requests
 from rollout_server.edge.wire import train as wire
-from rollout_server.runtime.registry.admitted import AdmittedStart
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.start_request import Caller, StartRequest
+from rollout_server.runtime.start_request import AdmittedStart, Caller, StartRequest
 
 _log = logging.getLogger(__name__)
 NUMBERED = ("start", "answer", "reject", "cancel")

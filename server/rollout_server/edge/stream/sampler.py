@@ -14,7 +14,8 @@ from rollout_server.edge.trainer.grpc_client import LEDGER_SECONDS, Held, Reject
 from rollout_server.edge.trainer.grpc_sampler import CompletionSampler
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.edge.wire.completion import Request, Response
-from rollout_server.runtime.ports import RolloutFailed, Tool
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.ports import Tool
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class TrainerStream:
         self.closed = True
         self._kept.clear()
         for seat in self.seats.values():
-            seat.rollout.ask_to_end(CLOSED)
+            seat.rollout.ending.request(CLOSED)
         self.stir()
 
     def acknowledge(self, sequence: int) -> Sequence[Rollout]:

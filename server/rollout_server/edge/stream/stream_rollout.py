@@ -12,7 +12,7 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import RESAMPLED, Note
 from rollout_server.edge.trainer.grpc_client import Held, Rejection, TurnCall
 from rollout_server.edge.wire.completion import Request, Response
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.rollout import Rollout
 
 

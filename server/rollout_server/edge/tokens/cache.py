@@ -11,7 +11,7 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.loader import LoaderSettings, read_tokenizer
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 _Key: TypeAlias = tuple[str, str]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout_server.core.ledger import Prediction, Tokens, pack_tokens
-from rollout_server.core.prefix import first_difference
+from rollout_server.core.segment import first_difference
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 
 _BEFORE, _AFTER = 8, 16

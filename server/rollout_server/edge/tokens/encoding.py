@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from rollout_server.core.ledger import Tokens, pack_tokens
-from rollout_server.core.prefix import first_difference
+from rollout_server.core.segment import first_difference
 
 Backend: TypeAlias = Any
 """A `tokenizers.Tokenizer`, which has no types."""

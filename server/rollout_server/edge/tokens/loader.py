@@ -16,7 +16,7 @@ from pathlib import Path
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.tokenizer import ChatTokenizer
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 _HUB_SECONDS = 5.0
 _LONGEST_NAME = 200

@@ -34,7 +34,7 @@ from rollout_server.edge.tokens.turn_boundary import (
     text_after_answer,
     unseen_messages,
 )
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 # Arguments of transformers' own, which a request must not set by naming a template variable like them.
 _RESERVED = frozenset(

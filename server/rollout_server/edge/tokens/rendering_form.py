@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 Fields: TypeAlias = Mapping[str, JSON]
 """A message, parsed."""

@@ -14,7 +14,7 @@ from rollout_server.edge.tokens.rendering_form import Arguments, Fields
 from rollout_server.edge.tokens.short_form import shortened
 from rollout_server.edge.tokens.template_literals import Literals
 from rollout_server.edge.tokens.turn_boundary import Render, RenderedTurn, environment_text, new_mark
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 _SAID = "Qf7xSaidByTheModel"
 _ASKED: Fields = {"role": "user", "content": "Hello"}

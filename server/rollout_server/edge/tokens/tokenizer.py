@@ -21,7 +21,7 @@ from rollout_server.edge.tokens.chat_template import Options, Templated, Templat
 from rollout_server.edge.tokens.encoding import AddedToken, Encoded, GrowingEncoder, composes
 from rollout_server.edge.tokens.rendering_form import Fields
 from rollout_server.edge.tokens.template_probe import TOOL, TemplateTraits, probe
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 _T = TypeVar("_T")
 _LONGEST_REASON = 300

@@ -26,7 +26,7 @@ from typing import TypeAlias
 from rollout_server.core.message import JSON
 from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.rendering_form import Fields, strings
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 Render: TypeAlias = Callable[[Sequence[Fields], bool], str]
 """Renders messages, with a generation prompt or without."""

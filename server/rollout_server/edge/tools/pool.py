@@ -55,7 +55,7 @@ class ProcessPool:
     @asynccontextmanager
     async def open(self, definition: ToolDefinition, policy: ToolPolicy) -> AsyncIterator[PoolWorker]:
         """Waits for a place and for a process that has imported the tool. Raises `ToolFailed`."""
-        await self._places.take()
+        await self._places.acquire()
         try:
             worker = PoolWorker(self, definition, policy)
             await worker.prepare()
@@ -64,7 +64,7 @@ class ProcessPool:
             finally:
                 worker.leave()
         finally:
-            self._places.leave()
+            self._places.release()
 
     async def close(self) -> None:
         """Kills all processes, and waits until they are reaped."""

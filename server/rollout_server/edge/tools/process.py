@@ -14,7 +14,8 @@ from typing import cast
 from rollout_server.core.message import JSON
 from rollout_server.edge.tools.ipc_protocol import BadFrame, framed, read
 from rollout_server.edge.tools.supervisor import hide_memory
-from rollout_server.runtime.ports import ArgumentError, Content, ToolError
+from rollout_server.runtime.errors import ArgumentError, ToolError
+from rollout_server.runtime.ports import Content
 from rollout_server.runtime.tools.policy import CPU_SECONDS, MEMORY_BYTES, ToolPolicy
 from rollout_server.runtime.tools.protocols import ToolDefinition, ToolFailed, Unwritable
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 _TRIES = 12
 _FIRST_CHARACTERS = 8

@@ -19,7 +19,7 @@ from typing import cast
 from rollout_server.core.message import JSON
 from rollout_server.edge.tools.ipc_protocol import framed, read_blocking
 from rollout_server.edge.tools.supervisor import supervise
-from rollout_server.runtime.ports import ArgumentError, ToolError
+from rollout_server.runtime.errors import ArgumentError, ToolError
 from rollout_server.runtime.tools.protocols import ServerRunTool, Unwritable
 
 _ALIAS = "rollout_tool_file"

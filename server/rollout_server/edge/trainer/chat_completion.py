@@ -17,7 +17,7 @@ from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logp
 from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object, tool_calls
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, aside, check_message, check_values
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]

@@ -30,7 +30,8 @@ from rollout_server.edge.wire.completion import (
     response_aside,
 )
 from rollout_server.edge.wire.status_details import ledger_mismatch, reason, retry_delay
-from rollout_server.runtime.ports import Credentials, RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.ports import Credentials
 
 _SERVICE = "/osmosis.rollout.v1.CompletionService"
 _COMPLETE, _READ_LEDGER = f"{_SERVICE}/Complete", f"{_SERVICE}/ReadLedger"

@@ -44,7 +44,8 @@ from rollout_server.edge.wire.completion import (
     completion_aside,
     in_token_mode,
 )
-from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed, Tool
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.ports import CompletionRequest, Fork, Tool
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, fetch_once
 from rollout_server.edge.trainer.sampling_parameters import masked_parameters
-from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed, Tool
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.ports import CompletionRequest, Fork, Tool
 
 
 @dataclass(frozen=True, slots=True)

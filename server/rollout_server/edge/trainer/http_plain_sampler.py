@@ -19,7 +19,8 @@ from rollout_server.edge.trainer.http_errors import refused
 from rollout_server.edge.trainer.response_warnings import notes_on
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_again
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter, plain_parameters
-from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.ports import CompletionRequest, Fork
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class PlainSampler:
         errand = CompletionFetch(request, turn, ask.deadline)
         started = time.monotonic()
         # Where the trainer declares that it replays turns, asking again makes no sibling (D8).
-        remark = _nothing if self._spec.completions.replays_turn_keys else ask.remark
+        remark = _nothing if self._spec.completions.replays_turn_keys else ask.note
         fetched = await fetch_again(self._trainers.client, errand, self._trainers.retries, remark)
         elapsed = 1000 * (time.monotonic() - started)
         if fetched.answer.status != 200:

@@ -11,7 +11,8 @@ from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.rendering_form import RenderingForm
-from rollout_server.runtime.ports import RolloutFailed, Tool
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.ports import Tool
 
 
 async def open_renderer(

@@ -17,7 +17,7 @@ from rollout_server.edge.trainer.http_client import (
     ResponseTooLarge,
     TargetForbidden,
 )
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import RolloutFailed
 
 
 @dataclass(frozen=True, slots=True)

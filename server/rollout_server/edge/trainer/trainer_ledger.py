@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rollout_server.core.checkpoint import Checkpoint, LedgerDigest
 from rollout_server.core.ledger import Author, MaskReason, Origin, Prediction, SegmentKind, Tokens, pack_tokens
-from rollout_server.core.prefix import first_difference
+from rollout_server.core.segment import first_difference
 from rollout_server.edge.wire.completion import NewSpan
 
 

@@ -15,15 +15,15 @@ def outcome_to_proto(
     outcome: Outcome, *, typed: bool, messages: bool, samples: bool, segments: bool
 ) -> outcome_pb2.Outcome:
     """An outcome, with as much of it as is wanted."""
-    verdict = outcome.verdict
+    result = outcome.reward_result
     proto = outcome_pb2.Outcome(
         messages=messages_to_proto(outcome.messages, typed=typed) if messages else (),
         segments=[segment_to_proto(segment) for segment in outcome.segments] if segments else (),
         samples=[_sample(segment) for segment in outcome.segments] if samples else (),
         metrics=metrics_to_proto(outcome.metrics),
-        reward=verdict.reward,
-        scores={utf8(name): score for name, score in (verdict.scores or {}).items()},
-        extra_json=utf8(verdict.extra_json),
+        reward=result.reward,
+        scores={utf8(name): score for name, score in (result.scores or {}).items()},
+        extra_json=utf8(result.extra_json),
         warnings=[_warning(warned) for warned in outcome.warnings],
     )
     match outcome.end:

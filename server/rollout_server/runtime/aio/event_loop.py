@@ -27,10 +27,10 @@ def run(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asyncio.Abstra
     loop.set_default_executor(Threads())
     task = loop.create_task(main)
     try:
-        return _resumed(task, lambda: runner.run(_result_of(task)))
+        return _run_to_end(task, lambda: runner.run(_await_task(task)))
     finally:
         ending = loop.create_task(end_tasks())
-        left = _resumed(ending, lambda: loop.run_until_complete(ending))
+        left = _run_to_end(ending, lambda: loop.run_until_complete(ending))
         if left:
             hold(left)
             loop.close()  # closing the runner would wait for them
@@ -44,7 +44,7 @@ def run_forever(loop: asyncio.AbstractEventLoop) -> None:
         try:
             return loop.run_forever()
         except SystemExit as error:
-            _complain(error)
+            _log_exit(error)
 
 
 async def end_tasks(seconds: float = GRACE_SECONDS) -> Collection[asyncio.Task[Any]]:
@@ -76,7 +76,7 @@ def _sleep(_held: Collection[asyncio.Task[Any]]) -> None:
     Event().wait()
 
 
-def _resumed(task: asyncio.Task[_T], run_loop: Callable[[], _T]) -> _T:
+def _run_to_end(task: asyncio.Task[_T], run_loop: Callable[[], _T]) -> _T:
     """The result of a task. asyncio lets SystemExit out of whatever task raises it, and the loop stops for it."""
     while True:
         try:
@@ -84,12 +84,12 @@ def _resumed(task: asyncio.Task[_T], run_loop: Callable[[], _T]) -> _T:
         except SystemExit as error:
             if task.done():
                 raise
-            _complain(error)
+            _log_exit(error)
 
 
-async def _result_of(task: asyncio.Task[_T]) -> _T:
+async def _await_task(task: asyncio.Task[_T]) -> _T:
     return await task
 
 
-def _complain(error: SystemExit) -> None:
+def _log_exit(error: SystemExit) -> None:
     _log.error("a task called sys.exit(%r)%s; that ends the task, not the program", error.code, raised_at(error))

@@ -36,18 +36,18 @@ def raised_at(error: BaseException) -> str:
 
     Of a group of errors it is that of the first one, and of an error of ours that of its cause.
     """
-    place, told = "", 0
+    location, depth = "", 0
     inner: BaseException | None = error
-    while inner is not None and told < _CAUSES:  # causes may go round in circles
-        place = _named(authors_frames(traceback.extract_tb(inner.__traceback__))) or place
-        inner = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else None if place else inner.__cause__
-        told += 1
-    return place
+    while inner is not None and depth < _CAUSES:  # causes may go round in circles
+        location = _format_location(authors_frames(traceback.extract_tb(inner.__traceback__))) or location
+        inner = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else None if location else inner.__cause__
+        depth += 1
+    return location
 
 
 def waits_at(task: asyncio.Task[Any]) -> str:
     """The same for what a task waits for."""
-    return _named(authors_frames(_suspended(task.get_coro())))
+    return _format_location(authors_frames(_suspended_frames(task.get_coro())))
 
 
 def authors_frames(frames: Iterable[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
@@ -60,11 +60,11 @@ def is_authors(filename: str) -> bool:
     return not filename.startswith(("<", _OURS, *_INSTALLED))
 
 
-def _named(frames: Sequence[traceback.FrameSummary]) -> str:
+def _format_location(frames: Sequence[traceback.FrameSummary]) -> str:
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
-def _suspended(awaited: object) -> traceback.StackSummary:
+def _suspended_frames(awaited: object) -> traceback.StackSummary:
     """The frames of a coroutine that waits, and of those that it waits for. `Task.get_stack` tells only of the first."""
     frames: list[tuple[FrameType, int]] = []
     while awaited is not None:

@@ -64,9 +64,9 @@ def _perform(future: Future[_T], call: Callable[[], _T]) -> None:
     try:
         result = call()
     except StopIteration as error:  # it cannot be set on a future of asyncio: whoever awaits would wait for ever
-        told = RuntimeError("StopIteration")
-        told.__cause__ = error
-        future.set_exception(told)
+        failure = RuntimeError("StopIteration")
+        failure.__cause__ = error
+        future.set_exception(failure)
     except BaseException as error:
         future.set_exception(error)
     else:

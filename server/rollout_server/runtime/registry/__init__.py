@@ -1,1 +1,1 @@
-"""The rollouts that a server knows: admission, the queue, look-up, retention and the outbox of outcomes."""
+"""The rollouts of a server: admitted, queued for a slot, found again, delivered to receivers, and remembered for a while."""

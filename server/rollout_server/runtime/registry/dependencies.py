@@ -1,15 +1,56 @@
-"""What a roster lives among."""
+"""What a registry of rollouts depends on: the ports of delivery and of observation, the clock, and what tools share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
 
 from rollout_server.core.spec import Target
-from rollout_server.runtime.delivery import DeliveryRefused, Receipt
-from rollout_server.runtime.observer import NoObserver, Observer
-from rollout_server.runtime.ports import Clock, PackedOutcome, Reporter
+from rollout_server.runtime.delivery import DeliveryRefused, PackedOutcome, Receipt
+from rollout_server.runtime.log import Entry
+from rollout_server.runtime.ports import Clock
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.tools.resources import ToolResources
+
+
+class Attempt(Enum):
+    """How one attempt to deliver an outcome went."""
+
+    ACKNOWLEDGED = "acknowledged"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+class Observer(Protocol):
+    """Is called on the event loop and must neither block nor raise."""
+
+    def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
+        """These entries were added to the rollout's log, which holds them already."""
+
+    def delivered(self, rollout: Rollout, attempt: Attempt, milliseconds: float) -> None:
+        """One attempt to deliver the rollout's outcome is over."""
+
+
+class NoObserver:
+    """Observes nothing."""
+
+    def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
+        """Takes no note."""
+
+    def delivered(self, rollout: Rollout, attempt: Attempt, milliseconds: float) -> None:
+        """Takes no note."""
+
+
+class Reporter(Protocol):
+    """Tells receivers of outcomes."""
+
+    def pack(self, rollout: Rollout, target: Target, key: str) -> bytes:
+        """The outcome of a finished rollout as the receiver takes it."""
+
+    async def deliver(self, packed: PackedOutcome) -> Receipt:
+        """Sends it once. Whatever goes wrong on the way is a receipt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +76,7 @@ class NoReporter:
         """Nothing."""
         return b""
 
-    async def deliver(self, parcel: PackedOutcome) -> Receipt:
+    async def deliver(self, packed: PackedOutcome) -> Receipt:
         """Refuses."""
         return DeliveryRefused("this server tells nobody of outcomes")
 
@@ -47,5 +88,5 @@ class RegistryDependencies:
     clock: Clock = Clock()
     observer: Observer = field(default_factory=NoObserver)
     reporter: Reporter = field(default_factory=NoReporter)
-    patience: DeliveryRetryPolicy = DeliveryRetryPolicy()
-    workbench: ToolResources | None = None
+    retry_policy: DeliveryRetryPolicy = DeliveryRetryPolicy()
+    tool_resources: ToolResources | None = None

@@ -18,16 +18,15 @@ from rollout_server.runtime.delivery import (
     DeliveryRefused,
     DeliveryState,
     DeliveryUnsettled,
+    PackedOutcome,
     Receipt,
 )
-from rollout_server.runtime.observer import Attempt
-from rollout_server.runtime.ports import PackedOutcome
-from rollout_server.runtime.registry.dependencies import RegistryDependencies
+from rollout_server.runtime.registry.dependencies import Attempt, RegistryDependencies
 from rollout_server.runtime.rollout import Rollout
 
 _log = logging.getLogger(__name__)
-_GIVE_WAY = 1.0
-"""Seconds that an attempt gets to take note of its cancellation."""
+_CANCEL_SECONDS = 1.0
+"""How long an attempt may take to end after it was cancelled."""
 _ATTEMPTS = {
     DeliveryAcknowledged: Attempt.ACKNOWLEDGED,
     DeliveryRefused: Attempt.REFUSED,
@@ -38,11 +37,11 @@ _ATTEMPTS = {
 class Outbox:
     """Lives on one event loop. `settled` is called once for each rollout whose delivery is over."""
 
-    def __init__(self, surroundings: RegistryDependencies, settled: Callable[[Rollout], None]) -> None:
-        self._reporter = surroundings.reporter
-        self._patience = surroundings.patience
-        self._clock = surroundings.clock
-        self._observer = surroundings.observer
+    def __init__(self, dependencies: RegistryDependencies, settled: Callable[[Rollout], None]) -> None:
+        self._reporter = dependencies.reporter
+        self._retry_policy = dependencies.retry_policy
+        self._clock = dependencies.clock
+        self._observer = dependencies.observer
         self._settled = settled
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -53,7 +52,7 @@ class Outbox:
 
     def send(self, rollout: Rollout, target: Target) -> None:
         """Begins to deliver the outcome of a finished rollout."""
-        rollout.delivery = Delivery()
+        rollout.update_delivery(Delivery())
         task = asyncio.create_task(self._deliver(rollout, target), name=f"deliver {rollout.uid}")
         self._tasks[rollout.uid] = task
         task.add_done_callback(lambda done: self._over(done, rollout))
@@ -82,17 +81,17 @@ class Outbox:
             _log.error("%d outcomes were not delivered before the end: %s", len(left), uids)
             for _, task in left:
                 task.cancel()
-            await asyncio.wait([task for _, task in left], timeout=_GIVE_WAY)
+            await asyncio.wait([task for _, task in left], timeout=_CANCEL_SECONDS)
 
     async def _deliver(self, rollout: Rollout, target: Target) -> None:
-        patience, wait = self._patience, self._patience.first
-        expires = self._clock.monotonic() + patience.expiry
+        policy, wait = self._retry_policy, self._retry_policy.first
+        expires = self._clock.monotonic() + policy.expiry
         key = f"{rollout.uid}/outcome"
-        parcel = PackedOutcome(target, key, self._reporter.pack(rollout, target, key))
+        packed = PackedOutcome(target, key, self._reporter.pack(rollout, target, key))
         attempts = 0
         while True:
             attempts += 1
-            receipt = await self._attempt(rollout, parcel, attempts)
+            receipt = await self._attempt(rollout, packed, attempts)
             if not rollout.owes:
                 return None  # acknowledged in another way while the receiver answered
             if isinstance(receipt, DeliveryAcknowledged):
@@ -100,24 +99,25 @@ class Outbox:
             if isinstance(receipt, DeliveryRefused):
                 return self._end(rollout, DeliveryState.REFUSED, receipt.text)
             pause = max(wait, receipt.retry_after or 0.0)
-            exhausted = patience.retries is not None and attempts > patience.retries
+            exhausted = policy.retries is not None and attempts > policy.retries
             if exhausted or self._clock.monotonic() + pause >= expires:
                 return self._end(rollout, DeliveryState.EXPIRED, receipt.text)
-            rollout.delivery = Delivery(attempts=attempts, error=receipt.text, next_attempt=self._clock.wall() + pause)
+            next_attempt = self._clock.wall() + pause
+            rollout.update_delivery(Delivery(attempts=attempts, error=receipt.text, next_attempt=next_attempt))
             await asyncio.sleep(pause)
-            wait = min(2 * wait, patience.most)
+            wait = min(2 * wait, policy.most)
 
-    async def _attempt(self, rollout: Rollout, parcel: PackedOutcome, number: int) -> Receipt:
-        rollout.delivery = replace(rollout.delivery or Delivery(), attempts=number, next_attempt=None)
+    async def _attempt(self, rollout: Rollout, packed: PackedOutcome, number: int) -> Receipt:
+        rollout.update_delivery(replace(rollout.delivery or Delivery(), attempts=number, next_attempt=None))
         began = self._clock.monotonic()
         # The credential is looked up each time: a caller that attaches anew may bring another one.
-        receipt = await self._reporter.deliver(replace(parcel, credential=rollout.credentials.outcome))
+        receipt = await self._reporter.deliver(replace(packed, credential=rollout.credentials.outcome))
         self._observer.delivered(rollout, _ATTEMPTS[type(receipt)], 1000 * (self._clock.monotonic() - began))
         return receipt
 
     def _end(self, rollout: Rollout, state: DeliveryState, error: str) -> None:
         before = rollout.delivery or Delivery()
-        rollout.delivery = Delivery(state, before.attempts, error, ended=self._clock.wall())
+        rollout.update_delivery(Delivery(state, before.attempts, error, ended=self._clock.wall()))
         if state is not DeliveryState.ACKNOWLEDGED:
             extra = {"rollout_uid": rollout.uid, "rollout_id": rollout.spec.rollout_id}
             # A receiver's own words are in the delivery only: they could forge a line of the log.

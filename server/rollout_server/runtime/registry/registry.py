@@ -1,4 +1,4 @@
-"""The roster: the rollouts this server knows. Admission, idempotency, cancelling and forgetting."""
+"""The registry: the rollouts that this server knows. Admission, idempotency, cancelling and forgetting."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ from rollout_server.core.fingerprint import fingerprint
 from rollout_server.core.outcome import Cancellation, Category, Failure
 from rollout_server.core.record import Ended
 from rollout_server.core.spec_validation import Bounds, settle, violations
+from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import defined_at
 from rollout_server.runtime.log import Entry
-from rollout_server.runtime.ports import AgentProtocol, Credentials, OpenSampler, Tool
-from rollout_server.runtime.registry.admitted import AdmittedStart
+from rollout_server.runtime.ports import OpenSampler, Tool
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
-from rollout_server.runtime.registry.entry import Selection
-from rollout_server.runtime.registry.index import RolloutIndex, check_alike
-from rollout_server.runtime.registry.noting import log_finished
+from rollout_server.runtime.registry.index import Retention, RolloutIndex, Selection, check_alike
 from rollout_server.runtime.registry.outbox import Outbox
 from rollout_server.runtime.registry.queue import RolloutQueue
-from rollout_server.runtime.registry.retention import Retention
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.run.driver import drive
-from rollout_server.runtime.start_request import Caller, Capacity, StartRequest
+from rollout_server.runtime.start_request import AdmittedStart, Caller, Capacity, StartRequest
 from rollout_server.runtime.tools.resources import ToolResources
 
 Check: TypeAlias = Callable[[Sequence[Rollout | None]], None]
-"""Looks at the rollouts that were found for wishes, None for those that are to be taken, and raises what forbids it."""
+"""Looks at the rollouts that were found for requests, None for those that are to be taken, and raises what forbids it."""
 
 _log = logging.getLogger(__name__)
 _LAST_DELIVERIES = 5.0
@@ -47,14 +44,14 @@ class RolloutRegistry:
         *,
         capacity: Capacity = Capacity(),
         bounds: Bounds = Bounds(),
-        surroundings: RegistryDependencies = RegistryDependencies(),
+        dependencies: RegistryDependencies = RegistryDependencies(),
     ) -> None:
         self.agents = {agent.name: agent for agent in agents}
         names = [agent.name for agent in agents]
         doubled = [name for name in self.agents if names.count(name) > 1]
         if doubled:
-            places = "; ".join(defined_at(type(agent)) for agent in agents if agent.name == doubled[0])
-            raise ValueError(f"two agents have the name {doubled[0]!r}: {places}")
+            locations = "; ".join(defined_at(type(agent)) for agent in agents if agent.name == doubled[0])
+            raise ValueError(f"two agents have the name {doubled[0]!r}: {locations}")
         self.default_agent = agents[0].name
         self.capacity = capacity
         self.bounds = bounds
@@ -62,14 +59,14 @@ class RolloutRegistry:
         self.draining = False
         self._open_sampler = open_sampler
         self._new_uid = new_uid
-        self._clock = surroundings.clock
-        self._observer = surroundings.observer
-        self._workbench = surroundings.workbench or ToolResources()
-        self._outbox = Outbox(surroundings, self._settle)
-        self._known = RolloutIndex()
+        self._clock = dependencies.clock
+        self._observer = dependencies.observer
+        self._tool_resources = dependencies.tool_resources or ToolResources()
+        self._outbox = Outbox(dependencies, self._settle)
+        self._index = RolloutIndex()
         self._queue = RolloutQueue(capacity, self._clock)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._kept = Retention(capacity, self._clock)
+        self._retention = Retention(capacity, self._clock)
 
     @property
     def running(self) -> int:
@@ -103,9 +100,10 @@ class RolloutRegistry:
 
         The second value says: found. Raises `RolloutError` where there is no room, or the request id is another rollout's.
         """
-        known = self._known.find(admitted)
-        if known is not None:
-            return self._found(known, admitted.wish), True
+        existing = self._index.find(admitted)
+        if existing is not None:
+            existing.update_credentials(admitted.request.credentials)
+            return existing, True
         self._check_room((admitted,))
         return self._take(admitted, admitted.tools()), False
 
@@ -119,10 +117,10 @@ class RolloutRegistry:
         """
         tools = dict[int, Sequence[Tool]]()
         for at, each in enumerate(admitted):
-            if self._known.find(each) is None:
+            if self._index.find(each) is None:
                 tools[at] = each.tools()
             await asyncio.sleep(0)
-        found = [self._known.find(each) for each in admitted]
+        found = [self._index.find(each) for each in admitted]
         check_alike(admitted)
         lacking = {at: each for at, each in enumerate(admitted) if found[at] is None}
         tools |= {at: each.tools() for at, each in lacking.items() if at not in tools}
@@ -130,25 +128,25 @@ class RolloutRegistry:
         check(found)
         taken: list[tuple[Rollout, bool]] = []
         for at, each in enumerate(admitted):
-            known = self._known.find(each)  # it may have come with this very group
-            taken.append(
-                (self._take(each, tools[at]), False) if known is None else (self._found(known, each.wish), True)
-            )
+            existing = self._index.find(each)  # it may have come with this very group
+            if existing is not None:
+                existing.update_credentials(each.request.credentials)
+            taken.append((self._take(each, tools[at]), False) if existing is None else (existing, True))
         return taken
 
     def get(self, uid: str, caller: Caller) -> Rollout:
         """A rollout that the caller sees. Raises `NotFound`."""
-        return self._known.get(uid, caller)
+        return self._index.get(uid, caller)
 
     def select(self, selection: Selection, *, before: int | None = None) -> Iterator[tuple[int, Rollout]]:
         """The selected rollouts with their numbers, newest first, those with a number below `before` only."""
-        return self._known.select(selection, before)
+        return self._index.select(selection, before)
 
     def cancel(self, selection: Selection, reason: str) -> Sequence[str]:
         """Asks the selected rollouts to end. Returns the uids of those that had not finished."""
         chosen = [rollout for _, rollout in self.select(selection) if rollout.state is not RolloutState.FINISHED]
         for rollout in chosen:
-            rollout.ask_to_end(Cancellation(reason))
+            rollout.ending.request(Cancellation(reason))
         return [rollout.uid for rollout in chosen]
 
     def acknowledge(self, uid: str, caller: Caller) -> None:
@@ -156,13 +154,13 @@ class RolloutRegistry:
         rollout = self.get(uid, caller)
         if rollout.outcome is None:
             raise NotPossible(f"rollout {uid!r} has not finished", reason="ROLLOUT_NOT_FINISHED")
-        rollout.received = True
+        rollout.mark_received()
         self._outbox.acknowledge(rollout)
 
     def forget(self) -> None:
         """Drops finished rollouts that are too old, too many or too large together, the oldest first."""
-        for uid in self._kept.surplus():
-            self._known.drop(uid)
+        for uid in self._retention.surplus():
+            self._index.drop(uid)
 
     async def drain(self, grace: float) -> None:
         """Takes nothing new, lets rollouts finish for `grace` seconds, then ends those that are left as interrupted.
@@ -174,8 +172,8 @@ class RolloutRegistry:
         text = "the server stopped while the rollout ran; start it again"
         if self._tasks:
             await self._idle(grace)
-        for rollout in self._known.rollouts():
-            rollout.ask_to_end(Failure(Category.INTERRUPTED, text, rollout.machine.turn))
+        for rollout in self._index.rollouts():
+            rollout.ending.request(Failure(Category.INTERRUPTED, text, rollout.machine.turn))
         await self._idle(5.0)
         await self._outbox.drain(max(_LAST_DELIVERIES, until - asyncio.get_running_loop().time()))
 
@@ -184,27 +182,22 @@ class RolloutRegistry:
         while self._tasks and (left := deadline - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
-    def admit(self, wish: StartRequest, also_wrong: Iterable[Violation] = ()) -> AdmittedStart:
+    def admit(self, request: StartRequest, also_wrong: Iterable[Violation] = ()) -> AdmittedStart:
         """Looks at everything that a request says. It changes nothing, so any thread may call it. Raises `RolloutError`.
 
         `also_wrong` is what the caller of this method found. It is reported together with what is found here, one reason for each
         field.
         """
-        wrong = [*violations(wish.spec, self.bounds)]
+        wrong = [*violations(request.spec, self.bounds)]
         named = {violation.field for violation in wrong}
         wrong += [violation for violation in also_wrong if violation.field not in named]
-        if len(wish.request_id) > 256:
+        if len(request.request_id) > 256:
             raise NotPossible("request_id has more than 256 characters", reason="REQUEST_ID_TOO_LONG")
         if wrong:
             raise InvalidRequest(*wrong)
-        agent = self.agent(wish.spec.agent)
-        spec = settle(wish.spec, agent.name, agent.limits, self.bounds)
-        return AdmittedStart(replace(wish, spec=spec), agent, fingerprint(spec))
-
-    def _found(self, known: Rollout, wish: StartRequest) -> Rollout:
-        if known.outcome is None or known.owes:
-            known.credentials = known.credentials.refreshed(wish.credentials)
-        return known
+        agent = self.agent(request.spec.agent)
+        spec = settle(request.spec, agent.name, agent.limits, self.bounds)
+        return AdmittedStart(replace(request, spec=spec), agent, fingerprint(spec))
 
     def _check_room(self, admitted: Sequence[AdmittedStart]) -> None:
         """Raises `Draining`, or `Busy` where there is no room for all of them, which are of one caller."""
@@ -212,16 +205,16 @@ class RolloutRegistry:
             return
         if self.draining:
             raise Draining("the server is stopping and takes no new rollouts", retry_after=1.0)
-        self._queue.check(admitted[0].wish.caller, [each.size for each in admitted])
+        self._queue.check(admitted[0].request.caller, [each.size for each in admitted])
         most = max(self.capacity.finished, 1)
-        if self.owed >= most and any(each.wish.spec.outcome is not None for each in admitted):
+        if self.owed >= most and any(each.request.spec.outcome is not None for each in admitted):
             text = f"{self.owed} outcomes wait for their receivers, at most {most} may; ask again when they have been taken"
             raise Busy(text, retry_after=1.0)
 
     def _take(self, admitted: AdmittedStart, tools: Sequence[Tool]) -> Rollout:
         rollout = Rollout(self._new_uid(), admitted, tools, self._clock, self)
-        number = self._known.add(rollout, admitted)
-        rollout.ending.add_done_callback(lambda _: self._end_queued(rollout))
+        number = self._index.add(rollout, admitted)
+        rollout.ending.requested.add_done_callback(lambda _: self._end_queued(rollout))
         self._queue.put(rollout, number)
         self._fill()
         return rollout
@@ -231,51 +224,72 @@ class RolloutRegistry:
             self._run(rollout)
 
     def _run(self, rollout: Rollout) -> None:
-        rollout.running = True
-        task = asyncio.create_task(drive(rollout, self._open_sampler, self._workbench), name=f"drive {rollout.uid}")
+        rollout.take_slot()
+        task = asyncio.create_task(
+            drive(rollout, self._open_sampler, self._tool_resources), name=f"drive {rollout.uid}"
+        )
         self._tasks.add(task)
-        task.add_done_callback(lambda done: self._finished(done, rollout))
+        task.add_done_callback(lambda done: self._on_driven(done, rollout))
 
-    def _finished(self, task: asyncio.Task[None], rollout: Rollout) -> None:
+    def _on_driven(self, task: asyncio.Task[None], rollout: Rollout) -> None:
         self._tasks.discard(task)
         self._queue.leave(rollout)
-        rollout.running = False
+        rollout.leave_slot()
         if not task.cancelled() and task.exception() is not None:
             _log.error("driving rollout %s failed", rollout.uid, exc_info=task.exception())
         self._keep(rollout)
         self._fill()
 
     def _end_queued(self, rollout: Rollout) -> None:
-        """A rollout that is to end before it found a place ends at once."""
+        """A rollout that is to end before it has a slot ends at once."""
         if not self._queue.withdraw(rollout):
             return
-        rollout.record(Ended(rollout.ending.result(), queued_ms=rollout.queued_ms()))
+        rollout.record(Ended(rollout.ending.requested.result(), queued_ms=rollout.queued_ms()))
         self._keep(rollout)
 
-    def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
+    def on_recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """As `RolloutOwner`."""
         self._queue.measure(rollout)
         if rollout.outcome is not None and rollout.spec.outcome is not None:
-            # At once: an agent that does not give way holds its place, not the outcome.
+            # At once: an agent that does not end holds its slot, not the outcome.
             self._outbox.send(rollout, rollout.spec.outcome)
         self._observer.recorded(rollout, entries)
 
-    def released(self, rollout: Rollout) -> None:
+    def on_released(self, rollout: Rollout) -> None:
         """As `RolloutOwner`."""
         if rollout.outcome is not None:
             self._settle(rollout)
 
     def _keep(self, rollout: Rollout) -> None:
         self.finished += 1
-        log_finished(rollout)
+        _log_finished(rollout)
         self._settle(rollout)
 
     def _settle(self, rollout: Rollout) -> None:
-        """Forgets its credentials once nobody waits to be told; remembers it for a while, once it has also left its place."""
+        """Forgets its credentials once nobody waits to be told; remembers it for a while, once it has also left its slot."""
         if self._outbox.holds(rollout):
             return
-        rollout.credentials = Credentials()
+        rollout.drop_credentials()
         if not (rollout.running or rollout.held):
             self._queue.forget(rollout)
-            self._kept.add(rollout)
+            self._retention.add(rollout)
             self.forget()
+
+
+def _log_finished(rollout: Rollout) -> None:
+    """The one line about a rollout: never contents, tokens or keys."""
+    outcome = rollout.outcome
+    if outcome is None:
+        return
+    end, metrics = outcome.end, outcome.metrics
+    what = {"end": type(end).__name__.lower(), "turns": metrics.turns, "tool_calls": metrics.tool_calls}
+    if isinstance(end, Failure):
+        what |= {"category": end.category.value}
+    what |= {
+        "generated_tokens": metrics.generated_tokens,
+        "warnings": len(outcome.warnings),
+        "ms": round(metrics.total_ms),
+    }
+    text = " ".join(f"{key}={value}" for key, value in what.items())
+    extra = {"rollout_uid": rollout.uid, "rollout_id": rollout.spec.rollout_id, "turn": rollout.machine.turn}
+    _log.info("rollout finished: %s", text, extra=extra)

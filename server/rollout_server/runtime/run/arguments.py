@@ -1,4 +1,4 @@
-"""How the model samples in one turn, where its agent wants it otherwise than the request."""
+"""What an agent passes to the methods of its `Run`, checked: sampling options, forks, reasons, notes, and the size of it all."""
 
 from __future__ import annotations
 
@@ -9,10 +9,24 @@ from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, TypedDict
 
+from rollout_server.core.conversation import Conversation
+from rollout_server.core.ledger import SegmentKind
+from rollout_server.core.machine import Machine
 from rollout_server.core.message import JSON, parse_object
 from rollout_server.core.spec import Dialect, Sampling
 from rollout_server.core.spec_validation import sampling_violations
-from rollout_server.runtime.run.context import AgentMistake
+from rollout_server.runtime.errors import AgentMistake
+from rollout_server.runtime.ports import Tool
+
+_KINDS = {kind.value: kind for kind in (SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)}
+LONGEST_REASON = 1000
+LONGEST_NOTE = 65_536
+"""Characters."""
+MOST_MESSAGES = 100_000
+"""Of one conversation, where its agent adds to it."""
+MOST_CONVERSATIONS = 10_000
+MOST_BYTES = 256 * 1024 * 1024
+"""Of a rollout, as `Machine.size` counts them."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -34,14 +48,14 @@ class SamplingOptions(TypedDict, total=False):
     extra: Mapping[str, JSON] | None
 
 
-def overridden(sampling: Sampling, options: Mapping[str, object], dialect: Dialect) -> Sampling:
+def turn_sampling(sampling: Sampling, options: Mapping[str, object], dialect: Dialect) -> Sampling:
     """The request's sampling with an agent's own options. Raises `AgentMistake` naming the option."""
     given = {name: value for name, value in options.items() if value is not None}
     read = {name: _read(name, value) for name, value in given.items()}
     extra = read.pop("extra", None)
     found = replace(sampling, **read)
     if extra:
-        found = replace(found, extra_json=_merged(sampling.extra_json, extra))
+        found = replace(found, extra_json=_merge(sampling.extra_json, extra))
     for violation in sampling_violations(found, dialect):
         name = violation.field.rpartition(".")[2]
         if name in given:
@@ -98,13 +112,13 @@ def _object(value: object) -> Mapping[str, JSON]:
     return parse_object(json.dumps(dict(value), allow_nan=False))
 
 
-def _merged(known_json: str, extra: Mapping[str, JSON]) -> str:
+def _merge(request_json: str, extra: Mapping[str, JSON]) -> str:
     """The request's extra parameters with these; verbatim, unless some are replaced."""
-    known = parse_object(known_json) if known_json else {}
-    if known and known.keys().isdisjoint(extra):
-        return f"{known_json.rstrip()[:-1]}, {json.dumps(extra)[1:]}"
+    request_extra = parse_object(request_json) if request_json else {}
+    if request_extra and request_extra.keys().isdisjoint(extra):
+        return f"{request_json.rstrip()[:-1]}, {json.dumps(extra)[1:]}"
     try:
-        return json.dumps({**known, **extra}, allow_nan=False)
+        return json.dumps({**request_extra, **extra}, allow_nan=False)
     except ValueError:
         text = "sample: extra: the request's own extra parameters hold a number that is too large to be written again"
         raise AgentMistake(text) from None
@@ -120,3 +134,61 @@ _READERS: Mapping[str, tuple[Callable[[object], Any], str]] = MappingProxyType(
         "extra": (_object, "a dict that JSON can hold"),
     }
 )
+
+
+def fork_kind(word: str | None, messages: int | None, *, has_tools: bool) -> SegmentKind:
+    """The kind of conversation that is wanted; with so many messages, None for none given. Raises `AgentMistake`."""
+    if word is not None and word not in _KINDS:
+        raise AgentMistake(f"fork: kind is {word!r}, it must be one of {', '.join(_KINDS)}")
+    kind = _KINDS[word] if word else SegmentKind.BRANCH if messages is None else SegmentKind.SUBAGENT
+    branches = kind is SegmentKind.BRANCH
+    if branches and messages is not None:
+        raise AgentMistake("fork: a branch goes on from this conversation as it is; append to the Run that it returns")
+    if branches and has_tools:
+        raise AgentMistake(
+            "fork: a branch has the tokens of this conversation, which tell its tools; others need messages"
+        )
+    if not branches and not messages:
+        raise AgentMistake(f"fork: a {kind.value} needs the messages that it begins with")
+    return kind
+
+
+def forkable_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """Tools by which a conversation may go. Raises `AgentMistake` for what is none, and for two of one name."""
+    for tool in tools:
+        texts = [getattr(tool, name, None) for name in ("name", "description", "parameters_json_schema")]
+        if not all(isinstance(text, str) for text in texts) or not callable(getattr(tool, "run", None)):
+            raise AgentMistake(f"fork: {tool!r} is not a tool; `tool` makes one of a function")
+    names = [tool.name for tool in tools]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise AgentMistake(f"fork: more than one tool has the name {', '.join(map(repr, doubled))}")
+    return tuple(tools)
+
+
+def checked_reason(value: object, of: str) -> str:
+    """A text that says something. Raises `AgentMistake`, which begins with `of`, the name of the method."""
+    if not isinstance(value, str) or not value.strip() or len(value) > LONGEST_REASON:
+        raise AgentMistake(
+            f"{of}: a reason is a text of 1 to {LONGEST_REASON} characters, not blank; this is {value!r:.100}"
+        )
+    return value
+
+
+def checked_note(code: object, text: object) -> tuple[str, str]:
+    """The code and the text of a note, cut where they are too long. Raises `AgentMistake`."""
+    if not isinstance(code, str) or not isinstance(text, str):
+        raise AgentMistake(f"note: code and text are texts, not {code!r:.100} and {text!r:.100}")
+    return code[:LONGEST_REASON], text[:LONGEST_NOTE]
+
+
+def check_room(machine: Machine, conversation: Conversation, of: str) -> None:
+    """Raises `AgentMistake` where the rollout holds as much as any may: a loop that never samples would fill the memory."""
+    messages, opened = len(conversation.messages), len(machine.ledger.segments)
+    if messages < MOST_MESSAGES and opened < MOST_CONVERSATIONS and machine.size < MOST_BYTES:
+        return
+    held = f"{messages:,} messages in {opened:,} conversations, {machine.size // 2**20:,} MiB"
+    most = f"{MOST_MESSAGES:,} in {MOST_CONVERSATIONS:,}, {MOST_BYTES // 2**20:,} MiB"
+    raise AgentMistake(
+        f"{of}: turn {conversation.turn} holds {held}; at most {most} may be. Is this a loop that never samples?"
+    )

@@ -10,8 +10,9 @@ from threading import get_ident
 from typing import Any, NoReturn, TypeVar, cast
 
 from rollout_server.core.conversation import Conversation, State
-from rollout_server.core.outcome import End, RewardResult, Stop
+from rollout_server.core.outcome import End
 from rollout_server.core.record import Input, Record
+from rollout_server.runtime.errors import AgentMistake, RolloutEnded
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.tools.slots import NoFreeSlot, Slots
 from rollout_server.runtime.tools.task import ToolTask
@@ -19,36 +20,21 @@ from rollout_server.runtime.tools.task import ToolTask
 _T = TypeVar("_T")
 
 
-class RolloutEnded(BaseException):
-    """The rollout has come to its end: raised out of `play`, past any `except Exception` on the way. Let it pass."""
-
-    def __init__(self, end: End) -> None:
-        super().__init__(type(end).__name__)
-        self.end = end
-
-
-class AgentMistake(Exception):
-    """The agent asked for something that makes no sense at this point."""
-
-
 class RunContext:
     """One rollout on its way.
 
     Args:
         rollout: it.
-        threads: places for the plain functions of its agent.
+        threads: slots for the plain functions of its agent.
 
     Attributes:
-        over: the end that it has met, once there is one.
-        verdict: what its agent said with that end; the judgement of a rollout that came to a stop is another one.
         state: what the agent keeps of it.
     """
 
     def __init__(self, rollout: Rollout, threads: Slots) -> None:
         self.rollout = rollout
         self.machine = rollout.machine
-        self.over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self.verdict = RewardResult()
+        self.ending = rollout.ending
         self.state: dict[str, Any] = {}
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()
@@ -58,11 +44,11 @@ class RunContext:
 
     async def check(self, conversation: Conversation, *wanted: State) -> None:
         """Raises `RolloutEnded` after the end, and `AgentMistake` where the conversation is in no state that is wanted."""
-        if self.over.done() or self.machine.outcome is not None:
+        if self.ending.is_reached:
             # Code that swallows its end and asks again must neither stop the event loop nor keep it busy.
             await asyncio.sleep(min(1.0, 0.01 * self._ignored))
             self._ignored += 1
-            raise RolloutEnded(self.over.result() if self.over.done() else self._outcome_end())
+            raise RolloutEnded(self.ending.end)
         if conversation.state is State.CLOSED:
             raise AgentMistake(
                 f"the conversation is over after turn {conversation.turn}: a compaction took its place, and goes on with the Run "
@@ -78,9 +64,9 @@ class RunContext:
     def record(self, record: Input) -> tuple[Record, ...]:
         """Writes a record down, from whatever thread. Raises `RolloutEnded` after the end."""
         if get_ident() != self._thread:
-            return self.wait(self._recorded(record))
-        if self.machine.outcome is not None:
-            raise RolloutEnded(self._outcome_end())
+            return self.wait(self._record_on_loop(record))
+        if (outcome := self.machine.outcome) is not None:
+            raise RolloutEnded(outcome.end)
         return self.rollout.record(record)
 
     def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -96,19 +82,19 @@ class RunContext:
             self._loop.call_soon_threadsafe(self._start, work, returned)
         except RuntimeError:  # the loop is closed
             work.close()
-            raise RolloutEnded(self._outcome_end()) from None
+            raise RolloutEnded(self.ending.end) from None
         try:
             return returned.result()
         except CancelledError:
-            raise RolloutEnded(self._outcome_end()) from None
+            raise RolloutEnded(self.ending.end) from None
 
     def _start(self, work: Coroutine[Any, Any, _T], returned: Future[_T]) -> None:
         """The task of a coroutine that a thread waits for. It ends with the rollout."""
         task = asyncio.ensure_future(work)
         self._waiting.add(task)
-        task.add_done_callback(lambda done: self._tell(done, returned))
+        task.add_done_callback(lambda done: self._hand_over(done, returned))
 
-    def _tell(self, task: asyncio.Task[_T], returned: Future[_T]) -> None:
+    def _hand_over(self, task: asyncio.Task[_T], returned: Future[_T]) -> None:
         self._waiting.discard(task)
         if task.cancelled():
             returned.cancel()
@@ -117,16 +103,16 @@ class RunContext:
         else:
             returned.set_result(task.result())
 
-    async def _recorded(self, record: Input) -> tuple[Record, ...]:
+    async def _record_on_loop(self, record: Input) -> tuple[Record, ...]:
         return self.record(record)
 
-    async def aside(self, name: str, function: Callable[[], _T]) -> _T:
-        """Runs a plain function in a thread. Cancelled, it leaves the thread alone, which keeps its place until it ends (D18).
+    async def run_in_thread(self, name: str, function: Callable[[], _T]) -> _T:
+        """Runs a plain function in a thread. Cancelled, it leaves the thread alone, which keeps its slot until it ends (D18).
 
-        Raises what the function raises, and `NoFreeSlot` where all places are held by threads that were left alone.
+        Raises what the function raises, and `NoFreeSlot` where all slots are held by threads that were left alone.
         """
         try:
-            await self._threads.take()
+            await self._threads.acquire()
         except NoFreeSlot:
             text = f"{name} cannot run: all {self._threads.limit} threads for plain functions are held by ones that were given up"
             raise NoFreeSlot(text) from None
@@ -135,19 +121,13 @@ class RunContext:
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
-            work.give_up()
+            work.cancel()
             raise
         return cast("_T", task.result())
 
-    def decide(self, end: End, verdict: RewardResult | None = None) -> None:
-        """This is the end, unless there is one."""
-        if not self.over.done():
-            self.over.set_result(end)
-            self.verdict = verdict or self.verdict
-
     def end(self, end: End) -> NoReturn:
         """Ends the rollout."""
-        self.decide(end)
+        self.ending.reach(end)
         raise RolloutEnded(end)
 
     @contextmanager
@@ -167,7 +147,3 @@ class RunContext:
     def under_way(self) -> Sequence[asyncio.Task[object]]:
         """The tasks that wait for the world."""
         return tuple(self._waiting)
-
-    def _outcome_end(self) -> End:
-        outcome = self.machine.outcome
-        return outcome.end if outcome is not None else Stop("stop")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
+from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
-from rollout_server.runtime.ports import AgentProtocol
 
 _log = logging.getLogger(__name__)
 
@@ -33,17 +33,17 @@ async def start_agents(agents: Sequence[AgentProtocol], stack: AsyncExitStack) -
             made = f": serve an object of it, {agent.__name__}()" if isinstance(agent, type) else ""
             raise AgentFailed(f"{agent!r:.100} is no agent{made}")
         try:
-            await _started(agent)
+            await _start(agent)
         except Exception as error:  # the boundary to an author's code
             what = " ".join(f"{type(error).__name__}: {error}".split())
-            place = raised_at(error).removeprefix(" at ")
-            where = f" ({place})" if place else written_at(agent.start)
+            location = raised_at(error).removeprefix(" at ")
+            where = f" ({location})" if location else written_at(agent.start)
             raise AgentFailed(f"agent {agent.name!r} could not start: {what}{where}") from error
         stack.push_async_callback(_stop, agent)
 
 
-async def _started(agent: AgentProtocol) -> None:
-    task = asyncio.create_task(_called(agent.start), name=f"start of agent {agent.name}")
+async def _start(agent: AgentProtocol) -> None:
+    task = asyncio.create_task(_call(agent.start), name=f"start of agent {agent.name}")
     try:
         done, _ = await asyncio.wait({task}, timeout=PATIENT_SECONDS)
         if not done:
@@ -61,7 +61,7 @@ async def _started(agent: AgentProtocol) -> None:
 
 async def _stop(agent: AgentProtocol) -> None:
     """Stops an agent. That it fails is its author's to know, and keeps nobody else from stopping."""
-    task = asyncio.create_task(_called(agent.stop), name=f"stop of agent {agent.name}")
+    task = asyncio.create_task(_call(agent.stop), name=f"stop of agent {agent.name}")
     done, _ = await asyncio.wait({task}, timeout=STOP_SECONDS)
     if not done:
         where = written_at(agent.stop)
@@ -74,7 +74,7 @@ async def _stop(agent: AgentProtocol) -> None:
         _log.error("the stop of agent %s failed%s", agent.name, where, exc_info=error)
 
 
-async def _called(function: Callable[[], object]) -> None:
+async def _call(function: Callable[[], object]) -> None:
     """Calls a hook. What would end the program ends the hook only."""
     try:
         if inspect.iscoroutinefunction(function):

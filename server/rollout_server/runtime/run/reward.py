@@ -12,7 +12,7 @@ from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.outcome import RewardResult
 from rollout_server.core.spec_validation import ID_LENGTH
 
-Judgement: TypeAlias = float | RewardResult | None
+RewardValue: TypeAlias = float | RewardResult | None
 """What a reward is: a finite number, a number with named parts, or nothing."""
 
 _MOST_SCORES = 1000
@@ -20,13 +20,13 @@ _LONGEST_EXTRA = 1024 * 1024
 """Characters."""
 
 
-def verdict_of(judgement: object, where: str) -> RewardResult:
-    """The judgement as a verdict. Raises TypeError or ValueError, which begins with `where`, for what is none."""
-    if judgement is None:
+def checked_reward(reward: object, where: str) -> RewardResult:
+    """The reward as a `RewardResult`. Raises TypeError or ValueError, which begins with `where`, for what is none."""
+    if reward is None:
         return RewardResult()
-    if not isinstance(judgement, RewardResult):
-        return RewardResult(_number(judgement, where))
-    scores, extra = judgement.scores, judgement.extra_json
+    if not isinstance(reward, RewardResult):
+        return RewardResult(_number(reward, where))
+    scores, extra = reward.scores, reward.extra_json
     if scores is not None and not (isinstance(scores, Mapping) and len(scores) <= _MOST_SCORES):
         raise TypeError(
             f"{where} in a RewardResult: scores are a dictionary of at most {_MOST_SCORES} numbers, not {scores!r:.100}"
@@ -46,8 +46,8 @@ def verdict_of(judgement: object, where: str) -> RewardResult:
     except MalformedMessage as error:
         raise ValueError(f"{where} in a RewardResult: extra_json must be one JSON object: {error}") from None
     return replace(
-        judgement,
-        reward=None if judgement.reward is None else _number(judgement.reward, f"{where} in a RewardResult"),
+        reward,
+        reward=None if reward.reward is None else _number(reward.reward, f"{where} in a RewardResult"),
         scores=scores and {key: _number(value, f"{where}, score {key!r},") for key, value in scores.items()},
     )
 

@@ -18,40 +18,47 @@ from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.outcome import Category, End, Failure, Metrics, RewardResult, Stop
 from rollout_server.core.record import Appended, GivenUp, Masked, Note
 from rollout_server.core.spec import DriftPolicy
-from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed, Sampler, Tool
-from rollout_server.runtime.request import Request
-from rollout_server.runtime.run import saying
-from rollout_server.runtime.run.arguments import SamplingOptions, overridden
-from rollout_server.runtime.run.context import AgentMistake, RolloutEnded, RunContext
-from rollout_server.runtime.run.forking import fork_kind, forkable_tools, written
-from rollout_server.runtime.run.readonly import only_read
+from rollout_server.runtime.agent_protocol import Request
+from rollout_server.runtime.errors import AgentMistake, RolloutEnded, RolloutFailed
+from rollout_server.runtime.ports import CompletionRequest, Fork, Sampler, Tool
+from rollout_server.runtime.rollout import RolloutEnding
+from rollout_server.runtime.run.arguments import (
+    SamplingOptions,
+    check_room,
+    checked_note,
+    checked_reason,
+    fork_kind,
+    forkable_tools,
+    turn_sampling,
+)
+from rollout_server.runtime.run.context import RunContext
+from rollout_server.runtime.run.messages import Reply, checked_messages, drift_failure, read_only
 from rollout_server.runtime.run.recorded_effects import T, now, once, random
-from rollout_server.runtime.run.reply import Reply, drift_failure, text_of
-from rollout_server.runtime.run.tool_calls import made, run_calls
+from rollout_server.runtime.run.tool_calls import checked_calls, run_calls
 from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 
 R = TypeVar("R")
-
-__all__ = ["AgentMistake", "Reply", "RolloutEnded", "Run", "text_of"]
 
 
 class Run:
     """One conversation of a rollout, as its agent sees it; nearly always the only one."""
 
-    def __init__(self, course: RunContext, conversation: Conversation, sampler: Sampler, toolbox: ToolExecutor) -> None:
-        self._course = course
-        self._rollout = course.rollout
-        self._machine = course.machine
+    def __init__(
+        self, context: RunContext, conversation: Conversation, sampler: Sampler, executor: ToolExecutor
+    ) -> None:
+        self._context = context
+        self._rollout = context.rollout
+        self._machine = context.machine
         self._conversation = conversation
         self._sampler = sampler
-        self._toolbox = toolbox
-        self._went_on_as: Run | None = None
+        self._executor = executor
+        self._successor: Run | None = None
         self._random: Random | None = None
 
     @property
-    def over(self) -> asyncio.Future[End]:
-        """The end that the rollout has met, once there is one."""
-        return self._course.over
+    def ending(self) -> RolloutEnding:
+        """Whether the rollout is ending, and how."""
+        return self._rollout.ending
 
     @property
     def uid(self) -> str:
@@ -86,24 +93,24 @@ class Run:
     @property
     def tools(self) -> Sequence[Tool]:
         """What the model is told in this conversation, and may call."""
-        return self._toolbox.tools
+        return self._executor.tools
 
     @property
     def state(self) -> dict[str, Any]:
         """What the agent keeps of this rollout, in all of its conversations and for its reward. Nobody else looks at it."""
-        return self._course.state
+        return self._context.state
 
     @property
     def messages(self) -> Sequence[Mapping[str, JSON]]:
         """The conversation so far, parsed. It is for reading: `AgentMistake` for whoever changes it."""
         return cast(
-            "Sequence[Mapping[str, JSON]]", only_read([message.fields() for message in self._conversation.messages])
+            "Sequence[Mapping[str, JSON]]", read_only([message.fields() for message in self._conversation.messages])
         )
 
     @property
     def cancelled(self) -> bool:
         """Somebody wants the rollout to end. Plain functions in threads may look at it."""
-        return self._rollout.ending.done() or self._machine.outcome is not None
+        return self.ending.is_requested
 
     async def sample(self, **sampling: Unpack[SamplingOptions]) -> Reply:
         """Asks the model for the next message: `await run.sample()`, or `await run.sample(temperature=0.2, max_tokens=64)`.
@@ -111,33 +118,34 @@ class Run:
         The options hold for this turn; the rest is as the request says. Raises `RolloutEnded` when a limit is met or the trainer
         fails, and `AgentMistake` naming an option that is none or has a wrong value.
         """
-        talk, spec = self._conversation, self._rollout.spec
-        own = overridden(spec.sampling, sampling, spec.completions.dialect) if sampling else spec.sampling
-        await self._course.check(talk)
-        asked = self._machine.ask(talk, None if own == spec.sampling else own)
+        conversation, spec = self._conversation, self._rollout.spec
+        own = turn_sampling(spec.sampling, sampling, spec.completions.dialect) if sampling else spec.sampling
+        await self._context.check(conversation)
+        asked = self._machine.request_completion(conversation, None if own == spec.sampling else own)
         if isinstance(asked, LimitReached):
-            self._course.end(asked.stop)
-        remark, deadline = partial(self._remark, asked.turn), self._rollout.deadline
-        ask = CompletionRequest(
-            asked, talk.messages, talk.last_answer, talk.asked, deadline, self._rollout.credentials, remark, own
+            self._context.end(asked.stop)
+        rollout, note = self._rollout, partial(self._note, asked.turn)
+        last = conversation.last_completion, conversation.turn_messages
+        request = CompletionRequest(
+            asked, conversation.messages, *last, rollout.deadline, rollout.credentials, note, own
         )
-        self._course.record(asked)
+        self._context.record(asked)
         try:
-            with self._course.waiting():
-                answered = await self._sampler.sample(ask)
+            with self._context.waiting():
+                answered = await self._sampler.sample(request)
         except RolloutFailed as failed:
-            self._course.end(failed.failure)
+            self._context.end(failed.failure)
         except asyncio.CancelledError:
-            self._gave_up(asked.turn)
+            self._abandon_turn(asked.turn)
             raise
-        logged = self._course.record(answered)
+        logged = self._context.record(answered)
         drift = drift_failure(logged) if spec.on_drift is DriftPolicy.FAIL else None
         if drift is not None:
-            self._course.end(drift)
+            self._context.end(drift)
         try:
             return Reply.of(answered)
         except RolloutFailed as failed:
-            self._course.end(failed.failure)
+            self._context.end(failed.failure)
 
     async def call(self, calls: Iterable[ToolCall]) -> Sequence[ToolResult]:
         """Runs tool calls at the same time and appends their results in the calls' order.
@@ -145,21 +153,21 @@ class Run:
         Raises `RolloutEnded` when a limit is met. A tool that fails answers the model, and so does one that the agent stops
         waiting for. Raises `AgentMistake` for a call that the model has not made, or that has its result.
         """
-        await self._course.check(self._conversation)
-        started = self._machine.start_calls(made(calls, self._conversation), self._conversation)
+        await self._context.check(self._conversation)
+        started = self._machine.start_calls(checked_calls(calls, self._conversation), self._conversation)
         if isinstance(started, LimitReached):
-            self._course.end(started.stop)
-        return await run_calls(self._course, self._toolbox, started)
+            self._context.end(started.stop)
+        return await run_calls(self._context, self._executor, started)
 
     async def append(self, *messages: Mapping[str, JSON]) -> None:
         """Adds messages to the conversation. They do not train.
 
         Raises `AgentMistake` for what are no messages, and for more than a rollout may hold.
         """
-        await self._grows("append")
-        added = written(messages)
+        await self._check_growth("append")
+        added = checked_messages(messages)
         if added:
-            self._course.record(Appended(added, self._conversation.id))
+            self._context.record(Appended(added, self._conversation.id))
 
     async def fork(
         self,
@@ -187,19 +195,19 @@ class Run:
         """
         opens = fork_kind(kind, None if messages is None else len(messages), has_tools=tools is not None)
         apart = opens is SegmentKind.SUBAGENT
-        await self._grows("fork", *((State.OPEN, State.ASKING, State.CALLING) if apart else ()))
+        await self._check_growth("fork", *((State.OPEN, State.ASKING, State.CALLING) if apart else ()))
         given = None if tools is None else forkable_tools(tools)
-        forked = self._machine.fork(opens, written(messages or ()), self._conversation)
-        told = self._toolbox.tools if given is None else given
+        forked = self._machine.fork(opens, checked_messages(messages or ()), self._conversation)
+        offered = self._executor.tools if given is None else given
         try:
             sampler = self._sampler.fork(Fork(forked.origin, given))
         except RolloutFailed as failed:
-            self._course.end(failed.failure)
-        self._course.record(replace(forked, tools=tuple(tool.name for tool in told)))
-        toolbox = self._toolbox if given is None else self._toolbox.holding(given)
-        run = Run(self._course, self._machine.find(forked), sampler, toolbox)
+            self._context.end(failed.failure)
+        self._context.record(replace(forked, tools=tuple(tool.name for tool in offered)))
+        executor = self._executor if given is None else self._executor.with_tools(given)
+        run = Run(self._context, self._machine.find(forked), sampler, executor)
         if opens is SegmentKind.COMPACTION:
-            self._went_on_as = run
+            self._successor = run
         return run
 
     def mask(self, reply: Reply, reason: str) -> None:
@@ -209,18 +217,18 @@ class Run:
         """
         if not isinstance(reply, Reply):
             raise AgentMistake(f"mask: {reply!r:.100} is no answer; `run.sample()` returns them")
-        if not self._machine.was_answered(reply.turn):
+        if not self._machine.has_completed(reply.turn):
             raise AgentMistake(f"mask: the rollout has no answer of turn {reply.turn}")
-        self._course.record(Masked(reply.turn, saying.reason(reason, "mask")))
+        self._context.record(Masked(reply.turn, checked_reason(reason, "mask")))
 
     def now(self) -> datetime:
         """The time, in UTC. A replayed rollout is told the same."""
-        return now(self._course, self._conversation)
+        return now(self._context, self._conversation)
 
     def random(self) -> Random:
         """A random generator of the conversation, always the same one. Its seed is recorded: a replay draws the same."""
         if self._random is None:
-            self._random = random(self._course, self._conversation)
+            self._random = random(self._context, self._conversation)
         return self._random
 
     async def once(self, function: Callable[[], T | Awaitable[T]]) -> T:
@@ -229,7 +237,7 @@ class Run:
         A plain function runs in a thread. The result must be what JSON can hold, and comes back as it reads from JSON; what the
         function raises is not recorded.
         """
-        return await once(self._course, self._conversation, function)
+        return await once(self._context, self._conversation, function)
 
     def wait(self, work: Coroutine[Any, Any, R]) -> R:
         """What `await` is elsewhere, for a plain `play` or `reward`, which runs in a thread: `run.wait(run.sample())`.
@@ -238,62 +246,57 @@ class Run:
         """
         if not isinstance(work, Coroutine):
             raise AgentMistake(f"run.wait takes what an `async def` returns, such as run.sample(), not {work!r:.100}")
-        return self._course.wait(work)
+        return self._context.wait(work)
 
     def note(self, code: str, text: str) -> None:
         """Leaves a remark that watchers see. Raises `AgentMistake` for what are no texts."""
-        self._remark(self._conversation.turn, *saying.remark(code, text))
+        self._note(self._conversation.turn, *checked_note(code, text))
 
     async def finish(self, reason: str = "stop") -> NoReturn:
         """Ends the rollout with a word of the agent's own. Raises `AgentMistake` for what is none."""
-        await self._course.check(self._conversation)
+        await self._context.check(self._conversation)
         stop = self._machine.natural_stop()
-        self._course.end(Stop(saying.reason(reason, "finish"), stop.truncated))
+        self._context.end(Stop(checked_reason(reason, "finish"), stop.truncated))
 
-    def close(self, end: End, verdict: RewardResult | None = None) -> None:
-        """From now on nothing can be asked for, not even by a reward. `verdict` goes along with a failure, which none judges."""
-        self._course.decide(end, verdict)
-
-    @property
-    def verdict(self) -> RewardResult:
-        """What was said with the end that the rollout was closed with."""
-        return self._course.verdict
+    def close(self, end: End, reward: RewardResult | None = None) -> None:
+        """From now on nothing can be asked for, not even by a reward. `reward` is that of a failure, for which none is computed."""
+        self.ending.reach(end, reward)
 
     @property
     def latest(self) -> Run:
         """The run that goes on with this one's conversation: itself, or what compactions put in its place."""
         run = self
-        while run._went_on_as is not None:
-            run = run._went_on_as
+        while run._successor is not None:
+            run = run._successor
         return run
 
     @property
     def under_way(self) -> Sequence[asyncio.Task[object]]:
         """The tasks that wait for answers or tools."""
-        return self._course.under_way
+        return self._context.under_way
 
-    async def aside(self, name: str, function: Callable[[], R]) -> R:
+    async def run_in_thread(self, name: str, function: Callable[[], R]) -> R:
         """Runs a plain function of the agent's in a thread, and leaves that alone where nobody waits any more."""
-        return await self._course.aside(name, function)
+        return await self._context.run_in_thread(name, function)
 
-    def _gave_up(self, turn: int) -> None:
+    def _abandon_turn(self, turn: int) -> None:
         """The agent stopped waiting for an answer. The trainer may count it, so that the next turn would not fit."""
-        if self._rollout.ending.done() or self._course.over.done() or self._machine.outcome is not None:
+        if self.ending.is_requested or self.ending.is_reached:
             return
         if self._conversation is not self._machine.main:
-            self._course.record(GivenUp(turn, self._conversation.id))
+            self._context.record(GivenUp(turn, self._conversation.id))
             return
         text = (
             f"turn {turn}: the agent stopped waiting for the trainer's answer. The turn may have been generated, so the rollout "
             "cannot go on without it"
         )
-        self._course.decide(Failure(Category.INTERNAL, text, turn))
+        self.ending.reach(Failure(Category.INTERNAL, text, turn))
 
-    async def _grows(self, of: str, *states: State) -> None:
+    async def _check_growth(self, of: str, *states: State) -> None:
         await asyncio.sleep(0)  # whoever does nothing else must not hold the event loop
-        await self._course.check(self._conversation, *states)
-        saying.check_room(self._machine, self._conversation, of)
+        await self._context.check(self._conversation, *states)
+        check_room(self._machine, self._conversation, of)
 
-    def _remark(self, turn: int, code: str, text: str) -> None:
+    def _note(self, turn: int, code: str, text: str) -> None:
         with suppress(RolloutEnded):
-            self._course.record(Note(turn, code, text))
+            self._context.record(Note(turn, code, text))

@@ -9,14 +9,15 @@ from collections.abc import Iterable, Sequence
 from rollout_server.core.conversation import Conversation
 from rollout_server.core.message import MalformedMessage, ToolCall, tool_calls
 from rollout_server.core.record import ToolReturned, ToolStarted
-from rollout_server.runtime.run.context import AgentMistake, RunContext
+from rollout_server.runtime.errors import AgentMistake
+from rollout_server.runtime.run.context import RunContext
 from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 
 _AT_ONCE = 16
 """Calls that begin in one round of the event loop, so that other rollouts get their turns in between."""
 
 
-def made(calls: Iterable[ToolCall], conversation: Conversation) -> Sequence[ToolCall]:
+def checked_calls(calls: Iterable[ToolCall], conversation: Conversation) -> Sequence[ToolCall]:
     """The calls, each of which the model has made in its last message. Raises `AgentMistake` for others: no answer fits them."""
     wanted = list(calls)
     open_ = _open_calls(conversation)
@@ -48,17 +49,19 @@ def _open_calls(conversation: Conversation) -> Counter[str]:
     return Counter()
 
 
-async def run_calls(course: RunContext, toolbox: ToolExecutor, started: Sequence[ToolStarted]) -> Sequence[ToolResult]:
+async def run_calls(
+    context: RunContext, executor: ToolExecutor, started: Sequence[ToolStarted]
+) -> Sequence[ToolResult]:
     """Runs calls that the machine allows. Raises `RolloutEnded` where the rollout ends meanwhile."""
-    await _begin(course, started)
+    await _begin(context, started)
     if len(started) == 1:
-        return [await _call(course, toolbox, started[0])]
+        return [await _call(context, executor, started[0])]
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_call(course, toolbox, intent)) for intent in started]
+        tasks = [group.create_task(_call(context, executor, intent)) for intent in started]
     return [task.result() for task in tasks]
 
 
-async def _begin(course: RunContext, started: Sequence[ToolStarted]) -> None:
+async def _begin(context: RunContext, started: Sequence[ToolStarted]) -> None:
     """Writes down that the calls run, a few in each round of the event loop."""
     for number, intent in enumerate(started):
         if number and number % _AT_ONCE == 0:
@@ -66,41 +69,41 @@ async def _begin(course: RunContext, started: Sequence[ToolStarted]) -> None:
                 await asyncio.sleep(0)
             except asyncio.CancelledError:
                 for begun in started[:number]:
-                    _return(course, begun, _given_up(begun), course.rollout.clock.monotonic())
+                    _return(context, begun, _cancelled_result(begun), context.rollout.clock.monotonic())
                 raise
-        course.record(intent)
+        context.record(intent)
 
 
-async def _call(course: RunContext, toolbox: ToolExecutor, intent: ToolStarted) -> ToolResult:
-    began = course.rollout.clock.monotonic()
+async def _call(context: RunContext, executor: ToolExecutor, intent: ToolStarted) -> ToolResult:
+    began = context.rollout.clock.monotonic()
     try:
-        with course.waiting():
+        with context.waiting():
             for _ in range(intent.index // _AT_ONCE):
                 await asyncio.sleep(0)
-            result = await _run(course, toolbox, intent)
+            result = await _run(context, executor, intent)
     except asyncio.CancelledError:
-        _return(course, intent, _given_up(intent), began)
+        _return(context, intent, _cancelled_result(intent), began)
         raise
-    _return(course, intent, result, began)
+    _return(context, intent, result, began)
     return result
 
 
-async def _run(course: RunContext, toolbox: ToolExecutor, intent: ToolStarted) -> ToolResult:
-    limit = course.machine.limits.calls_per_turn
+async def _run(context: RunContext, executor: ToolExecutor, intent: ToolStarted) -> ToolResult:
+    limit = context.machine.limits.calls_per_turn
     if limit is not None and intent.index >= limit:
         text = f"Error: Too many tool calls in one turn; the first {limit} ran"
         return ToolResult(intent.call, text, failed=True)
-    return await toolbox.run(intent.call)
+    return await executor.run(intent.call)
 
 
-def _given_up(intent: ToolStarted) -> ToolResult:
+def _cancelled_result(intent: ToolStarted) -> ToolResult:
     return ToolResult(intent.call, "Error: The call was given up before it returned", failed=True)
 
 
-def _return(course: RunContext, intent: ToolStarted, result: ToolResult, began: float) -> None:
-    if course.machine.outcome is not None:
+def _return(context: RunContext, intent: ToolStarted, result: ToolResult, began: float) -> None:
+    if context.machine.outcome is not None:
         return
-    elapsed, message = 1000 * (course.rollout.clock.monotonic() - began), result.message()
-    course.record(
+    elapsed, message = 1000 * (context.rollout.clock.monotonic() - began), result.message()
+    context.record(
         ToolReturned(intent.turn, intent.index, intent.call, message, result.failed, elapsed, intent.segment_id)
     )

@@ -32,9 +32,9 @@ class ResultCache:
 
     def __init__(self, entries: int, size: int) -> None:
         self._most, self._largest = entries, size
-        self._kept: OrderedDict[Hashable, _CachedResult] = OrderedDict()
+        self._results: OrderedDict[Hashable, _CachedResult] = OrderedDict()
         self._size = 0
-        self._flights: dict[Hashable, _SharedCall] = {}
+        self._calls: dict[Hashable, _SharedCall] = {}
 
     async def get(
         self, key: Hashable, key_size: int, seconds: float | None, perform: Callable[[], Coroutine[Any, Any, Content]]
@@ -43,43 +43,45 @@ class ResultCache:
 
         What `perform` raises is raised for all who wait, and not kept.
         """
-        kept = self._kept.get(key)
-        if kept is not None and (kept.until is None or _now() < kept.until):
-            self._kept.move_to_end(key)
-            return kept.content
-        flight = self._flights.get(key)
-        if flight is None:
-            flight = self._flights[key] = _SharedCall(asyncio.create_task(perform(), name="call for the cache"))
-            flight.task.add_done_callback(lambda task: self._landed(key, key_size, seconds, task))
-        flight.waiting += 1
+        result = self._results.get(key)
+        if result is not None and (result.until is None or _now() < result.until):
+            self._results.move_to_end(key)
+            return result.content
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = _SharedCall(asyncio.create_task(perform(), name="call for the cache"))
+            call.task.add_done_callback(lambda task: self._store(key, key_size, seconds, task))
+        call.waiting += 1
         try:
-            await asyncio.wait({flight.task})
+            await asyncio.wait({call.task})
         finally:
-            flight.waiting -= 1
-            if not flight.waiting and not flight.task.done():
-                flight.task.cancel()
-                self._forget_flight(key, flight.task)
-        return flight.task.result()
+            call.waiting -= 1
+            if not call.waiting and not call.task.done():
+                call.task.cancel()
+                self._forget_call(key, call.task)
+        return call.task.result()
 
-    def _landed(self, key: Hashable, key_size: int, seconds: float | None, task: asyncio.Task[Content]) -> None:
-        self._forget_flight(key, task)
+    def _store(self, key: Hashable, key_size: int, seconds: float | None, task: asyncio.Task[Content]) -> None:
+        self._forget_call(key, task)
         if task.cancelled() or task.exception() is not None:
             return
         content = task.result()
         self._drop(key)
-        kept = _CachedResult(content, key_size + _size(content) + _EXTRA, None if seconds is None else _now() + seconds)
-        self._kept[key] = kept
-        self._size += kept.size
-        while self._kept and (len(self._kept) > self._most or self._size > self._largest):
-            self._drop(next(iter(self._kept)))
+        result = _CachedResult(
+            content, key_size + _size(content) + _EXTRA, None if seconds is None else _now() + seconds
+        )
+        self._results[key] = result
+        self._size += result.size
+        while self._results and (len(self._results) > self._most or self._size > self._largest):
+            self._drop(next(iter(self._results)))
 
-    def _forget_flight(self, key: Hashable, task: asyncio.Task[Content]) -> None:
-        flight = self._flights.get(key)
-        if flight is not None and flight.task is task:
-            del self._flights[key]
+    def _forget_call(self, key: Hashable, task: asyncio.Task[Content]) -> None:
+        call = self._calls.get(key)
+        if call is not None and call.task is task:
+            del self._calls[key]
 
     def _drop(self, key: Hashable) -> None:
-        dropped = self._kept.pop(key, None)
+        dropped = self._results.pop(key, None)
         if dropped is not None:
             self._size -= dropped.size
 

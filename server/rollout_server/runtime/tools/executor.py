@@ -13,8 +13,8 @@ from typing import Any
 from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_json
 from rollout_server.core.spec import TokenizerName
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
-from rollout_server.runtime.ports import ArgumentError, Content, Tool, ToolError
-from rollout_server.runtime.run.context import RolloutEnded
+from rollout_server.runtime.errors import ArgumentError, RolloutEnded, ToolError
+from rollout_server.runtime.ports import Content, Tool
 from rollout_server.runtime.tools.policy import ToolPolicy
 from rollout_server.runtime.tools.protocols import ServerRunTool, ToolFailed, ToolRunner, Unwritable
 from rollout_server.runtime.tools.resources import ToolResources
@@ -51,22 +51,22 @@ class ToolExecutor:
     """The tools of one agent in one rollout, whose tokenizer counts what they say."""
 
     def __init__(
-        self, tools: Iterable[Tool], workbench: ToolResources | None = None, tokenizer: TokenizerName | None = None
+        self, tools: Iterable[Tool], resources: ToolResources | None = None, tokenizer: TokenizerName | None = None
     ) -> None:
         self._tools = {tool.name: tool for tool in tools}
-        self._bench = workbench or ToolResources()
+        self._resources = resources or ToolResources()
         self._tokenizer = tokenizer
-        self._places: dict[Hashable, Slots] = {}
+        self._slots: dict[Hashable, Slots] = {}
 
     @property
     def tools(self) -> Sequence[Tool]:
         """What it holds, in the order in which it was given."""
         return tuple(self._tools.values())
 
-    def holding(self, tools: Iterable[Tool]) -> ToolExecutor:
-        """Other tools for another conversation of the rollout, which has its places once."""
-        other = ToolExecutor(tools, self._bench, self._tokenizer)
-        other._places = self._places
+    def with_tools(self, tools: Iterable[Tool]) -> ToolExecutor:
+        """Other tools for another conversation of the rollout, which has its slots once."""
+        other = ToolExecutor(tools, self._resources, self._tokenizer)
+        other._slots = self._slots
         return other
 
     async def run(self, call: ToolCall) -> ToolResult:
@@ -74,15 +74,15 @@ class ToolExecutor:
         tool = self._tools.get(call.name)
         try:
             content = await self._run(call, tool)
-            kept = await self._most(tool).cut(content)
-            if kept is not content and not _bounded(tool):
-                self._bench.complain(_label(call.name, tool), _FLOODS)
-            return ToolResult(call, kept, failed=False)
+            limited = await self._output_limit(tool).cut(content)
+            if limited is not content and not _has_output_limit(tool):
+                self._resources.warn_author(_label(call.name, tool), _FLOODS)
+            return ToolResult(call, limited, failed=False)
         except (asyncio.CancelledError, RolloutEnded):
             raise
         except BaseException as error:  # the boundary to a tool author's code
-            self._complain(call.name, tool, error)
-            return ToolResult(call, await self._most(tool).cut(f"Error: {_said(error)}"), failed=True)
+            self._warn_author(call.name, tool, error)
+            return ToolResult(call, await self._output_limit(tool).cut(f"Error: {_error_text(error)}"), failed=True)
 
     async def _run(self, call: ToolCall, tool: Tool | None) -> Content:
         arguments = _arguments(call)
@@ -93,69 +93,71 @@ class ToolExecutor:
                 f"Invalid arguments for {call.name}: a JSON object is needed, not {type(arguments).__name__}"
             )
         try:
-            return await self._kept(tool, arguments)
+            return await self._run_cached(tool, arguments)
         except ArgumentError as error:
             raise ToolError(f"Invalid arguments for {call.name}: {error}") from None
 
-    async def _kept(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
+    async def _run_cached(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
         if not (isinstance(tool, ServerRunTool) and tool.policy.cache):
-            return await self._placed(tool, arguments)
+            return await self._run_in_slots(tool, arguments)
         try:
             canonical = json.dumps(arguments, sort_keys=True, default=str)
         except (ValueError, RecursionError):  # integers of too many digits: the tool says what is wrong
-            return await self._placed(tool, arguments)
+            return await self._run_in_slots(tool, arguments)
         key, seconds = (tool, canonical), tool.policy.cache_seconds
-        return await self._bench.results.get(key, 4 * len(canonical), seconds, lambda: self._placed(tool, arguments))
+        return await self._resources.results.get(
+            key, 4 * len(canonical), seconds, lambda: self._run_in_slots(tool, arguments)
+        )
 
-    async def _placed(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
-        """Runs the call as soon as it has all places that it needs."""
+    async def _run_in_slots(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
+        """Runs the call as soon as it has all slots that it needs."""
         if not isinstance(tool, ServerRunTool):
             work = ToolTask(label_of(tool))
-            return await self._timed(tool, ToolPolicy(), work, tool.run(arguments))
+            return await self._run_with_timeout(tool, ToolPolicy(), work, tool.run(arguments))
         policy, label = tool.policy, label_of(tool)
         async with AsyncExitStack() as stack:
-            places = await self._take(tool)
+            slots = await self._acquire_slots(tool)
             worker = None
             try:
-                if policy.process and self._bench.processes is not None:
-                    worker = await stack.enter_async_context(self._bench.processes.open(tool.definition, policy))
+                if policy.process and self._resources.processes is not None:
+                    worker = await stack.enter_async_context(self._resources.processes.open(tool.definition, policy))
             except BaseException:
-                for each in places:
-                    each.leave()
+                for each in slots:
+                    each.release()
                 raise
-            work = ToolTask(label, places, worker)
-            return await self._timed(tool, policy, work, _attempts(tool, work, arguments))
+            work = ToolTask(label, slots, worker)
+            return await self._run_with_timeout(tool, policy, work, _attempts(tool, work, arguments))
 
-    async def _take(self, tool: ServerRunTool) -> list[Slots]:
+    async def _acquire_slots(self, tool: ServerRunTool) -> list[Slots]:
         taken: list[Slots] = []
         try:
-            for places, of_what in self._wanted(tool):
+            for slots, of_what in self._needed_slots(tool):
                 try:
-                    await places.take()
+                    await slots.acquire()
                 except NoFreeSlot:
-                    lost = f"{places.lost} calls were given up and never returned"
+                    lost = f"{slots.lost} calls were given up and never returned"
                     raise ToolError(f"{tool.name} cannot run: all places {of_what} are taken, {lost}") from None
-                taken.append(places)
+                taken.append(slots)
         except BaseException:
-            for places in taken:
-                places.leave()
+            for slots in taken:
+                slots.release()
             raise
         return taken
 
-    def _wanted(self, tool: ServerRunTool) -> Iterable[tuple[Slots, str]]:
+    def _needed_slots(self, tool: ServerRunTool) -> Iterable[tuple[Slots, str]]:
         limit = tool.policy.concurrency
         if limit is not None:
             yield (
-                self._places.setdefault((tool.definition, tool.name, limit), Slots(limit)),
+                self._slots.setdefault((tool.definition, tool.name, limit), Slots(limit)),
                 "that it has in this rollout",
             )
-        places = self._bench.places(tool)
-        if places is not None:
-            yield places, "that it has on this server"
+        slots = self._resources.slots(tool)
+        if slots is not None:
+            yield slots, "that it has on this server"
         if tool.threaded and not tool.policy.process:
-            yield self._bench.threads, "for plain functions"
+            yield self._resources.threads, "for plain functions"
 
-    async def _timed(
+    async def _run_with_timeout(
         self, tool: Tool, policy: ToolPolicy, work: ToolTask, coroutine: Coroutine[Any, Any, Content]
     ) -> Content:
         """The result, unless time is over or nobody waits for it any more: then the work is left to itself."""
@@ -163,30 +165,30 @@ class ToolExecutor:
         try:
             await asyncio.wait({task}, timeout=policy.timeout)
         except asyncio.CancelledError:
-            work.give_up()
+            work.cancel()
             raise
         if not task.done():
-            self._bench.complain(label_of(tool), f"took longer than {policy.timeout:g} s{waits_at(task)}")
-            work.give_up()
+            self._resources.warn_author(label_of(tool), f"took longer than {policy.timeout:g} s{waits_at(task)}")
+            work.cancel()
             raise ToolError(f"{tool.name} took longer than {policy.timeout:g} s")
         if task.cancelled():
             raise ToolError("The tool was cancelled")
         return task.result()
 
-    def _most(self, tool: Tool | None) -> OutputLimit:
-        limits = self._bench.limits
+    def _output_limit(self, tool: Tool | None) -> OutputLimit:
+        limits = self._resources.limits
         tokens = tool.policy.max_output_tokens if isinstance(tool, ServerRunTool) else None
-        return OutputLimit(limits.output_bytes, limits.image_bytes, tokens, self._bench.measure, self._tokenizer)
+        return OutputLimit(limits.output_bytes, limits.image_bytes, tokens, self._resources.measure, self._tokenizer)
 
-    def _complain(self, name: str, tool: Tool | None, error: BaseException) -> None:
+    def _warn_author(self, name: str, tool: Tool | None, error: BaseException) -> None:
         """Names file and line. The error's own text is not for the log: it may repeat what the model wrote."""
         if isinstance(error, ToolError) and not isinstance(error, Unwritable):
             return
         label = _label(name, tool)
         if isinstance(error, Unwritable):
-            self._bench.complain(label, "returned what cannot be written as text")
+            self._resources.warn_author(label, "returned what cannot be written as text")
         else:
-            self._bench.complain(label, _raised(error))
+            self._resources.warn_author(label, _failure_text(error))
 
 
 def label_of(tool: Tool) -> str:
@@ -200,32 +202,34 @@ def _label(name: str, tool: Tool | None) -> str:
     return label_of(tool) if tool is not None else f"tool {name}"
 
 
-def _bounded(tool: Tool | None) -> bool:
+def _has_output_limit(tool: Tool | None) -> bool:
     """Its author has said how much of a result is wanted."""
     return isinstance(tool, ServerRunTool) and tool.policy.max_output_tokens is not None
 
 
-async def _attempts(tool: ServerRunTool, hands: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
+async def _attempts(tool: ServerRunTool, runner: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
     for attempt in range(tool.policy.retries):
         try:
-            return await tool.run_by(hands, arguments)
+            return await tool.run_by(runner, arguments)
         except ToolError:
             raise
         except Exception:  # the last attempt tells what is wrong
             await asyncio.sleep(min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT))
-    return await tool.run_by(hands, arguments)
+    return await tool.run_by(runner, arguments)
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         return str(error) or type(error).__name__
     except Exception:  # its __str__ is the author's, too
         return type(error).__name__
 
 
-def _raised(error: BaseException) -> str:
+def _failure_text(error: BaseException) -> str:
     if isinstance(error, ToolFailed):
-        return f"ended with {error.kind or 'an error'}" + (f" at {error.place}" if error.place else raised_at(error))
+        return f"ended with {error.kind or 'an error'}" + (
+            f" at {error.location}" if error.location else raised_at(error)
+        )
     frames = traceback.extract_tb(error.__traceback__)
     innermost = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"raised {type(error).__name__}{raised_at(error) or innermost}"

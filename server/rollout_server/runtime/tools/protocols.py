@@ -9,7 +9,8 @@ from typing import Protocol, runtime_checkable
 
 from rollout_server.core.message import JSON
 from rollout_server.core.spec import TokenizerName
-from rollout_server.runtime.ports import Content, ToolError
+from rollout_server.runtime.errors import ToolError
+from rollout_server.runtime.ports import Content
 from rollout_server.runtime.tools.policy import ToolPolicy
 
 
@@ -23,13 +24,13 @@ class ToolFailed(Exception):
     Args:
         text: what the model reads.
         kind: the name of the exception.
-        place: file and line where it was raised; empty: unknown.
+        location: file and line where it was raised; empty: unknown.
     """
 
-    def __init__(self, text: str, kind: str = "", place: str = "") -> None:
+    def __init__(self, text: str, kind: str = "", location: str = "") -> None:
         super().__init__(text)
         self.kind = kind
-        self.place = place
+        self.location = location
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class ServerRunTool(Protocol):
     def threaded(self) -> bool:
         """Its function is a plain one."""
 
-    async def run_by(self, hands: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
+    async def run_by(self, runner: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
         """Runs one call. Raises as `Tool.run` does."""
 
     def run_here(self, arguments: Mapping[str, JSON]) -> Content:
@@ -83,7 +84,7 @@ class ServerRunTool(Protocol):
 
 
 class ToolWorker(Protocol):
-    """A place in a process for one call."""
+    """A process that runs one call."""
 
     async def call(self, arguments: Mapping[str, JSON]) -> Content:
         """Runs the call, at most once at a time. Cancelled, it kills the process. Raises as the tool does, or `ToolFailed`."""
@@ -93,7 +94,7 @@ class ToolProcesses(Protocol):
     """Runs tools in processes."""
 
     def open(self, definition: ToolDefinition, policy: ToolPolicy) -> AbstractAsyncContextManager[ToolWorker]:
-        """Waits until a process has a place and has imported the tool. Raises `ToolFailed`."""
+        """Waits until there is room for a process and it has imported the tool. Raises `ToolFailed`."""
 
     async def close(self) -> None:
         """Ends all of them."""

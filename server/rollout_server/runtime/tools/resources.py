@@ -1,4 +1,4 @@
-"""What the tool calls of all rollouts on a server share: places, threads, processes, results that are kept."""
+"""What the tool calls of all rollouts on a server share: slots, threads, processes, results that are kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ToolLimits:
 
     Args:
         threads: plain functions that run at the same time, those among them that were given up and never returned. Calls
-            wait for a place; when all are lost they fail.
+            wait for a slot; when all are lost they fail.
         output_bytes: of a result's text; the rest is cut.
         image_bytes: of a result's images together; a larger result is an error.
         cache_entries, cache_bytes: results that are kept.
@@ -47,22 +47,22 @@ class ToolResources:
         self.measure = measure
         self.threads = Slots(self.limits.threads)
         self.results = ResultCache(self.limits.cache_entries, self.limits.cache_bytes)
-        self._places: dict[Hashable, Slots] = {}
-        self._said: set[Hashable] = set()
+        self._slots: dict[Hashable, Slots] = {}
+        self._warned: set[Hashable] = set()
 
-    def places(self, tool: ServerRunTool) -> Slots | None:
-        """The places that the tool has on the server; None: no limit. Tools made by one definition share them."""
+    def slots(self, tool: ServerRunTool) -> Slots | None:
+        """The slots that the tool has on the server; None: no limit. Tools made by one definition share them."""
         limit = tool.policy.server_concurrency
         if limit is None:
             return None
-        return self._places.setdefault((tool.definition, tool.name, limit), Slots(limit))
+        return self._slots.setdefault((tool.definition, tool.name, limit), Slots(limit))
 
-    def complain(self, tool: str, what: str) -> None:
+    def warn_author(self, tool: str, what: str) -> None:
         """Tells the author of a fault of "tool NAME (PLACE)": as a warning once, after that for those who look closely."""
-        known = (tool, what) in self._said or len(self._said) >= _REMEMBERED
-        if not known:
-            self._said.add((tool, what))
-        _log.log(logging.DEBUG if known else logging.WARNING, "%s %s", tool, what)
+        again = (tool, what) in self._warned or len(self._warned) >= _REMEMBERED
+        if not again:
+            self._warned.add((tool, what))
+        _log.log(logging.DEBUG if again else logging.WARNING, "%s %s", tool, what)
 
     async def close(self) -> None:
         """Ends the processes."""

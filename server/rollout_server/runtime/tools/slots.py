@@ -1,4 +1,4 @@
-"""A number of places for work that may never end."""
+"""A semaphore for work that may never end: slots can be lost, and found again."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 
 
 class NoFreeSlot(Exception):
-    """Every place is held by work that was given up and goes on: waiting for one makes no sense."""
+    """Every slot is held by work that was given up and goes on: waiting for one makes no sense."""
 
 
 class Slots:
-    """Lives on one event loop. Places are given in the order in which they were asked for."""
+    """Lives on one event loop. Slots are given in the order in which they were requested."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -21,45 +21,45 @@ class Slots:
 
     @property
     def lost(self) -> int:
-        """Places held by work that was given up."""
+        """Slots held by work that was given up."""
         return self._lost
 
-    async def take(self) -> None:
-        """Waits for a place. Raises `NoFreeSlot`."""
+    async def acquire(self) -> None:
+        """Waits for a slot. Raises `NoFreeSlot`."""
         if self._lost >= self.limit:
             raise NoFreeSlot
         if self._free:
             self._free -= 1
             return
-        given = asyncio.get_running_loop().create_future()
-        self._waiting.append(given)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
         try:
-            await given
+            await turn
         except asyncio.CancelledError:
-            if given.done() and not given.cancelled() and given.exception() is None:
-                self.leave()  # it was given one in the same moment
-            elif given in self._waiting:
-                self._waiting.remove(given)
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.release()  # it was given one in the same moment
+            elif turn in self._waiting:
+                self._waiting.remove(turn)
             raise
 
-    def leave(self) -> None:
-        """Gives a place back."""
+    def release(self) -> None:
+        """Gives a slot back."""
         while self._waiting:
-            given = self._waiting.popleft()
-            if not given.done():
-                given.set_result(None)
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
                 return
         self._free += 1
 
     def lose(self) -> None:
-        """The holder of a place was given up and goes on. Once all are lost, nobody waits any longer."""
+        """The holder of a slot was given up and goes on. Once all are lost, nobody waits any longer."""
         self._lost += 1
         while self._lost >= self.limit and self._waiting:
-            given = self._waiting.popleft()
-            if not given.done():
-                given.set_exception(NoFreeSlot())
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_exception(NoFreeSlot())
 
-    def find(self) -> None:
+    def recover(self) -> None:
         """A holder that was given up has ended after all."""
         self._lost -= 1
-        self.leave()
+        self.release()

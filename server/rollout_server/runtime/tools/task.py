@@ -1,6 +1,6 @@
 """What one call of an author's function has under way: a task, and threads where the function is a plain one.
 
-A call that is given up is cancelled and not waited for. It keeps its places until all of it has ended: they stand for
+A call that is given up is cancelled and not waited for. It keeps its slots until all of it has ended: they stand for
 something that there is not more of. If it does not give way within a grace time they count as lost, and the log says so.
 """
 
@@ -26,12 +26,12 @@ GRACE_SECONDS = 5.0
 
 
 class ToolTask:
-    """The hands of one call."""
+    """One call: its task, its threads, its process and the slots that it holds."""
 
-    def __init__(self, label: str, places: Sequence[Slots] = (), worker: ToolWorker | None = None) -> None:
-        """Takes over `places`. `label` names the function in the log, such as "tool add (agent.py:3)"."""
+    def __init__(self, label: str, slots: Sequence[Slots] = (), worker: ToolWorker | None = None) -> None:
+        """Takes over `slots`. `label` names the function in the log, such as "tool add (agent.py:3)"."""
         self._label = label
-        self._places = places
+        self._slots = slots
         self._worker = worker
         self._parts = 0
         self._threads = 0
@@ -42,7 +42,7 @@ class ToolTask:
     def start(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Begins. Called once."""
         self._parts += 1
-        task = asyncio.create_task(_contained(coroutine), name=f"call of {self._label}")
+        task = asyncio.create_task(_contain(coroutine), name=f"call of {self._label}")
         task.add_done_callback(self._task_ended)
         self._task = task
         return task
@@ -59,7 +59,7 @@ class ToolTask:
             try:
                 result = context.run(work)
             except BaseException as raised:
-                error = _carried(raised)
+                error = _for_future(raised)
             try:
                 loop.call_soon_threadsafe(self._thread_ended, returned, result, error)
             except RuntimeError:
@@ -76,19 +76,19 @@ class ToolTask:
             raise ToolFailed("The tool runs in a process of its own, which only a server starts", "RuntimeError")
         return await self._worker.call(arguments)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancels what is under way, and waits for nothing."""
         if self._task is not None:
             self._task.cancel()
         if self._parts and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._lose)
+            self._timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._lose_slots)
 
-    def _lose(self) -> None:
+    def _lose_slots(self) -> None:
         self._lost = True
         what = "is still in its thread" if self._threads else "does not give way to its cancellation"
         _log.warning("%s %s and is left alone, with the places it holds", self._label, what)
-        for places in self._places:
-            places.lose()
+        for slots in self._slots:
+            slots.lose()
 
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled():
@@ -107,28 +107,28 @@ class ToolTask:
             return
         if self._timer is not None:
             self._timer.cancel()
-        for places in self._places:
-            places.find() if self._lost else places.leave()
+        for slots in self._slots:
+            slots.recover() if self._lost else slots.release()
 
 
-async def _contained(coroutine: Coroutine[Any, Any, _T]) -> _T:
+async def _contain(coroutine: Coroutine[Any, Any, _T]) -> _T:
     """What ends a program ends a call only."""
     try:
         return await coroutine
     except (SystemExit, KeyboardInterrupt) as error:
-        raise ToolFailed(_said(error), type(error).__name__) from error
+        raise ToolFailed(_error_text(error), type(error).__name__) from error
 
 
-def _carried(error: BaseException) -> BaseException:
+def _for_future(error: BaseException) -> BaseException:
     """As it is carried from a thread to whoever waits. A StopIteration cannot be set on a future: one would wait for ever."""
     if isinstance(error, StopIteration):
         return RuntimeError("StopIteration")
     if isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit | asyncio.CancelledError):
-        failed = ToolFailed(_said(error), type(error).__name__)
+        failed = ToolFailed(_error_text(error), type(error).__name__)
         failed.__cause__ = error
         return failed
     return error
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,14 +1,15 @@
-"""What an agent reads of an answer."""
+"""The messages that an agent reads and writes: replies, the conversation (read-only), and what it appends, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
-from rollout_server.core.message import JSON, MalformedMessage, ToolCall, tool_calls
+from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, tool_calls
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered, DriftFound, Record
-from rollout_server.runtime.ports import RolloutFailed
+from rollout_server.runtime.errors import AgentMistake, RolloutFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +75,52 @@ def drift_failure(logged: Iterable[Record]) -> Failure | None:
             )
             return Failure(Category.TOKEN_DRIFT, text, record.turn)
     return None
+
+
+def checked_messages(messages: Iterable[Mapping[str, JSON]]) -> tuple[Message, ...]:
+    """An agent's messages as the conversation holds them. Raises `AgentMistake`."""
+    try:
+        return tuple(Message.write(message) for message in messages)
+    except (MalformedMessage, TypeError, ValueError) as error:
+        raise AgentMistake(f"not a message: {error}") from error
+
+
+_ADVICE = (
+    "what was said stays: run.messages is only read. `await run.append(...)` adds to the conversation, and `await run.fork([...], "
+    'kind="compaction")` goes on with another one in its place; `[*run.messages]` is a list of your own'
+)
+
+
+def _refuse(*_arguments: object, **_named: object) -> NoReturn:
+    raise AgentMistake(_ADVICE)
+
+
+class ReadList(list[Any]):
+    """A list for everybody who reads it. Copied, it is a plain one."""
+
+    __slots__ = ()
+    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+
+    def __reduce_ex__(self, _protocol: object) -> tuple[type[list[Any]], tuple[list[Any]]]:
+        return list, ([*self],)
+
+
+class ReadDict(dict[str, Any]):
+    """A dictionary for everybody who reads it. Copied, it is a plain one."""
+
+    __slots__ = ()
+    update = setdefault = pop = popitem = clear = _refuse
+    __setitem__ = __delitem__ = __ior__ = _refuse
+
+    def __reduce_ex__(self, _protocol: object) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, ({**self},)
+
+
+def read_only(value: Any) -> Any:
+    """JSON as it is parsed, whose lists and dictionaries raise `AgentMistake` where somebody changes them."""
+    if isinstance(value, dict):
+        return ReadDict({key: read_only(item) for key, item in value.items()})
+    if isinstance(value, list):
+        return ReadList([read_only(item) for item in value])
+    return value

@@ -1,20 +1,16 @@
-"""What an agent is told of a request before its rollout is accepted."""
+"""An agent, as the runtime sees it, and the request that it sees."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from rollout_server.core.error import NotPossible, RolloutError
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import parse_object
-from rollout_server.core.spec import Dialect, Sampling, Spec
-from rollout_server.runtime.aio.source_location import raised_at
-from rollout_server.runtime.ports import AgentProtocol, Tool
-
-_log = logging.getLogger(__name__)
+from rollout_server.core.outcome import RewardResult
+from rollout_server.core.spec import Sampling, Spec
+from rollout_server.runtime.ports import Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +60,44 @@ class Request:
         return self.spec.limits
 
 
-def chosen_tools(agent: AgentProtocol, spec: Spec) -> Sequence[Tool]:
-    """The tools of a rollout. Raises `RolloutError` where choosing fails, `NotPossible` where the trainer cannot hear of them."""
-    try:
-        tools = agent.tools_for(Request(spec))
-    except Exception as error:  # the boundary to an author's code
-        _log.error("agent %s could not choose its tools%s", agent.name, raised_at(error), exc_info=error)
-        text = f"agent {agent.name!r} could not choose the tools of this rollout; the server's log has the reason"
-        raise RolloutError(text, reason="AGENT_FAILED") from None
-    if spec.completions.dialect is Dialect.HTTP_MASKED and [*tools] != [*agent.tools]:
-        text = (
-            f"agent {agent.name!r} chooses its tools by request, and a trainer of POST /rollout never hears of the choice; use "
-            "another protocol"
-        )
-        raise NotPossible(text, reason="TOOLS_FIXED")
-    return tools
+class AgentProtocol(Protocol):
+    """An agent, as the runtime sees it. `play` and `reward` get a `Run`."""
+
+    @property
+    def name(self) -> str:
+        """Unique within the server."""
+
+    @property
+    def version(self) -> str:
+        """As its author gives it."""
+
+    @property
+    def description(self) -> str:
+        """What it does, for a person."""
+
+    @property
+    def replayable(self) -> bool:
+        """Its `play` can run again over a log (D3)."""
+
+    @property
+    def limits(self) -> Limits:
+        """Its own limits."""
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """Its tools, in the order in which the model is told."""
+
+    def tools_for(self, request: Request) -> Sequence[Tool]:
+        """Those of one rollout. Whatever it raises is its author's fault."""
+
+    def start(self) -> object:
+        """Before its first rollout: a result, or something to await."""
+
+    def stop(self) -> object:
+        """After its last one."""
+
+    async def perform(self, run: object) -> None:
+        """Plays the rollout to its end."""
+
+    async def judge(self, run: object) -> RewardResult:
+        """Judges a rollout that came to its end."""

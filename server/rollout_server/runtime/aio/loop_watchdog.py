@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rollout_server.runtime.aio.source_location import authors_frames
 
@@ -39,14 +39,14 @@ class LoopWatch:
         self._watched = 0
         self._timer: asyncio.TimerHandle | None = None
         self._found: tuple[float, traceback.StackSummary] | None = None
-        self._told = 0.0
-        self._said: dict[tuple[str, str], float] = {}
+        self._reported_beat = 0.0
+        self._reported: dict[tuple[str, str], float] = {}
 
     def start(self) -> None:
         """Begins. Called once, on the loop's thread."""
         self._watched = threading.get_ident()
         self._beat = time.monotonic()
-        self._strike()
+        self._beat_once()
         self._thread.start()
 
     def stop(self) -> None:
@@ -55,14 +55,14 @@ class LoopWatch:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _strike(self) -> None:
+    def _beat_once(self) -> None:
         """One beat. If it comes late, what the thread has found meanwhile is who held the loop."""
         now, found, interval = time.monotonic(), self._found, self._seconds / 4
         held = now - self._beat - interval
-        if held > self._seconds and found is not None and found[0] == self._beat != self._told:
-            self._tell(found[1], f"was held for {1000 * held:.0f} ms")
+        if held > self._seconds and found is not None and found[0] == self._beat != self._reported_beat:
+            self._report(found[1], f"was held for {1000 * held:.0f} ms")
         self._beat, self._found = now, None
-        self._timer = asyncio.get_running_loop().call_later(interval, self._strike)
+        self._timer = asyncio.get_running_loop().call_later(interval, self._beat_once)
 
     def _listen(self) -> None:
         while not self._stopped.wait(self._seconds / 4):
@@ -75,20 +75,20 @@ class LoopWatch:
                 continue
             stack = traceback.extract_stack(frame)
             self._found = (beat, stack)
-            if late > _LONG * self._seconds and beat != self._told:
-                self._told = beat
-                self._tell(stack, f"is held for {1000 * late:.0f} ms already")
+            if late > _LONG * self._seconds and beat != self._reported_beat:
+                self._reported_beat = beat
+                self._report(stack, f"is held for {1000 * late:.0f} ms already")
 
-    def _tell(self, stack: Sequence[traceback.FrameSummary], what: str) -> None:
-        frames = _telling(stack)
+    def _report(self, stack: Sequence[traceback.FrameSummary], what: str) -> None:
+        frames = _relevant_frames(stack)
         theirs = authors_frames(frames)
         holder = (theirs or frames)[-1]
-        place, now = (holder.filename, holder.name), time.monotonic()
-        if now - self._said.get(place, now - _QUIET_SECONDS) < _QUIET_SECONDS:
+        holder_key, now = (holder.filename, holder.name), time.monotonic()
+        if now - self._reported.get(holder_key, now - _QUIET_SECONDS) < _QUIET_SECONDS:
             return
-        if len(self._said) >= _REMEMBERED:
-            self._said.clear()
-        self._said[place] = now
+        if len(self._reported) >= _REMEMBERED:
+            self._reported.clear()
+        self._reported[holder_key] = now
         text = "".join(traceback.format_list(list(frames))).rstrip()
         advice = "all rollouts wait for it. Await, or use a thread or a process"
         where = f"{holder.filename}:{holder.lineno} in {holder.name}"
@@ -97,9 +97,37 @@ class LoopWatch:
         _log.log(level, "the event loop %s at %s; %s:\n%s", what, where, advice, text)
 
 
-def _telling(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
+def _relevant_frames(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
     """The frames from the author's first one on; where there is none, from the coroutine or callback that the loop runs."""
     running = [index for index, frame in enumerate(stack) if any(part in frame.filename for part in _RUNNING)]
     ran = stack[running[-1] + 1 :] if running else stack
     theirs = authors_frames(ran)
     return ran[ran.index(theirs[0]) :] if theirs else ran or stack
+
+
+class LoopLag:
+    """Sleeps again and again and tells `observe` how many seconds late it woke, never less than 0."""
+
+    def __init__(self, observe: Callable[[float], None], interval: float = 0.1) -> None:
+        self._observe = observe
+        self._interval = interval
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins, on the running loop. Once begun it goes on until `stop`."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="loop lag")
+
+    async def stop(self) -> None:
+        """Ends."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _run(self) -> None:
+        now = asyncio.get_running_loop().time
+        while True:
+            due = now() + self._interval
+            await asyncio.sleep(self._interval)
+            self._observe(max(0.0, now() - due))
