@@ -227,7 +227,12 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
     ),
     (
         reminded,
-        Fault("the last stop is always taken", "turn_boundary", "else _first_stop(turn.full, stop, said)", "else end"),
+        Fault(
+            "the last stop is always taken",
+            "turn_boundary",
+            "else _first_stop(turn.full, stop, max(0, said - len(stop) + 1))",
+            "else end",
+        ),
     ),
     (
         closing_calls,

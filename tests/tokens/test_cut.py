@@ -483,6 +483,23 @@ def test_no_place_where_tool_results_are_not_shown() -> None:
     assert environment(deaf, ASKED, SAID, HEARD) is None
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_that_are_not_shown_add_nothing(role: str) -> None:
+    render = template(lambda m: "" if m["role"] == role else f"{m['role']}:{m['content']}{STOP}\n")
+    assert environment(render, ASKED, SAID, {"role": role, "content": "Be kind."}) == "\nassistant:"
+
+
+def test_no_place_where_an_instruction_that_is_not_shown_changes_the_rest() -> None:
+    def each(message: Fields) -> str:
+        return "" if message["role"] == "system" else f"{message['role']}:{message['content']}{STOP}\n"
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        told = f"told{STOP}" if messages[-1]["role"] == "system" else ""
+        return "".join(map(each, messages)) + told + ("assistant:" if generation_prompt else "")
+
+    assert environment(render, ASKED, SAID, {"role": "system", "content": "Be kind."}) is None
+
+
 def test_a_reminder_behind_an_answer_that_the_template_strips() -> None:
     def each(message: Fields) -> str:
         reminder = f"Stay brief.{STOP}" if message["role"] == "assistant" else ""

@@ -18,6 +18,7 @@ def test_the_leading_system_messages_the_last_question_and_the_answer_are_kept()
     history = [SYSTEM, {**SYSTEM, "role": "developer"}, {**ASKED, "content": "Hello"}, SAID, ASKED, CALLED, HEARD]
     messages = [*history, CALLED, HEARD, HEARD]
     assert shortened(messages, 7, "filler") == ([*history[:2], ASKED, CALLED, HEARD, HEARD], 3)
+    assert shortened([SYSTEM, ASKED, CALLED, HEARD], 2, "filler") == ([SYSTEM, ASKED, CALLED, HEARD], 2)
 
 
 def test_a_history_without_a_question_gets_one() -> None:
