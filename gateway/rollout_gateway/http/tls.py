@@ -1,19 +1,14 @@
 """TLS of the HTTP port, with certificates that are replaced while it listens.
 
 A handshake looks up, at its beginning, the context that is then in force; so what is replaced is replaced at once and whole,
-and connections that are open go on with what they began with. A context comes into force only after all its files were read
-and found to fit together: a broken pair leaves the old one in place.
+and connections that are open go on with what they began with.
 """
 
-import asyncio
-import logging
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout_gateway.pem_files import KeyPair, Watch, load_authorities, load_pair
-
-_LOG = logging.getLogger(__name__)
+from rollout_gateway.pem_files import KeyPair, Reloaded, load_authorities, load_pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,42 +18,20 @@ class TlsFiles:
     pair: KeyPair
     client_ca: Path | None = None
 
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """All files."""
-        return (self.pair.cert, self.pair.key, *([self.client_ca] if self.client_ca else []))
 
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """The context of a listener, which follows its files. Raises ValueError, naming the file, where it cannot be made."""
+    paths = (files.pair.cert, files.pair.key, files.client_ca)
+    current = Reloaded(paths, lambda: _made(files), f"the certificate in {files.pair.cert}")
 
-class Certificates:
-    """The context of a listener. Raises ValueError, naming the file, where it cannot be made."""
+    def choose(connection: ssl.SSLSocket | ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        current.look()
+        connection.context = current.value
 
-    def __init__(self, files: TlsFiles) -> None:
-        self._files = files
-        self._watch = Watch(files.paths)
-        self._current = _made(files)
-        self.context = _blank(files)
-        # Called for every handshake, also for those that name no server.
-        self.context.sni_callback = self._choose
-
-    async def watch(self, seconds: float = 1.0) -> None:
-        """Looks at the files every few seconds, for ever."""
-        while True:
-            await asyncio.sleep(seconds)
-            self.look()
-
-    def look(self) -> None:
-        """Takes the files if they have changed."""
-        if not self._watch.changed():
-            return
-        try:
-            self._current = _made(self._files)
-        except ValueError as error:
-            _LOG.error("the certificate in force is kept: %s", error)
-        else:
-            _LOG.info("the certificate was replaced by the one in %s", self._files.pair.cert)
-
-    def _choose(self, connection: ssl.SSLSocket | ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-        connection.context = self._current
+    context = _blank(files)
+    # Called for every handshake, also for those that name no server.
+    context.sni_callback = choose
+    return context
 
 
 def _made(files: TlsFiles) -> ssl.SSLContext:
