@@ -7,8 +7,9 @@ from typing import Any, cast
 
 import grpc
 from fastapi import FastAPI
-from fastapi.exception_handlers import request_validation_exception_handler
+from fastapi.exception_handlers import http_exception_handler, request_validation_exception_handler
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -17,7 +18,7 @@ from rollout_gateway.calls import ClientDisconnected, StreamEndedEarly, call_met
 from rollout_gateway.http.request_body import Overloaded
 from rollout_gateway.key_check import STRANGER, KeyCheck
 from rollout_gateway.osmosis_http.sync_body import InvalidBody, first_of
-from rollout_gateway.rest.errors import INVALID, plain_response
+from rollout_gateway.rest.errors import INVALID, http_problem, plain_response
 from rollout_gateway.rest.request import BODY_FIELDS, QUERY_FIELDS
 from rollout_gateway.status import Problem, logged_problem
 
@@ -41,6 +42,7 @@ class ErrorResponses:
             ClientDisconnected: self.hung_up,
             ClientDisconnect: self.hung_up,
             Overloaded: self.overloaded,
+            HTTPException: self.http_error,
         }
         for kind, handler in handlers.items():
             app.add_exception_handler(kind, cast(Callable[[Request, Exception], Awaitable[Response]], handler))
@@ -54,6 +56,12 @@ class ErrorResponses:
         if not self.is_plain(request.scope):
             return await request_validation_exception_handler(request, error)
         return await self._unless_stranger(request, Problem(422, first_of(error.errors()), code=INVALID))
+
+    async def http_error(self, request: Request, error: HTTPException) -> Response:
+        """What layers refuse that know of HTTP only: paths, methods, sizes and times."""
+        if not self.is_plain(request.scope):
+            return await http_exception_handler(request, error)
+        return self._answer(request, http_problem(error.status_code, str(error.detail), error.headers))
 
     async def failed_call(self, request: Request, error: grpc.aio.AioRpcError) -> Response:
         """What the server answered, in HTTP's terms and the body's or query's names."""

@@ -8,8 +8,6 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_gateway.http.shutdown import ShutdownMiddleware
-
 _DISCARD_SECONDS: Final = 5.0
 # Who has sent nothing for so long waits for the answer.
 _QUIET_SECONDS: Final = 0.5
@@ -22,12 +20,11 @@ class BodyLimit:
     It does so once the application asks for the body, which it does after it has looked at the key. A declared length is
     refused before anything is read; otherwise a body is counted and timed as it arrives. The exception passes through the
     application to Starlette's handler, so at most `max_bytes` and one chunk are ever held. How long the application takes is
-    limited by the end of the gateway only, see `ShutdownMiddleware`.
+    limited by the end of the gateway only, see `RequestBoundary`.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float = 60.0) -> None:
-        # Innermost, so that its answer takes the shape of the API that was asked.
-        self._app = ShutdownMiddleware(app)
+        self._app = app
         self._max_bytes = max_bytes
         self._seconds = seconds
 

@@ -1,10 +1,9 @@
 """The gateway's own metrics: HTTP requests by route, and how long they took."""
 
-import time
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 # Whatever a client makes up is one method, so that nobody can fill the memory with labels.
@@ -32,38 +31,13 @@ class HttpMetrics:
             registry=self._registry,
         )
 
-    def count(self, scope: Scope, status: int, seconds: float) -> None:
-        """One request that is over. Its label is the route's template, never the path, which holds ids."""
+    def count(self, scope: Scope, status: int | None, seconds: float) -> None:
+        """One request that is over, None: without an answer. Its label is the route's template, never the path, which holds ids."""
         route = getattr(scope.get("route"), "path", _NOWHERE)
         method = scope["method"] if scope["method"] in _METHODS else "other"
-        self._requests.labels(route, method, str(status)).inc()
+        self._requests.labels(route, method, str(status or _NO_ANSWER)).inc()
         self._seconds.labels(route, method).observe(seconds)
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text form."""
         return generate_latest(self._registry)
-
-
-class MetricsMiddleware:
-    """ASGI middleware that has each request counted when it is over."""
-
-    def __init__(self, app: ASGIApp, meters: HttpMetrics) -> None:
-        self._app = app
-        self._meters = meters
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        began, status = time.perf_counter(), _NO_ANSWER
-
-        async def watched(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        finally:
-            self._meters.count(scope, status, time.perf_counter() - began)

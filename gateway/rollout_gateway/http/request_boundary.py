@@ -1,15 +1,17 @@
-"""The outermost layer: request ids, the shape of errors, and the one place where an unforeseen exception ends."""
+"""The outermost layer: request ids, metrics, and the one place where an unforeseen exception, or a cancel, ends."""
 
+import asyncio
 import logging
 import re
+import time
 import uuid
 from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_gateway.rest.errors import reshaped
+from rollout_gateway.http.metrics import HttpMetrics
+from rollout_gateway.rest.errors import http_problem, plain_response
 
 _LOG = logging.getLogger(__name__)
 
@@ -18,16 +20,22 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class RequestBoundary:
-    """ASGI middleware that gives each request an id and answers what nobody handled with 500.
+    """ASGI middleware that gives each request an id, counts it, and answers what nobody handled with 500.
 
     A caller's `x-request-id` is kept if it is 1 to 128 visible ASCII characters. The id is found under
     `scope["state"]["request_id"]` and goes out with every answer. Where `is_plain` says that a request is the plain API's,
-    errors of the layers below, which know FastAPI's shape only, go out in that API's shape.
+    errors have that API's shape.
+
+    A request whose task is cancelled is answered with 503, and a stream ends as streams end: only whoever stops the listener
+    cancels these tasks. Rollouts are not touched: the client comes back, here or to another gateway, and finds them.
     """
 
-    def __init__(self, app: ASGIApp, is_plain: Callable[[Scope], bool] = lambda _: False) -> None:
+    def __init__(
+        self, app: ASGIApp, is_plain: Callable[[Scope], bool] = lambda _: False, meters: HttpMetrics | None = None
+    ) -> None:
         self._app = app
         self._is_plain = is_plain
+        self._meters = meters or HttpMetrics()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,42 +44,38 @@ class RequestBoundary:
         received = Headers(scope=scope).get("x-request-id", "")
         request_id = received if _REQUEST_ID.fullmatch(received) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        outgoing = _Outgoing(send, request_id, lambda: self._is_plain(scope))
+        began = time.perf_counter()
+        started: Message | None = None
+
+        async def outgoing(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = message
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        async def fail(status: int, text: str, **headers: str) -> None:
+            problem = http_problem(status, text, headers)
+            response = plain_response(problem, request_id) if self._is_plain(scope) else problem.response()
+            await response(scope, receive, outgoing)
+
         try:
             await self._app(scope, receive, outgoing)
         except Exception:
             _LOG.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
-            if not outgoing.started:
-                await JSONResponse({"detail": "Internal server error"}, 500)(scope, receive, outgoing)
-
-
-class _Outgoing:
-    """The `send` of one request. An error of the plain API is held back until it is whole, all else passes at once."""
-
-    def __init__(self, send: Send, request_id: str, is_plain: Callable[[], bool]) -> None:
-        self._send = send
-        self._request_id = request_id
-        self._is_plain = is_plain
-        self._held: Message | None = None
-        self._content = bytearray()
-        self.started = False
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.started = True
-            MutableHeaders(scope=message)["x-request-id"] = self._request_id
-            if message["status"] >= 400 and self._is_plain():
-                self._held = message
-                return
-        elif self._held is not None:
-            self._content += message.get("body", b"")
-            if not message.get("more_body", False):
-                await self._let_go(self._held)
-            return
-        await self._send(message)
-
-    async def _let_go(self, start: Message) -> None:
-        content = reshaped(start["status"], bytes(self._content), self._request_id)
-        MutableHeaders(scope=start)["content-length"] = str(len(content))
-        await self._send(start)
-        await self._send({"type": "http.response.body", "body": content})
+            if started is None:
+                await fail(500, "Internal server error")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if (
+                task is None
+                or not task.cancelling()
+                or (started and "content-length" in Headers(raw=started["headers"]))
+            ):
+                raise
+            if started is None:
+                await fail(503, "The gateway stops: ask again", **{"retry-after": "1", "connection": "close"})
+            else:
+                await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._meters.count(scope, started["status"] if started else None, time.perf_counter() - began)
