@@ -13,9 +13,8 @@ from rollout_gateway.errors import ErrorResponses
 from rollout_gateway.fleet.fleet import stub_of
 from rollout_gateway.http.deadlines import honour_deadline
 from rollout_gateway.http.limits import BodyLimit
-from rollout_gateway.http.metrics import HttpMetrics
 from rollout_gateway.http.request_body import RequestBodies
-from rollout_gateway.http.request_boundary import RequestBoundary
+from rollout_gateway.http.request_boundary import HttpMetrics, RequestBoundary
 from rollout_gateway.key_check import KeyCheck
 from rollout_gateway.osmosis_http.async_body import InitBody
 from rollout_gateway.osmosis_http.async_routes import asynchronous_router
