@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, Final, Self
-from urllib.parse import urlsplit
 
 import grpc
 
 from rollout_gateway.pem_files import KeyPair, Reloaded, load_authorities, load_pair, read
 
 _CERTIFICATE: Final = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_ADDRESS: Final = re.compile(
+    r"((?P<scheme>grpcs?)://)?(?P<host>[^\s/?#:\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})/?"
+)
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -152,26 +154,19 @@ def _secure(target: str, tls: ChannelTls) -> grpc.aio.Channel:
 
 
 def _parsed(address: str, secure: bool) -> tuple[str, bool]:
+    """What gRPC calls it, and whether TLS is spoken."""
     if address.startswith("unix:"):
         return address, False
-    scheme, separator, place = address.rpartition("://")
-    wrong = ValueError(
-        f"{address!r} is no address of a rollout server: HOST:PORT, grpc://..., grpcs://... or unix:PATH"
-    )
     if "@" in address:
         raise ValueError(
             "the address of a rollout server holds no user and no password: API keys come with the requests"
         )
-    if (separator and scheme not in ("grpc", "grpcs")) or any(letter.isspace() for letter in address):
-        raise wrong
-    try:
-        parts = urlsplit(f"//{place}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        raise wrong from None
-    if not host or not port or parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise wrong
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}", scheme == "grpcs" if separator else secure
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found["port"]) < 1 << 16:
+        raise ValueError(
+            f"{address!r} is no address of a rollout server: HOST:PORT, grpc://..., grpcs://... or unix:PATH"
+        )
+    return f"{found['host']}:{found['port']}", found["scheme"] == "grpcs" if found["scheme"] else secure
 
 
 def _credentials(tls: ChannelTls) -> grpc.ChannelCredentials:
@@ -190,8 +185,6 @@ def _credentials(tls: ChannelTls) -> grpc.ChannelCredentials:
 def _system_roots() -> bytes | None:
     """What the system trusts; None where it has nothing, and gRPC's own list counts. gRPC does not look here by itself."""
     places = ssl.get_default_verify_paths()
-    files = [Path(places.cafile)] if places.cafile else []
-    if not files and places.capath:
-        files = sorted(path for path in Path(places.capath).iterdir() if path.is_file())
-    found = dict.fromkeys(block for path in files for block in _CERTIFICATE.findall(path.read_bytes()))
-    return b"\n".join(found) or None
+    files = [Path(places.cafile)] if places.cafile else sorted(Path(places.capath).iterdir()) if places.capath else []
+    texts = (path.read_bytes() for path in files if path.is_file())
+    return b"\n".join(dict.fromkeys(block for text in texts for block in _CERTIFICATE.findall(text))) or None

@@ -20,26 +20,21 @@ from starlette.responses import JSONResponse
 
 _LOG = logging.getLogger(__name__)
 
-HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
-    grpc.StatusCode.OK: 200,
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.FAILED_PRECONDITION: 400,
-    grpc.StatusCode.OUT_OF_RANGE: 400,
-    grpc.StatusCode.UNAUTHENTICATED: 401,
-    grpc.StatusCode.PERMISSION_DENIED: 403,
-    grpc.StatusCode.NOT_FOUND: 404,
-    grpc.StatusCode.ALREADY_EXISTS: 409,
-    grpc.StatusCode.ABORTED: 409,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
-    # A client that hangs up hears no answer, so this is for one that is there: the transport or a stopping server ended its call.
-    grpc.StatusCode.CANCELLED: 503,
-    grpc.StatusCode.UNKNOWN: 500,
-    grpc.StatusCode.INTERNAL: 500,
-    grpc.StatusCode.DATA_LOSS: 500,
-    grpc.StatusCode.UNIMPLEMENTED: 501,
-    grpc.StatusCode.UNAVAILABLE: 503,
-    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+_CODES: Final[Mapping[int, str]] = {
+    200: "OK",
+    400: "INVALID_ARGUMENT FAILED_PRECONDITION OUT_OF_RANGE",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ALREADY_EXISTS ABORTED",
+    429: "RESOURCE_EXHAUSTED",
+    500: "UNKNOWN INTERNAL DATA_LOSS",
+    501: "UNIMPLEMENTED",
+    # A client that hangs up hears no answer: the transport or a stopping server ended a call that is CANCELLED.
+    503: "UNAVAILABLE CANCELLED",
+    504: "DEADLINE_EXCEEDED",
 }
+HTTP_STATUS: Final = {grpc.StatusCode[name]: status for status, names in _CODES.items() for name in names.split()}
 
 #: The word for a body, or an answer, over a limit.
 TOO_LARGE: Final = "TOO_LARGE"

@@ -129,34 +129,27 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     whole, and connections that are open go on with what they began with.
     """
     paths = (files.pair.cert, files.pair.key, files.client_ca)
-    current = Reloaded(paths, lambda: _made(files), f"the certificate in {files.pair.cert}")
+    current = Reloaded(paths, lambda: _loaded(files), f"the certificate in {files.pair.cert}")
 
     def choose(connection: ssl.SSLSocket | ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
         current.look()
         connection.context = current.value
 
-    context = _blank(files)
+    context = current.value
     # Called for every handshake, also for those that name no server.
     context.sni_callback = choose
     return context
 
 
-def _made(files: TlsFiles) -> ssl.SSLContext:
-    context = _blank(files)
-    load_pair(context, files.pair)
-    if files.client_ca is not None:
-        load_authorities(context, files.client_ca)
-    return context
-
-
-def _blank(files: TlsFiles) -> ssl.SSLContext:
-    """How connections are made, before it is said with which certificate."""
+def _loaded(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     # Renegotiation costs the server far more than the client that asks for it.
     context.options |= ssl.OP_NO_RENEGOTIATION
+    load_pair(context, files.pair)
     if files.client_ca is not None:
+        load_authorities(context, files.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
         # Who resumes a connection is not asked for a certificate again, so an authority that is no longer trusted would be for
         # two hours. TLS 1.2 resumes even so, from a cache of OpenSSL's that Python cannot turn off.
