@@ -12,7 +12,6 @@ from rollout_gateway.calls import Rollouts
 from rollout_gateway.errors import ErrorResponses
 from rollout_gateway.fleet.fleet import stub_of
 from rollout_gateway.http.deadlines import honour_deadline
-from rollout_gateway.http.limits import BodyLimit
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.http.request_boundary import HttpMetrics, RequestBoundary
 from rollout_gateway.key_check import KeyCheck
@@ -84,7 +83,8 @@ def create_app(
     channels = [servers] if isinstance(servers, grpc.aio.Channel) else servers
     rollouts, meters = Rollouts(stub_of(channels), settings), HttpMetrics()
     keys = KeyCheck(rollouts.server, settings.call_seconds)
-    intake = RequestBodies(keys, _BODIES_UNDER_WAY * settings.max_body_bytes)
+    budget = _BODIES_UNDER_WAY * settings.max_body_bytes
+    intake = RequestBodies(keys, budget, settings.max_body_bytes, settings.body_seconds)
     dialects = [synchronous_router(rollouts, intake), asynchronous_router(rollouts, keys, intake)]
     plain = [
         rollouts_router(rollouts, intake),
@@ -105,6 +105,5 @@ def create_app(
     add_docs(app)
     is_plain = answered_plainly(route for router in dialects for route in router.routes)
     ErrorResponses(keys, is_plain).install(app)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
     app.add_middleware(RequestBoundary, is_plain=is_plain, meters=meters)
     return app

@@ -107,31 +107,24 @@ class ServerChannel(grpc.aio.Channel):
 
 
 class _Generation:
-    """A channel of gRPC's, and how many calls are under way on it."""
+    """A channel of gRPC's, and the calls that are under way on it."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
         self.methods: dict[str, Any] = {}
-        self._calls = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._calls: set[Any] = set()
 
     def begin(self, call: Any) -> Any:
-        """Counts a call until it has ended."""
-        self._calls += 1
-        self._idle.clear()
-        call.add_done_callback(self._ended)
+        """Knows of a call until it has ended."""
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
         return call
 
     async def close_when_idle(self) -> None:
         """Waits for the calls under way, then closes the channel."""
-        await self._idle.wait()
+        for call in list(self._calls):
+            await call.code()
         await self.channel.close()
-
-    def _ended(self, _: object) -> None:
-        self._calls -= 1
-        if not self._calls:
-            self._idle.set()
 
 
 def open_channel(address: str, tls: ChannelTls | None = None) -> ServerChannel:
