@@ -108,7 +108,7 @@ def load_options(**flags: object) -> Options:
     try:
         return Options(**flags)  # type: ignore[arg-type]
     except ValidationError as error:
-        raise WrongOptions("; ".join(_complaint(each["loc"], each["msg"]) for each in error.errors())) from None
+        raise WrongOptions("; ".join(_error_text(each["loc"], each["msg"]) for each in error.errors())) from None
 
 
 def name_of(field: str) -> str:
@@ -117,7 +117,7 @@ def name_of(field: str) -> str:
     return str(alias.choices[0]) if isinstance(alias, AliasChoices) else field.upper()
 
 
-def _complaint(loc: tuple[int | str, ...], message: str) -> str:
+def _error_text(loc: tuple[int | str, ...], message: str) -> str:
     place = str(loc[0]) if loc else ""
     message = message.removeprefix("Value error, ")
     return f"{name_of(place) if place in Options.model_fields else place}: {message}" if place else message

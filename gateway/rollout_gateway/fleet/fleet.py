@@ -107,29 +107,29 @@ class Fleet:
     async def StartRollout(self, request: pb.StartRolloutRequest, context: CallContext) -> pb.StartRolloutResponse:
         """Has one of the servers accept a rollout, or find it."""
 
-        async def ask(member: Member) -> pb.StartRolloutResponse:
+        async def start_on(member: Member) -> pb.StartRolloutResponse:
             answer = await member.stub.StartRollout(request, **context.options())
-            self._routing.note(answer.rollout.uid, member)
+            self._routing.remember(answer.rollout.uid, member)
             return answer
 
-        return await self._routing.offer(request, context, ask)
+        return await self._routing.offer(request, context, start_on)
 
     @_rpc
     def RunRollout(self, request: pb.RunRolloutRequest, context: CallContext) -> Relay:
         """Has one of the servers accept a rollout, or find it, and streams its events."""
 
         async def items(relay: Relay) -> AsyncIterator[pb.RunRolloutResponse]:
-            async def ask(
+            async def start_on(
                 member: Member,
             ) -> tuple[list[pb.RunRolloutResponse], AsyncIterator[pb.RunRolloutResponse]]:
                 following = aiter(relay.begin(member.stub.RunRollout(request, **context.options())))
                 async for first in following:
                     # It says that the rollout was taken.
-                    self._routing.note(first.started.rollout.uid, member)
+                    self._routing.remember(first.started.rollout.uid, member)
                     return [first], following
                 return [], following
 
-            begun, following = await self._routing.offer(request.start, context, ask)
+            begun, following = await self._routing.offer(request.start, context, start_on)
             for item in begun:
                 yield item
             async for item in following:

@@ -46,12 +46,12 @@ class Routing:
         # A duplicate of these must not go to the first server in its order, should that one be back.
         self._strays: Recent[StartKey] = Recent(_MOST_KNOWN)
 
-    def note(self, uid: str, member: Member) -> None:
+    def remember(self, uid: str, member: Member) -> None:
         """A rollout is there, and with it all that have its server's id."""
         self._servers[_server_id(uid)] = member
 
     async def offer(
-        self, start: pb.StartRolloutRequest, context: CallContext, ask: Callable[[Member], Awaitable[_T]]
+        self, start: pb.StartRolloutRequest, context: CallContext, start_on: Callable[[Member], Awaitable[_T]]
     ) -> _T:
         """What the first server answers that takes the start. Raises AioRpcError."""
         key = start_key(start)
@@ -61,7 +61,7 @@ class Routing:
         away = 0
         for member in sorted(order, key=lambda each: each is not stray):
             try:
-                answer = await _taken(member, key is not None, context, ask)
+                answer = await _taken(member, key is not None, context, start_on)
             except _Away:
                 away += 1
             except grpc.aio.AioRpcError as error:
@@ -86,7 +86,7 @@ class Routing:
         if _server_id(uid) not in self._servers:
             look = pb.GetRolloutRequest(uid=uid)
             found, _ = await self.soonest("GetRollout", look, context, _MAY_BE_THERE, most=_LOOK_SECONDS)
-            self.note(uid, found)
+            self.remember(uid, found)
         return self._servers[_server_id(uid)]
 
     async def owners(self, uids: Sequence[str], context: CallContext) -> Mapping[Member, Sequence[str]]:
@@ -114,10 +114,10 @@ class Routing:
         A server that cannot be reached, and one that does not know what it is asked for, leave it to the others.
         """
 
-        async def ask(member: Member) -> tuple[Member, Any]:
+        async def call(member: Member) -> tuple[Member, Any]:
             return member, await member.call(rpc, request, context, most)
 
-        asking = [asyncio.create_task(ask(member)) for member in self.members]
+        asking = [asyncio.create_task(call(member)) for member in self.members]
         failures: list[grpc.aio.AioRpcError] = []
         try:
             for answer in asyncio.as_completed(asking):
@@ -161,12 +161,14 @@ class _Away(Exception):
     """The server cannot be reached."""
 
 
-async def _taken(member: Member, repeatable: bool, context: CallContext, ask: Callable[[Member], Awaitable[_T]]) -> _T:
+async def _taken(
+    member: Member, repeatable: bool, context: CallContext, start_on: Callable[[Member], Awaitable[_T]]
+) -> _T:
     """What a server answers to a start. Raises _Away, and AioRpcError if it refuses, or may have taken it."""
     attempt = 1
     while await member.reached(context.seconds(_CONNECT_SECONDS)):
         try:
-            return await ask(member)
+            return await start_on(member)
         except grpc.aio.AioRpcError as error:
             if not is_lost(error) or not repeatable or attempt == _ATTEMPTS:
                 raise
