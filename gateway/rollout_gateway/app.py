@@ -83,8 +83,7 @@ def create_app(
     channels = [servers] if isinstance(servers, grpc.aio.Channel) else servers
     rollouts, meters = Rollouts(stub_of(channels), settings), HttpMetrics()
     keys = KeyCheck(rollouts.server, settings.call_seconds)
-    budget = _BODIES_UNDER_WAY * settings.max_body_bytes
-    intake = RequestBodies(keys, budget, settings.max_body_bytes, settings.body_seconds)
+    intake = RequestBodies(keys, _BODIES_UNDER_WAY * settings.max_body_bytes)
     dialects = [synchronous_router(rollouts, intake), asynchronous_router(rollouts, keys, intake)]
     plain = [
         rollouts_router(rollouts, intake),
@@ -105,5 +104,5 @@ def create_app(
     add_docs(app)
     is_plain = answered_plainly(route for router in dialects for route in router.routes)
     ErrorResponses(keys, is_plain).install(app)
-    app.add_middleware(RequestBoundary, is_plain=is_plain, meters=meters)
+    app.add_middleware(RequestBoundary, is_plain=is_plain, meters=meters, limits=settings)
     return app

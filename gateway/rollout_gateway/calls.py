@@ -110,7 +110,7 @@ def call_metadata(request: Request, default_key: str = "") -> CallMetadata:
 
 
 async def unless_hung_up(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Awaits `work`, but cancels it and raises HungUp when the client leaves. What is left of the body is dropped.
+    """Awaits `work`, but cancels it and raises ClientDisconnected when the client leaves. What is left of the body is dropped.
 
     FastAPI does not cancel a plain handler, so the client is watched here. Raises also what is wrong with the rest of the body.
     """

@@ -2,7 +2,7 @@
 
 httptools takes heads of any size, and uvicorn waits for them, and for bodies that nobody reads, as long as it takes. Here a
 head is bounded in bytes, fields and time, a request line in bytes, a body in time. What is over a limit is answered and the
-connection closed. The time of a body that is being read is kept by `RequestBodies`, which can answer in the shape of the
+connection closed. The time of a body that is being read is kept by `RequestBoundary`, which can answer in the shape of the
 route; this one catches what is left.
 """
 

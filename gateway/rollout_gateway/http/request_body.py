@@ -1,23 +1,16 @@
-"""Bodies of requests: the key first, then bytes within limits and a budget, then what is large parsed off the event loop."""
+"""Bodies of requests: the key first, then bytes within a budget, then what is large parsed off the event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from itertools import accumulate
 from typing import Final, TypeVar
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.types import Message, Receive
 
 from rollout_gateway.calls import CallMetadata
 from rollout_gateway.key_check import KeyCheck
 from rollout_gateway.osmosis_http.sync_body import InvalidBody, demand_json, violation
 
-_DISCARD_SECONDS: Final = 5.0
-# Who has sent nothing for so long waits for the answer.
-_QUIET_SECONDS: Final = 0.5
-_DISCARD_BYTES: Final = 64 * 1024 * 1024
 # What is parsed on the event loop takes no more than some milliseconds.
 _SMALL_BYTES: Final = 64 * 1024
 _SMALL_VALUES: Final = 2_000
@@ -37,16 +30,14 @@ class Overloaded(Exception):
 
 
 class RequestBodies:
-    """Reads the bodies of all requests. One over `max_bytes` is answered with 413, one not whole after `seconds` with 408.
+    """Reads the bodies of all requests.
 
     Bodies that are being read or parsed hold `budget` bytes together; one that would hold more is refused. Large ones are
     parsed one at a time: threads take turns at Python anyway, and so the memory of one parsed body is what is needed.
     """
 
-    def __init__(self, keys: KeyCheck, budget: int, max_bytes: int = 16 << 20, seconds: float = 60.0) -> None:
+    def __init__(self, keys: KeyCheck, budget: int) -> None:
         self._keys = keys
-        self._max_bytes = max_bytes
-        self._seconds = seconds
         self._budget = budget
         self._held = 0
         self._parsing = asyncio.Lock()
@@ -73,7 +64,7 @@ class RequestBodies:
 
     async def _admitted(self, request: Request, metadata: CallMetadata) -> AsyncIterator[bytes]:
         """The pieces of the body, once the key was accepted."""
-        stream = Request(request.scope, self._limited(request)).stream()
+        stream = request.stream()
         if "expect" in request.headers:  # reading would tell this client to send its body
             await self._keys.demand(metadata)
             return stream
@@ -86,48 +77,6 @@ class RequestBodies:
             await asyncio.gather(first, return_exceptions=True)
             raise
         return _chained(first, stream)
-
-    def _limited(self, request: Request) -> Receive:
-        """What receives a body within the limits: what is declared too large before anything is read, others as they arrive.
-
-        The exceptions pass through the application, so at most `max_bytes` and one chunk are ever held. In both cases the rest of
-        the body is still on its way, so the connection cannot be used again.
-        """
-        taken, declared = 0, request.headers.get("content-length", "")
-        ends = asyncio.get_running_loop().time() + self._seconds
-        too_large = HTTPException(413, f"The body is larger than {self._max_bytes} bytes", {"connection": "close"})
-        too_slow = HTTPException(408, f"The body did not arrive within {self._seconds:g} s", {"connection": "close"})
-
-        async def receive() -> Message:
-            nonlocal taken
-            if declared.isdecimal() and int(declared[:20]) > self._max_bytes:
-                # A client that waits to be told to send its body has not begun, and reading would tell it.
-                if request.headers.get("expect", "").lower() != "100-continue":
-                    await self._discard(request.receive)
-                raise too_large
-            try:
-                async with asyncio.timeout_at(ends):
-                    message = await request.receive()
-            except TimeoutError:
-                raise too_slow from None
-            taken += len(message.get("body", b""))
-            if taken > self._max_bytes:
-                await self._discard(request.receive)
-                raise too_large
-            return message
-
-        return receive
-
-    async def _discard(self, receive: Receive) -> None:
-        """Reads on for a while: a client that writes before it reads would otherwise find its connection reset, not an answer."""
-        left = max(self._max_bytes, _DISCARD_BYTES)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_DISCARD_SECONDS):
-                while left > 0:
-                    message = await asyncio.wait_for(receive(), _QUIET_SECONDS)
-                    if not message.get("more_body", False):
-                        return
-                    left -= len(message["body"])
 
     async def _parsed(self, content: bytearray, parse: Callable[[bytes], _T]) -> _T:
         if len(content) <= _SMALL_BYTES and most_values(content) <= _SMALL_VALUES:
