@@ -102,7 +102,7 @@ ROOMS: dict[str, set[str]] = {
     # The public names, and `serve`, which goes to the composition root.
     "rollout_server": {*_AUTHORS, "rollout_server.app"},
     # The gateway only translates.
-    "rollout_gateway": {"rollout_gateway", "rollout_client.error_details", "osmosis", THIRD},
+    "rollout_gateway": {"rollout_gateway", "rollout_client.errors", "osmosis", THIRD},
     "rollout_client": {"rollout_client", "osmosis", THIRD},
     # Writes the client for threads.
     "unasync": set(),

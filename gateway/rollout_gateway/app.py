@@ -12,10 +12,8 @@ from rollout_gateway.calls import Rollouts
 from rollout_gateway.errors import ErrorResponses
 from rollout_gateway.fleet.fleet import stub_of
 from rollout_gateway.http.deadlines import honour_deadline
-from rollout_gateway.http.limits import BodyLimit
-from rollout_gateway.http.metrics import HttpMetrics, MetricsMiddleware
 from rollout_gateway.http.request_body import RequestBodies
-from rollout_gateway.http.request_boundary import RequestBoundary
+from rollout_gateway.http.request_boundary import HttpMetrics, RequestBoundary
 from rollout_gateway.key_check import KeyCheck
 from rollout_gateway.osmosis_http.async_body import InitBody
 from rollout_gateway.osmosis_http.async_routes import asynchronous_router
@@ -106,7 +104,5 @@ def create_app(
     add_docs(app)
     is_plain = answered_plainly(route for router in dialects for route in router.routes)
     ErrorResponses(keys, is_plain).install(app)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
-    app.add_middleware(RequestBoundary, is_plain=is_plain)
-    app.add_middleware(MetricsMiddleware, meters=meters)
+    app.add_middleware(RequestBoundary, is_plain=is_plain, meters=meters, limits=settings)
     return app

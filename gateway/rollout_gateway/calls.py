@@ -93,32 +93,24 @@ class Rollouts:
 def call_metadata(request: Request, default_key: str = "") -> CallMetadata:
     """What of an HTTP request travels on: who asks, the request id, and the trace it belongs to.
 
-    A request without an Authorization header is made under `default_key`, if there is one.
+    A request without an Authorization header is made under `default_key`, if there is one. Of W3C Trace Context, the state belongs
+    to its parent and goes with it or not at all; its headers are one list.
     """
-    metadata = [("x-request-id", request.state.request_id)]
-    authorization = request.headers.get("authorization")
+    metadata = {"x-request-id": request.state.request_id}
+    authorization = request.headers.get("authorization", f"Bearer {default_key}" if default_key else None)
     if authorization is not None:
         # The empty credential equals no key, so the server decides as for any wrong one.
-        metadata.append(("authorization", authorization if _VISIBLE.fullmatch(authorization) else ""))
-    elif default_key:
-        metadata.append(("authorization", f"Bearer {default_key}"))
-    metadata.extend(_trace(request))
-    return tuple(metadata)
-
-
-def _trace(request: Request) -> CallMetadata:
-    """W3C Trace Context: the state belongs to its parent and goes with it or not at all; its headers are one list."""
-    traceparent = request.headers.get("traceparent", "")
-    if not traceparent or not _VISIBLE.fullmatch(traceparent):
-        return ()
-    tracestate = ",".join(filter(None, request.headers.getlist("tracestate")))
-    if not tracestate or not _VISIBLE.fullmatch(tracestate):
-        return (("traceparent", traceparent),)
-    return (("traceparent", traceparent), ("tracestate", tracestate))
+        metadata["authorization"] = authorization if _VISIBLE.fullmatch(authorization) else ""
+    parent, state = request.headers.get("traceparent", ""), request.headers.getlist("tracestate")
+    for name, value in (("traceparent", parent), ("tracestate", ",".join(filter(None, state)))):
+        if not value or not _VISIBLE.fullmatch(value):
+            break
+        metadata[name] = value
+    return tuple(metadata.items())
 
 
 async def unless_hung_up(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Awaits `work`, but cancels it and raises HungUp when the client leaves. What is left of the body is dropped.
+    """Awaits `work`, but cancels it and raises ClientDisconnected when the client leaves. What is left of the body is dropped.
 
     FastAPI does not cancel a plain handler, so the client is watched here. Raises also what is wrong with the rest of the body.
     """

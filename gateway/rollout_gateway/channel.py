@@ -5,24 +5,22 @@ come after; those under way end on the one they began on, which is closed after 
 """
 
 import asyncio
-import logging
 import re
 import ssl
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
-from urllib.parse import urlsplit
 
 import grpc
 
-from rollout_gateway.pem_files import KeyPair, Watch, load_authorities, load_pair, read
+from rollout_gateway.pem_files import KeyPair, Reloaded, load_authorities, load_pair, read
 
-_LOG = logging.getLogger(__name__)
 _CERTIFICATE: Final = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_ADDRESS: Final = re.compile(
+    r"((?P<scheme>grpcs?)://)?(?P<host>[^\s/?#:\[\]]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})/?"
+)
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
@@ -48,140 +46,85 @@ class ChannelTls:
     pair: KeyPair | None = None
     #: The name that the server's certificate has to be for, where it is not the one in the address.
     server_name: str = ""
-    #: How often the files are looked at, by calls.
-    reload_seconds: float = 1.0
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """All files."""
-        return (*([self.ca] if self.ca else []), *([self.pair.cert, self.pair.key] if self.pair else []))
 
 
 class ServerChannel(grpc.aio.Channel):
-    """A channel to one server, which knows its address."""
+    """A channel to one server, which knows its address. `files` are those whose change `make` takes in."""
 
-    def __init__(self, address: str, make: Callable[[], grpc.aio.Channel], tls: ChannelTls | None = None) -> None:
+    def __init__(self, address: str, make: Callable[[], grpc.aio.Channel], files: Iterable[Path | None] = ()) -> None:
         self.address = address
-        self._make = make
-        self._watch = Watch(tls.paths) if tls is not None and tls.paths else None
-        self._look_seconds = tls.reload_seconds if tls is not None else 0.0
-        self._looked = time.monotonic()
-        self._current = _Generation(make())
+        self._follows_files = any(files)
+        self._current = Reloaded(files, lambda: _Generation(make()), f"the certificate towards {address}")
         self._retired: dict[asyncio.Task[None], _Generation] = {}
 
+    def _multicallable(self, kind: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        if not self._follows_files:
+            return getattr(self._current.value.channel, kind)(method, *args, **kwargs)
+
+        def call(*given: Any, **options: Any) -> Any:
+            before = self._current.value
+            if self._current.look():
+                closing = asyncio.ensure_future(before.close_when_idle())
+                self._retired[closing] = before
+                closing.add_done_callback(self._retired.pop)
+            generation = self._current.value
+            if method not in generation.methods:
+                generation.methods[method] = getattr(generation.channel, kind)(method, *args, **kwargs)
+            return generation.begin(generation.methods[method](*given, **options))
+
+        return call
+
     # The signatures are grpc's, whose generics need names of its own; stubs pass `_registered_method` too.
-
-    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What calls an rpc with one answer."""
-        return self._multicallable("unary_unary", method, args, kwargs)
-
-    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What calls an rpc that answers with a stream."""
-        return self._multicallable("unary_stream", method, args, kwargs)
-
-    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What calls an rpc that takes a stream."""
-        return self._multicallable("stream_unary", method, args, kwargs)
-
-    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What calls an rpc of two streams."""
-        return self._multicallable("stream_stream", method, args, kwargs)
+    unary_unary = partialmethod(_multicallable, "unary_unary")
+    unary_stream = partialmethod(_multicallable, "unary_stream")
+    stream_unary = partialmethod(_multicallable, "stream_unary")
+    stream_stream = partialmethod(_multicallable, "stream_stream")
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Whether the server is connected."""
-        return self._current.channel.get_state(try_to_connect)
+        return self._current.value.channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
         """Waits until the state is another one."""
-        await self._current.channel.wait_for_state_change(last_observed_state)
+        await self._current.value.channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
         """Waits until the server is connected."""
-        await self._current.channel.channel_ready()
+        await self._current.value.channel.channel_ready()
 
     async def close(self, grace: float | None = None) -> None:
         """Closes it; calls may go on for `grace` seconds."""
-        generations = (self._current, *self._retired.values())
+        generations = (self._current.value, *self._retired.values())
         await asyncio.gather(*(each.channel.close(grace) for each in generations))
 
     async def __aenter__(self) -> Self:
         """Nothing: it is open."""
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Closes it."""
         await self.close()
 
-    def _multicallable(self, kind: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._watch is None:
-            return getattr(self._current.channel, kind)(method, *args, **kwargs)
-        watch, make = self._watch, partial(_multicallable, kind, method, args, kwargs)
-
-        def call(*given: Any, **options: Any) -> Any:
-            self._look(watch)
-            return self._current.call(method, make, *given, **options)
-
-        return call
-
-    def _look(self, watch: Watch) -> None:
-        now = time.monotonic()
-        if now < self._looked + self._look_seconds:
-            return
-        self._looked = now
-        if not watch.changed():
-            return
-        try:
-            following = _Generation(self._make())
-        except ValueError as error:
-            _LOG.error("the certificate towards %s is kept: %s", self.address, error)
-            return
-        _LOG.info("the certificate towards %s was replaced", self.address)
-        self._retire(self._current)
-        self._current = following
-
-    def _retire(self, generation: "_Generation") -> None:
-        closing = asyncio.ensure_future(generation.close_when_idle())
-        self._retired[closing] = generation
-        closing.add_done_callback(self._retired.pop)
-
 
 class _Generation:
-    """A channel of gRPC's, and how many calls are under way on it."""
+    """A channel of gRPC's, and the calls that are under way on it."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
-        self._methods: dict[str, Any] = {}
-        self._calls = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.methods: dict[str, Any] = {}
+        self._calls: set[Any] = set()
 
-    def call(self, method: str, make: Callable[[grpc.aio.Channel], Any], *given: Any, **options: Any) -> Any:
-        """Begins a call."""
-        if method not in self._methods:
-            self._methods[method] = make(self.channel)
-        call = self._methods[method](*given, **options)
-        self._calls += 1
-        self._idle.clear()
-        call.add_done_callback(self._ended)
+    def begin(self, call: Any) -> Any:
+        """Knows of a call until it has ended."""
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
         return call
 
     async def close_when_idle(self) -> None:
         """Waits for the calls under way, then closes the channel."""
-        await self._idle.wait()
+        for call in list(self._calls):
+            await call.code()
         await self.channel.close()
-
-    def _ended(self, _: object) -> None:
-        self._calls -= 1
-        if not self._calls:
-            self._idle.set()
-
-
-def _multicallable(
-    kind: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], channel: grpc.aio.Channel
-) -> Any:
-    return getattr(channel, kind)(method, *args, **kwargs)
 
 
 def open_channel(address: str, tls: ChannelTls | None = None) -> ServerChannel:
@@ -194,7 +137,8 @@ def open_channel(address: str, tls: ChannelTls | None = None) -> ServerChannel:
     if not secure:
         return ServerChannel(address, partial(grpc.aio.insecure_channel, target, list(_OPTIONS)))
     chosen = tls or ChannelTls()
-    return ServerChannel(address, partial(_secure, target, chosen), chosen)
+    files = (chosen.ca, *((chosen.pair.cert, chosen.pair.key) if chosen.pair else ()))
+    return ServerChannel(address, partial(_secure, target, chosen), files)
 
 
 def _secure(target: str, tls: ChannelTls) -> grpc.aio.Channel:
@@ -203,26 +147,19 @@ def _secure(target: str, tls: ChannelTls) -> grpc.aio.Channel:
 
 
 def _parsed(address: str, secure: bool) -> tuple[str, bool]:
+    """What gRPC calls it, and whether TLS is spoken."""
     if address.startswith("unix:"):
         return address, False
-    scheme, separator, place = address.rpartition("://")
-    wrong = ValueError(
-        f"{address!r} is no address of a rollout server: HOST:PORT, grpc://..., grpcs://... or unix:PATH"
-    )
     if "@" in address:
         raise ValueError(
             "the address of a rollout server holds no user and no password: API keys come with the requests"
         )
-    if (separator and scheme not in ("grpc", "grpcs")) or any(letter.isspace() for letter in address):
-        raise wrong
-    try:
-        parts = urlsplit(f"//{place}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        raise wrong from None
-    if not host or not port or parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise wrong
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}", scheme == "grpcs" if separator else secure
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not 0 < int(found["port"]) < 1 << 16:
+        raise ValueError(
+            f"{address!r} is no address of a rollout server: HOST:PORT, grpc://..., grpcs://... or unix:PATH"
+        )
+    return f"{found['host']}:{found['port']}", found["scheme"] == "grpcs" if found["scheme"] else secure
 
 
 def _credentials(tls: ChannelTls) -> grpc.ChannelCredentials:
@@ -241,8 +178,6 @@ def _credentials(tls: ChannelTls) -> grpc.ChannelCredentials:
 def _system_roots() -> bytes | None:
     """What the system trusts; None where it has nothing, and gRPC's own list counts. gRPC does not look here by itself."""
     places = ssl.get_default_verify_paths()
-    files = [Path(places.cafile)] if places.cafile else []
-    if not files and places.capath:
-        files = sorted(path for path in Path(places.capath).iterdir() if path.is_file())
-    found = dict.fromkeys(block for path in files for block in _CERTIFICATE.findall(path.read_bytes()))
-    return b"\n".join(found) or None
+    files = [Path(places.cafile)] if places.cafile else sorted(Path(places.capath).iterdir()) if places.capath else []
+    texts = (path.read_bytes() for path in files if path.is_file())
+    return b"\n".join(dict.fromkeys(block for text in texts for block in _CERTIFICATE.findall(text))) or None

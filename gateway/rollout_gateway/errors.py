@@ -1,14 +1,14 @@
 """What becomes of a request that fails: the one place that knows which API it was for, and so the shape of its error."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
 
 import grpc
 from fastapi import FastAPI
-from fastapi.exception_handlers import request_validation_exception_handler
+from fastapi.exception_handlers import http_exception_handler, request_validation_exception_handler
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -17,9 +17,9 @@ from rollout_gateway.calls import ClientDisconnected, StreamEndedEarly, call_met
 from rollout_gateway.http.request_body import Overloaded
 from rollout_gateway.key_check import STRANGER, KeyCheck
 from rollout_gateway.osmosis_http.sync_body import InvalidBody, first_of
-from rollout_gateway.rest.errors import INVALID, plain_response
+from rollout_gateway.rest.errors import INVALID, http_problem, plain_response
 from rollout_gateway.rest.request import BODY_FIELDS, QUERY_FIELDS
-from rollout_gateway.status import Problem, logged_problem
+from rollout_gateway.status import Fields, Problem, logged_problem
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,61 +32,49 @@ class ErrorResponses:
     is_plain: Callable[[Scope], bool]
 
     def install(self, app: FastAPI) -> None:
-        """Has the application ask these handlers."""
-        handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[Response]]] = {
-            InvalidBody: self.invalid_body,
-            RequestValidationError: self.invalid_parameters,
-            grpc.aio.AioRpcError: self.failed_call,
-            StreamEndedEarly: self.ended_early,
-            ClientDisconnected: self.hung_up,
-            ClientDisconnect: self.hung_up,
-            Overloaded: self.overloaded,
-        }
-        for kind, handler in handlers.items():
-            app.add_exception_handler(kind, cast(Callable[[Request, Exception], Awaitable[Response]], handler))
+        """Has the application ask for its answers here."""
+        kinds = (InvalidBody, RequestValidationError, HTTPException, grpc.aio.AioRpcError, StreamEndedEarly, Overloaded)
+        for kind in (*kinds, ClientDisconnected, ClientDisconnect):
+            app.add_exception_handler(kind, self.response)
 
-    async def invalid_body(self, request: Request, error: InvalidBody) -> Response:
-        """422, for those who may know; a stranger hears about the key."""
-        return await self._unless_stranger(request, Problem(422, error.violations, code=INVALID))
-
-    async def invalid_parameters(self, request: Request, error: RequestValidationError) -> Response:
-        """The same for what is wrong with a query or a path."""
-        if not self.is_plain(request.scope):
-            return await request_validation_exception_handler(request, error)
-        return await self._unless_stranger(request, Problem(422, first_of(error.errors()), code=INVALID))
-
-    async def failed_call(self, request: Request, error: grpc.aio.AioRpcError) -> Response:
-        """What the server answered, in HTTP's terms and the body's or query's names."""
+    async def response(self, request: Request, error: Exception) -> Response:
+        """The answer to a request that failed so."""
         plain = self.is_plain(request.scope)
-        fields = (QUERY_FIELDS if request.method == "GET" else BODY_FIELDS) if plain else None
-        return self._answer(request, logged_problem(error, request.state.request_id, fields))
+        if isinstance(error, ClientDisconnected | ClientDisconnect):
+            # Nobody is there to read it; the access log shows what happened.
+            return Response(status_code=499)
+        if isinstance(error, HTTPException) and not plain:
+            return await http_exception_handler(request, error)
+        if isinstance(error, RequestValidationError) and not plain:
+            return await request_validation_exception_handler(request, error)
+        if isinstance(error, InvalidBody | RequestValidationError):
+            # 422, for those who may know; a stranger hears about the key.
+            error = await self._refused_key(request) or error
+        problem = self._problem(request, error, BODY_FIELDS if request.method != "GET" else QUERY_FIELDS, plain)
+        return plain_response(problem, request.state.request_id) if plain else problem.response()
 
-    async def ended_early(self, request: Request, error: StreamEndedEarly) -> Response:
-        """The server broke the contract."""
+    def _problem(self, request: Request, error: Exception, fields: Fields, plain: bool) -> Problem:
+        match error:
+            case grpc.aio.AioRpcError():
+                return logged_problem(error, request.state.request_id, fields if plain else None)
+            case HTTPException():
+                return http_problem(error.status_code, str(error.detail), error.headers)
+            case InvalidBody():
+                return Problem(422, error.violations, code=INVALID)
+            case RequestValidationError():
+                return Problem(422, first_of(error.errors()), code=INVALID)
+            case Overloaded():
+                text = "The bodies of other requests take all the memory there is for them: send it again after Retry-After"
+                return Problem(503, text, {"retry-after": "1"}, "OVERLOADED", 1.0)
         _LOG.error("request %s: the stream of rollout %s ended without an outcome", request.state.request_id, error)
         text = "The rollout server ended the call before the rollout had an outcome"
-        return self._answer(request, Problem(503, text, code=grpc.StatusCode.UNAVAILABLE.name))
+        return Problem(503, text, code=grpc.StatusCode.UNAVAILABLE.name)
 
-    async def hung_up(self, _: Request, __: ClientDisconnected) -> Response:
-        """Nobody is there to read it; the access log shows what happened."""
-        return Response(status_code=499)
-
-    async def overloaded(self, request: Request, _: Overloaded) -> Response:
-        """503: the client comes back when other bodies have been parsed."""
-        text = "The bodies of other requests take all the memory there is for them: send it again after Retry-After"
-        return self._answer(request, Problem(503, text, {"retry-after": "1"}, "OVERLOADED", 1.0))
-
-    async def _unless_stranger(self, request: Request, problem: Problem) -> Response:
+    async def _refused_key(self, request: Request) -> grpc.aio.AioRpcError | None:
         """Where the server cannot be asked, what is wrong with the request says more than that."""
         try:
             if not getattr(request.state, "key_accepted", False):
                 await self.keys.demand(call_metadata(request))
         except grpc.aio.AioRpcError as error:
-            if error.code() in STRANGER:
-                return await self.failed_call(request, error)
-        return self._answer(request, problem)
-
-    def _answer(self, request: Request, problem: Problem) -> Response:
-        if self.is_plain(request.scope):
-            return plain_response(problem, request.state.request_id)
-        return problem.response()
+            return error if error.code() in STRANGER else None
+        return None

@@ -49,12 +49,7 @@ class RolloutFollower:
         if nothing_yet and not finished:
             # The first one may be long in coming, and the client is not to wait that long for its answer's head.
             return events
-        try:
-            first = await anext(events)
-        except BaseException:
-            await events.aclose()
-            raise
-        return _chained(first, events)
+        return _chained(await anext(events), events)
 
     async def events(self) -> Events:
         """The events to the end, each once, also where the call breaks and is made again.

@@ -32,7 +32,7 @@ class KeyCheck:
         self._call = server.AnyAgents if isinstance(server, Fleet) else server.ListAgents
         self._seconds = seconds
         self._accepted: dict[bytes, float] = {}
-        self._asking: dict[bytes, asyncio.Task[None]] = {}
+        self._checks: dict[bytes, asyncio.Task[None]] = {}
 
     async def demand(self, metadata: CallMetadata) -> None:
         """Raises grpc.aio.AioRpcError where the server refuses the key, or cannot be asked in time.
@@ -42,24 +42,22 @@ class KeyCheck:
         digest = sha256(dict(metadata).get("authorization", "").encode()).digest()
         if self._accepted.get(digest, 0.0) > time.monotonic():
             return
-        asking = self._asking.get(digest)
-        if asking is None:
-            asking = self._asking[digest] = asyncio.create_task(self._ask(digest, metadata))
-            asking.add_done_callback(lambda done: self._asked(digest, done))
+        if digest not in self._checks:
+            self._checks[digest] = asyncio.create_task(self._check(digest, metadata))
+            # Nobody may be left who waits for it and fetches its exception.
+            self._checks[digest].add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             async with asyncio.timeout(seconds_left()):
                 # Others wait for it too, when this request's client leaves or its time is over.
-                await asyncio.shield(asking)
+                await asyncio.shield(self._checks[digest])
         except TimeoutError:
             raise too_late() from None
 
-    async def _ask(self, digest: bytes, metadata: CallMetadata) -> None:
-        await self._call(ListAgentsRequest(), metadata=metadata, timeout=self._seconds)
-        if len(self._accepted) >= _MOST_ACCEPTED:
-            self._accepted.clear()
-        self._accepted[digest] = time.monotonic() + _ACCEPTED_SECONDS
-
-    def _asked(self, digest: bytes, done: "asyncio.Task[None]") -> None:
-        del self._asking[digest]
-        if not done.cancelled():
-            done.exception()  # nobody may be left who waits for it
+    async def _check(self, digest: bytes, metadata: CallMetadata) -> None:
+        try:
+            await self._call(ListAgentsRequest(), metadata=metadata, timeout=self._seconds)
+            if len(self._accepted) >= _MOST_ACCEPTED:
+                self._accepted.clear()
+            self._accepted[digest] = time.monotonic() + _ACCEPTED_SECONDS
+        finally:
+            del self._checks[digest]

@@ -10,8 +10,7 @@ from pathlib import Path
 from rollout_gateway.app import create_app
 from rollout_gateway.channel import ChannelTls, open_channel
 from rollout_gateway.http.protocol import ConnectionLimits
-from rollout_gateway.http.serve import HttpListener, Listening
-from rollout_gateway.http.tls import TlsFiles
+from rollout_gateway.http.serve import HttpListener, Listening, TlsFiles
 from rollout_gateway.pem_files import KeyPair
 from rollout_gateway.settings import GatewaySettings
 from rollout_gateway.standalone_settings import Options
@@ -37,20 +36,22 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(options: Options, serving: Callable[[str, int], None]) -> None:
-    asked_to_stop, hurried = asyncio.Event(), asyncio.Event()
-
-    def stop() -> None:
-        (hurried if asked_to_stop.is_set() else asked_to_stop).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with suppress(NotImplementedError):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
+    asked_to_stop = asyncio.Event()
     async with AsyncExitStack() as stack:
         channels = []
         for address in options.servers:
             channels.append(open_channel(address, _towards_servers(options)))
             stack.push_async_callback(channels[-1].close)
         http = HttpListener(create_app(channels, _settings(options)), _listening(options))
+
+        def stop() -> None:
+            if asked_to_stop.is_set():
+                http.hurry()
+            asked_to_stop.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with suppress(NotImplementedError):
+                asyncio.get_running_loop().add_signal_handler(number, stop)
         port = await http.start()
         scheme = "http" if options.tls_cert is None else "https"
         host = f"[{options.host}]" if ":" in options.host else options.host
@@ -64,14 +65,7 @@ async def _serve(options: Options, serving: Callable[[str, int], None]) -> None:
         serving(url, port)
         await asked_to_stop.wait()
         _LOG.info("stopping: requests may go on for %g s; a second signal ends them", options.drain_seconds)
-        hurrying = asyncio.create_task(_hurry(http, hurried))
         await http.stop()
-        hurrying.cancel()
-
-
-async def _hurry(http: HttpListener, hurried: asyncio.Event) -> None:
-    await hurried.wait()
-    http.hurry()
 
 
 def _settings(options: Options) -> GatewaySettings:
@@ -93,9 +87,8 @@ def _listening(options: Options) -> Listening:
 
 def _towards_servers(options: Options) -> ChannelTls | None:
     """None: no TLS where the address does not ask for it."""
-    if options.server_ca is None and options.server_cert is None and not options.server_name:
-        return None
-    return ChannelTls(options.server_ca, _pair(options.server_cert, options.server_key), options.server_name)
+    tls = ChannelTls(options.server_ca, _pair(options.server_cert, options.server_key), options.server_name)
+    return tls if tls != ChannelTls() else None
 
 
 def _pair(cert: Path | None, key: Path | None) -> KeyPair | None:

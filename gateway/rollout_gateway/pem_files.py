@@ -1,8 +1,14 @@
-"""Certificates and keys in files: read, checked, and noticed when they change."""
+"""Certificates and keys in files: read, checked, and read anew when they change."""
 
+import logging
 import ssl
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +51,38 @@ def load_authorities(context: ssl.SSLContext, path: Path, what: str = "the autho
         raise ValueError(f"{path} holds no certificate in PEM") from None
 
 
-class Watch:
-    """Tells when files have changed."""
+class Reloaded(Generic[_T]):
+    """What is made of files, and made anew once they have changed. A change that cannot be used leaves it as it was.
 
-    def __init__(self, paths: tuple[Path, ...]) -> None:
-        self._paths = paths
-        self._taken = self._seen = self._look()
+    `make` raises ValueError for files that cannot be used; `what` names it in the log.
+    """
 
-    def changed(self) -> bool:
-        """Whether they have since the last time it said so. Not while they still change: they are written one by one."""
-        found = self._look()
-        settled, self._seen = found == self._seen, found
-        if not settled or found == self._taken:
+    def __init__(self, paths: Iterable[Path | None], make: Callable[[], _T], what: str) -> None:
+        self._paths = [path for path in paths if path is not None]
+        self._make = make
+        self._what = what
+        self._seen = self._stamp()
+        self.value = make()
+
+    def look(self) -> bool:
+        """Looks at the files; whether there is a new value."""
+        seen, self._seen = self._seen, self._stamp()
+        if self._seen == seen:
             return False
-        self._taken = found
+        try:
+            self.value = self._make()
+        except ValueError as error:
+            _LOG.error("%s is kept: %s", self._what, error)
+            return False
+        _LOG.info("%s was replaced", self._what)
         return True
 
-    def _look(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(_print(path) for path in self._paths)
+    def _stamp(self) -> list[tuple[int, int, int] | None]:
+        # Links are followed: a mounted secret is a link that is put elsewhere.
+        return [_print(path) for path in self._paths]
 
 
 def _print(path: Path) -> tuple[int, int, int] | None:
-    # Links are followed: a mounted secret is a link that is put elsewhere.
     try:
         found = path.stat()
     except OSError:

@@ -4,7 +4,7 @@ What a rollout server has too is named as it is there. Nothing slow is imported:
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -19,8 +19,9 @@ def _entries(value: object) -> object:
     return tuple(entry.strip() for entry in value.split(",") if entry.strip()) if isinstance(value, str) else value
 
 
-def _named(name: str) -> AliasChoices:
-    return AliasChoices(name)
+def _setting(name: str, default: Any, description: str, **bounds: Any) -> Any:
+    """A setting with its name in the environment."""
+    return Field(default, validation_alias=AliasChoices(name), description=description, **bounds)
 
 
 class Options(BaseSettings):
@@ -28,92 +29,64 @@ class Options(BaseSettings):
 
     model_config = SettingsConfigDict(env_file=".env", env_file_encoding="utf-8", extra="ignore", populate_by_name=True)
 
-    servers: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_entries)] = Field(
+    servers: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_entries)] = _setting(
+        "ROLLOUT_SERVERS",
         (),
-        validation_alias=_named("ROLLOUT_SERVERS"),
-        description="A rollout server: HOST:PORT, grpc://HOST:PORT, grpcs://HOST:PORT or unix:PATH, each of them one process.",
+        "A rollout server: HOST:PORT, grpc://HOST:PORT, grpcs://HOST:PORT or unix:PATH, each of them one process.",
     )
-    host: str = Field(
+    host: str = _setting(
+        "ROLLOUT_GATEWAY_HOST",
         "127.0.0.1",
-        validation_alias=_named("ROLLOUT_GATEWAY_HOST"),
-        description="Address to listen on; 0.0.0.0: all of IPv4, for callers on other machines.",
+        "Address to listen on; 0.0.0.0: all of IPv4, for callers on other machines.",
     )
-    port: int = Field(
-        9000, ge=0, le=65535, validation_alias=_named("ROLLOUT_GATEWAY_PORT"), description="HTTP port; 0: any."
+    port: int = _setting("ROLLOUT_GATEWAY_PORT", 9000, "HTTP port; 0: any.", ge=0, le=65535)
+    tls_cert: Path | None = _setting("ROLLOUT_TLS_CERT", None, "Certificate chain (PEM) of the HTTP port.")
+    tls_key: Path | None = _setting("ROLLOUT_TLS_KEY", None, "Its private key (PEM).")
+    client_ca: Path | None = _setting(
+        "ROLLOUT_TLS_CLIENT_CA", None, "CA certificates (PEM): HTTP clients must show a certificate of theirs."
     )
-    tls_cert: Path | None = Field(
-        None, validation_alias=_named("ROLLOUT_TLS_CERT"), description="Certificate chain (PEM) of the HTTP port."
-    )
-    tls_key: Path | None = Field(None, validation_alias=_named("ROLLOUT_TLS_KEY"), description="Its private key (PEM).")
-    client_ca: Path | None = Field(
+    server_ca: Path | None = _setting(
+        "ROLLOUT_SERVERS_CA",
         None,
-        validation_alias=_named("ROLLOUT_TLS_CLIENT_CA"),
-        description="CA certificates (PEM): HTTP clients must show a certificate of theirs.",
+        "CA certificates (PEM) for the servers instead of the system's; also turns TLS on for HOST:PORT.",
     )
-    server_ca: Path | None = Field(
-        None,
-        validation_alias=_named("ROLLOUT_SERVERS_CA"),
-        description="CA certificates (PEM) for the servers instead of the system's; also turns TLS on for HOST:PORT.",
+    server_cert: Path | None = _setting(
+        "ROLLOUT_SERVERS_CERT", None, "Certificate (PEM) to show to the servers; also turns TLS on for HOST:PORT."
     )
-    server_cert: Path | None = Field(
-        None,
-        validation_alias=_named("ROLLOUT_SERVERS_CERT"),
-        description="Certificate (PEM) to show to the servers; also turns TLS on for HOST:PORT.",
+    server_key: Path | None = _setting("ROLLOUT_SERVERS_KEY", None, "Its private key (PEM).")
+    server_name: str = _setting(
+        "ROLLOUT_SERVERS_NAME", "", "The name in the servers' certificates, where it is not the host of the address."
     )
-    server_key: Path | None = Field(
-        None, validation_alias=_named("ROLLOUT_SERVERS_KEY"), description="Its private key (PEM)."
+    synchronous_key: SecretStr = _setting(
+        "ROLLOUT_SYNCHRONOUS_KEY", SecretStr(""), "API key of the servers for POST /rollout and GET /tools without one."
     )
-    server_name: str = Field(
-        "",
-        validation_alias=_named("ROLLOUT_SERVERS_NAME"),
-        description="The name in the servers' certificates, where it is not the host of the address.",
-    )
-    synchronous_key: SecretStr = Field(
-        SecretStr(""),
-        validation_alias=_named("ROLLOUT_SYNCHRONOUS_KEY"),
-        description="API key of the servers for POST /rollout and GET /tools without one.",
-    )
-    detach_grace_seconds: float = Field(
+    detach_grace_seconds: float = _setting(
+        "ROLLOUT_DETACH_GRACE_SECONDS",
         10.0,
+        "A POST /rollout whose client hung up is cancelled after this; 0: at once.",
         ge=0,
-        validation_alias=_named("ROLLOUT_DETACH_GRACE_SECONDS"),
-        description="A POST /rollout whose client hung up is cancelled after this; 0: at once.",
     )
-    max_metadata_bytes: int = Field(
-        1024 * 1024,
-        ge=0,
-        validation_alias=_named("ROLLOUT_MAX_METADATA_BYTES"),
-        description="Largest metadata of a rollout.",
+    max_metadata_bytes: int = _setting(
+        "ROLLOUT_MAX_METADATA_BYTES", 1024 * 1024, "Largest metadata of a rollout.", ge=0
     )
-    max_request_bytes: int = Field(
-        16 * 1024 * 1024,
-        ge=1024,
-        validation_alias=_named("ROLLOUT_MAX_REQUEST_BYTES"),
-        description="Largest body of a request.",
+    max_request_bytes: int = _setting(
+        "ROLLOUT_MAX_REQUEST_BYTES", 16 * 1024 * 1024, "Largest body of a request.", ge=1024
     )
-    request_seconds: float = Field(
-        60.0,
-        gt=0,
-        validation_alias=_named("ROLLOUT_REQUEST_SECONDS"),
-        description="How long the body of a request may take to arrive.",
+    request_seconds: float = _setting(
+        "ROLLOUT_REQUEST_SECONDS", 60.0, "How long the body of a request may take to arrive.", gt=0
     )
-    max_connections: int = Field(
+    max_connections: int = _setting(
+        "ROLLOUT_MAX_CONNECTIONS",
         10_000,
+        "Open HTTP connections, streams of events included; requests on more are answered with 503.",
         ge=1,
-        validation_alias=_named("ROLLOUT_MAX_CONNECTIONS"),
-        description="Open HTTP connections, streams of events included; requests on more are answered with 503.",
     )
-    drain_seconds: float = Field(
-        30.0,
-        ge=0,
-        validation_alias=_named("ROLLOUT_DRAIN_SECONDS"),
-        description="On SIGTERM, how long requests under way may go on.",
+    drain_seconds: float = _setting(
+        "ROLLOUT_DRAIN_SECONDS", 30.0, "On SIGTERM, how long requests under way may go on.", ge=0
     )
-    log_format: Literal["text", "json"] = Field(
-        "text", validation_alias=_named("ROLLOUT_LOG_FORMAT"), description="One line of text or one JSON object."
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", validation_alias=_named("ROLLOUT_LOG_LEVEL"), description="The least important lines that are written."
+    log_format: Literal["text", "json"] = _setting("ROLLOUT_LOG_FORMAT", "text", "One line of text or one JSON object.")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting(
+        "ROLLOUT_LOG_LEVEL", "info", "The least important lines that are written."
     )
 
     @model_validator(mode="after")
@@ -135,7 +108,7 @@ def load_options(**flags: object) -> Options:
     try:
         return Options(**flags)  # type: ignore[arg-type]
     except ValidationError as error:
-        raise WrongOptions("; ".join(_complaint(each["loc"], each["msg"]) for each in error.errors())) from None
+        raise WrongOptions("; ".join(_error_text(each["loc"], each["msg"]) for each in error.errors())) from None
 
 
 def name_of(field: str) -> str:
@@ -144,7 +117,7 @@ def name_of(field: str) -> str:
     return str(alias.choices[0]) if isinstance(alias, AliasChoices) else field.upper()
 
 
-def _complaint(loc: tuple[int | str, ...], message: str) -> str:
+def _error_text(loc: tuple[int | str, ...], message: str) -> str:
     place = str(loc[0]) if loc else ""
     message = message.removeprefix("Value error, ")
     return f"{name_of(place) if place in Options.model_fields else place}: {message}" if place else message

@@ -12,36 +12,29 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import grpc
-from google.protobuf.message import DecodeError, Message
-from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
-from google.rpc.status_pb2 import Status
+from rollout_client.errors import TooLarge, failure_of
 from starlette.responses import JSONResponse
 
 _LOG = logging.getLogger(__name__)
 
-HTTP_STATUS: Final[Mapping[grpc.StatusCode, int]] = {
-    grpc.StatusCode.OK: 200,
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.FAILED_PRECONDITION: 400,
-    grpc.StatusCode.OUT_OF_RANGE: 400,
-    grpc.StatusCode.UNAUTHENTICATED: 401,
-    grpc.StatusCode.PERMISSION_DENIED: 403,
-    grpc.StatusCode.NOT_FOUND: 404,
-    grpc.StatusCode.ALREADY_EXISTS: 409,
-    grpc.StatusCode.ABORTED: 409,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
-    # A client that hangs up hears no answer, so this is for one that is there: the transport or a stopping server ended its call.
-    grpc.StatusCode.CANCELLED: 503,
-    grpc.StatusCode.UNKNOWN: 500,
-    grpc.StatusCode.INTERNAL: 500,
-    grpc.StatusCode.DATA_LOSS: 500,
-    grpc.StatusCode.UNIMPLEMENTED: 501,
-    grpc.StatusCode.UNAVAILABLE: 503,
-    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+_CODES: Final[Mapping[int, str]] = {
+    200: "OK",
+    400: "INVALID_ARGUMENT FAILED_PRECONDITION OUT_OF_RANGE",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ALREADY_EXISTS ABORTED",
+    429: "RESOURCE_EXHAUSTED",
+    500: "UNKNOWN INTERNAL DATA_LOSS",
+    501: "UNIMPLEMENTED",
+    # A client that hangs up hears no answer: the transport or a stopping server ended a call that is CANCELLED.
+    503: "UNAVAILABLE CANCELLED",
+    504: "DEADLINE_EXCEEDED",
 }
+HTTP_STATUS: Final = {grpc.StatusCode[name]: status for status, names in _CODES.items() for name in names.split()}
 
 #: The word for a body, or an answer, over a limit.
 TOO_LARGE: Final = "TOO_LARGE"
@@ -53,13 +46,10 @@ _TRANSPORT_TEXTS: Final[Mapping[grpc.StatusCode, str]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "The rollout server did not answer in time",
     grpc.StatusCode.UNIMPLEMENTED: "The rollout server does not offer this",
 }
-# gRPC's own words for a message over the limit of either side; RESOURCE_EXHAUSTED means "later" everywhere else.
-_OVERSIZE: Final = "message larger than max"
 _PATH_PART = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 Loc = tuple[str | int, ...]
 Fields = Mapping[tuple[str, ...], Loc]
-_Detail = TypeVar("_Detail", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +76,30 @@ def problem(error: grpc.aio.AioRpcError, fields: Fields | None = None) -> Proble
     `fields` maps field paths of the request message to places in the HTTP body; with it, and where the server names the
     fields at fault, INVALID_ARGUMENT becomes 422 in FastAPI's shape.
     """
-    code, details = error.code(), _details(error)
-    info, bad = _unpacked(details, ErrorInfo()), _unpacked(details, BadRequest())
-    word = info.reason if info is not None and info.reason else code.name
-    if code is grpc.StatusCode.INVALID_ARGUMENT and bad is not None and bad.field_violations and fields is not None:
-        return Problem(422, [_violation(each, fields) for each in bad.field_violations], code=word)
-    text = error.details() or ""
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _OVERSIZE in text:
+    code, failure = error.code(), failure_of(error, "")
+    text, word = failure.message, failure.reason or code.name
+    if code is grpc.StatusCode.INVALID_ARGUMENT and failure.fields and fields is not None:
+        violations = [
+            {
+                "type": "value_error",
+                "loc": body_location(each.field, fields),
+                "msg": each.description or "Invalid value",
+            }
+            for each in failure.fields
+        ]
+        return Problem(422, violations, code=word)
+    if isinstance(failure, TooLarge):
         text = "The request or its answer is larger than the rollout server's limit for one message"
         return Problem(413, text, code=TOO_LARGE)
     status = HTTP_STATUS.get(code, 500)
     if status == 500:
         return Problem(500, _INTERNAL, code=grpc.StatusCode.INTERNAL.name)
-    if code in _TRANSPORT_TEXTS and info is None:
-        text = _TRANSPORT_TEXTS[code]
-    wait = _retry_after(status, _unpacked(details, RetryInfo()))
+    if not failure.from_server:
+        text = _TRANSPORT_TEXTS.get(code, text)
+    wait = failure.retry_after
+    if wait is None and status == 503:
+        # A server that is away says nothing, but it helps to come back.
+        wait = _AWAY_SECONDS
     return Problem(status, text or code.name, _headers(status, wait), word, wait)
 
 
@@ -137,46 +136,9 @@ def body_location(path: str, fields: Fields) -> Loc:
     return ("body", *parts)
 
 
-def _retry_after(status: int, retry: RetryInfo | None) -> float | None:
-    """In seconds. A server that is away says nothing, but it helps to come back."""
-    if retry is not None:
-        return float(retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9)
-    return _AWAY_SECONDS if status == 503 else None
-
-
 def _headers(status: int, wait: float | None) -> dict[str, str]:
     headers = {"www-authenticate": "Bearer"} if status == 401 else {}
     if wait is not None:
         # The header knows whole seconds only.
         headers["retry-after"] = str(max(1, math.ceil(wait)))
     return headers
-
-
-def _violation(violation: BadRequest.FieldViolation, fields: Fields) -> dict[str, Any]:
-    return {
-        "type": "value_error",
-        "loc": body_location(violation.field, fields),
-        "msg": violation.description or "Invalid value",
-    }
-
-
-def _details(error: grpc.aio.AioRpcError) -> Status:
-    """The rich status of an error; empty where it carries none, or one that cannot be read."""
-    for key, value in error.trailing_metadata() or ():
-        if key == "grpc-status-details-bin" and isinstance(value, bytes):
-            try:
-                return Status.FromString(value)
-            except DecodeError:
-                break
-    return Status()
-
-
-def _unpacked(status: Status, into: _Detail) -> _Detail | None:
-    for detail in status.details:
-        if detail.Is(into.DESCRIPTOR):
-            try:
-                detail.Unpack(into)
-            except DecodeError:
-                return None
-            return into
-    return None

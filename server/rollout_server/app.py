@@ -197,8 +197,7 @@ class Server:
 
     async def _start_http(self, socket: Path, keys: Keyring) -> None:
         from rollout_gateway.http.protocol import ConnectionLimits
-        from rollout_gateway.http.serve import Listening
-        from rollout_gateway.http.tls import TlsFiles
+        from rollout_gateway.http.serve import Listening, TlsFiles
         from rollout_gateway.pem_files import KeyPair
         from rollout_gateway.settings import GatewaySettings
 

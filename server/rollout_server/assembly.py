@@ -221,10 +221,12 @@ def make_registry(
     shared: bool = False,
 ) -> RolloutRegistry:
     """The registry of these agents' rollouts. `shared`: among callers that keys tell apart."""
+    # A gateway before several servers finds a rollout's server by it.
+    server_id = secrets.token_hex(5)
     return RolloutRegistry(
         agents,
         trainers.open,
-        lambda: secrets.token_hex(10),
+        lambda: f"{server_id}-{secrets.token_hex(10)}",
         capacity=Capacity(
             running=settings.max_running,
             queued=settings.max_queued,

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rollout_gateway.http import request_body
-from rollout_gateway.http.request_body import TooMuch, demand_bounded
+from rollout_gateway.http.request_body import demand_bounded
+from rollout_gateway.osmosis_http.sync_body import InvalidBody
 
 TEXTS = st.text(alphabet='[]{}",\\:ab\n', max_size=12)
 JSON = st.recursive(
@@ -35,7 +36,7 @@ def deepest(value: Any) -> int:
 def passes(content: bytes, **bounds: int) -> bool:
     try:
         demand_bounded(content, **bounds)
-    except TooMuch:
+    except InvalidBody:
         return False
     return True
 

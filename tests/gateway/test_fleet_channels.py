@@ -165,7 +165,7 @@ async def test_a_client_certificate_is_replaced_while_a_call_goes_on(
     caplog.set_level(logging.INFO)
     authority, clients = Authority(), Authority()
     pair = clients.put(tmp_path, "gateway", common_name="old")
-    tls = ChannelTls(authority.put_ca(tmp_path), pair, reload_seconds=0)
+    tls = ChannelTls(authority.put_ca(tmp_path), pair)
     async with secured(authority, clients) as (porter, port), open_channel(f"localhost:{port}", tls) as channel:
         stub = RolloutServiceStub(channel)
         porter.go.clear()

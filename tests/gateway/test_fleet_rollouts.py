@@ -147,6 +147,31 @@ async def test_one_uid_that_is_nowhere_cancels_nothing(world: Fleets) -> None:
     assert set((await states(world)).values()) == {pb.ROLLOUT_STATE_RUNNING}
 
 
+async def test_one_uid_that_a_known_server_has_forgotten_cancels_nothing(world: Fleets) -> None:
+    uids = await one_on_each(world)
+    for uid in uids:
+        await world.fleet.GetRollout(pb.GetRolloutRequest(uid=uid))
+    asked = pb.CancelRolloutsRequest(selection=pb.Selection(uids=[*uids, uids[0][:-1] + "x"]))
+    refused = await refusal(world.fleet.CancelRollouts(asked))
+    assert (refused.code, refused.reason) == (Code.NOT_FOUND, "ROLLOUT_NOT_FOUND")
+    assert set((await states(world)).values()) == {pb.ROLLOUT_STATE_RUNNING}
+
+
+async def test_a_servers_other_rollouts_are_found_by_its_id(world: Fleets) -> None:
+    uids = await one_on_each(world)
+    others = [(await place.caller.start(start())).rollout.uid for place in world.places]
+    assert len({uid.rpartition("-")[0] for uid in uids + others}) == len(uids)
+    for uid in uids:
+        await world.fleet.GetRollout(pb.GetRolloutRequest(uid=uid))
+    await world.places[1].wire.cut()
+    for uid in (others[0], others[2]):
+        assert (await world.fleet.GetRollout(pb.GetRolloutRequest(uid=uid))).rollout.uid == uid
+        forgotten = pb.GetRolloutRequest(uid=uid[:-1] + "x")
+        # Of its server alone one is told so, whoever else is away.
+        assert (await refusal(world.fleet.GetRollout(forgotten))).code is Code.NOT_FOUND
+    assert (await refusal(world.fleet.GetRollout(pb.GetRolloutRequest(uid=others[1])))).code is Code.UNAVAILABLE
+
+
 async def test_all_are_cancelled_everywhere(world: Fleets) -> None:
     uids = await started(world.fleet, 9)
     everything = pb.CancelRolloutsRequest(selection=pb.Selection(all=True))
@@ -251,7 +276,8 @@ class Stepping(ScriptedServer):
         after = first + request.page_size
         rollouts = [pb.Rollout(uid=f"{time}", create_time=Timestamp(seconds=time)) for time in self.times]
         token = str(after) if after < len(rollouts) else ""
-        return pb.ListRolloutsResponse(rollouts=rollouts[first:after], next_page_token=token)
+        tokens = [str(number) for number in range(first, min(after, len(rollouts)))]
+        return pb.ListRolloutsResponse(rollouts=rollouts[first:after], next_page_token=token, page_tokens=tokens)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -73,7 +73,7 @@ async def test_a_server_that_is_away_is_passed_over_and_the_duplicate_follows(wo
 
 async def connected(fleet: Fleet, place: Place) -> None:
     """Waits until the fleet reaches a server again."""
-    (member,) = [each for each in fleet._places.members if each.address == place.wire.address]
+    (member,) = [each for each in fleet._routing.members if each.address == place.wire.address]
 
     async def is_reached() -> bool:
         return await member.reached(1)

@@ -15,8 +15,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from rollout_gateway.app import create_app
 from rollout_gateway.channel import open_channel
-from rollout_gateway.http.serve import HttpListener, Listening
-from rollout_gateway.http.tls import Certificates, TlsFiles
+from rollout_gateway.http.serve import HttpListener, Listening, TlsFiles, server_context
 from rollout_gateway.pem_files import KeyPair
 from rollout_gateway.settings import GatewaySettings
 from rollout_server.embedded_gateway import EmbeddedGateway
@@ -24,8 +23,6 @@ from rollout_server.embedded_gateway import EmbeddedGateway
 from tests.gateway.certificates import Authority, replace
 from tests.gateway.scripted_server import ScriptedServer
 from tests.rpc.caller import until
-
-LOOK_SECONDS = 0.02
 
 
 @pytest.fixture
@@ -37,7 +34,7 @@ def authority() -> Authority:
 async def gateway(address: str, tls: TlsFiles) -> AsyncIterator[int]:
     """A gateway with TLS before the server at an address; yields its port."""
     async with open_channel(address) as channel:
-        listening = Listening("127.0.0.1", 0, tls, reload_seconds=LOOK_SECONDS, grace_seconds=0.5)
+        listening = Listening("127.0.0.1", 0, tls, grace_seconds=0.5)
         listener = HttpListener(create_app(channel, GatewaySettings()), listening)
         try:
             yield await listener.start()
@@ -109,7 +106,7 @@ async def test_a_client_without_a_certificate_that_is_demanded_is_not_served(
 
 
 def test_old_versions_and_renegotiation_are_off(authority: Authority, tmp_path: Path) -> None:
-    context = Certificates(TlsFiles(authority.put(tmp_path))).context
+    context = server_context(TlsFiles(authority.put(tmp_path)))
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
     assert context.options & ssl.OP_NO_RENEGOTIATION
 
@@ -174,15 +171,16 @@ async def test_an_authority_that_is_replaced_no_longer_opens(
                     assert (await coming.get("/health")).status_code == 200
                     break
                 except httpx.TransportError:
-                    await asyncio.sleep(LOOK_SECONDS)
+                    await asyncio.sleep(0.02)
         with pytest.raises(httpx.TransportError):
             await leaving.get("/health")
 
 
-async def logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    """Waits for a line of the log."""
+async def logged(caplog: pytest.LogCaptureFixture, text: str, port: int, context: ssl.SSLContext) -> None:
+    """Waits for a line of the log: the files are looked at with each handshake."""
 
     async def is_there() -> bool:
+        await shown(port, context)
         return text in caplog.text
 
     await until(is_there)
@@ -207,13 +205,13 @@ async def test_a_broken_pair_leaves_the_old_one_in_force_and_tells_the_file(
                 pair.key.unlink()
             else:
                 replace(pair.key, content)
-            await logged(caplog, complaint)
+            await logged(caplog, complaint, port, authority.client())
             assert str(pair.key) in caplog.text
             assert "PRIVATE KEY" not in caplog.text
             assert await shown(port, authority.client()) == "whole"
         assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
         replace(pair.key, key)
-        await logged(caplog, "was replaced")
+        await logged(caplog, "was replaced", port, authority.client())
         assert await shown(port, authority.client()) == "whole"
 
 
@@ -241,6 +239,6 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Pat
         (TlsFiles(pair, pair.key), pair.key, "no certificate in PEM"),
     ):
         with pytest.raises(ValueError, match=complaint) as caught:
-            Certificates(files)
+            server_context(files)
         assert str(path) in str(caught.value)
         assert "PRIVATE KEY" not in str(caught.value)

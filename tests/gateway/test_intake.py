@@ -101,7 +101,7 @@ async def test_accepted_keys_are_bounded(
         for number in range(20):
             await keys.demand((("authorization", f"Bearer {number}"),))
             assert len(keys._accepted) <= 3
-    assert keys._asking == {}
+    assert keys._checks == {}
 
 
 @asynccontextmanager

@@ -4,41 +4,28 @@ from collections.abc import Sequence
 from typing import Final
 
 import grpc
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
+from rollout_client.errors import DOMAIN, failure_of
 
-from rollout_gateway.status import problem
-
-_DOMAIN: Final = "rollout.osmosis"
-_DRAINING: Final = "DRAINING"
+_Code = grpc.StatusCode
 # A server that answers so has not said whether it knows what it was asked for.
 _UNSURE: Final = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,
-        grpc.StatusCode.DEADLINE_EXCEEDED,
-        grpc.StatusCode.CANCELLED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.UNKNOWN,
-        grpc.StatusCode.INTERNAL,
-        grpc.StatusCode.DATA_LOSS,
-    }
+    {_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED, _Code.CANCELLED, _Code.RESOURCE_EXHAUSTED}
+    | {_Code.UNIMPLEMENTED, _Code.UNKNOWN, _Code.INTERNAL, _Code.DATA_LOSS}
 )
 
 
 def is_lost(error: grpc.aio.AioRpcError) -> bool:
     """The connection failed; whether the server has taken the call, nobody knows."""
-    # The word is the server's own reason where it answered, and the name of the code where the transport did.
-    code = grpc.StatusCode.UNAVAILABLE
-    return error.code() is code and problem(error).code == code.name
+    return error.code() is _Code.UNAVAILABLE and not failure_of(error, "").from_server
 
 
 def is_elsewhere(error: grpc.aio.AioRpcError) -> bool:
     """The server took nothing, and another one may: it drains, or lacks an agent that others have."""
-    return error.code() is grpc.StatusCode.NOT_FOUND or problem(error).code == _DRAINING
+    return error.code() is _Code.NOT_FOUND or failure_of(error, "").reason == "DRAINING"
 
 
 def is_unsure(error: grpc.aio.AioRpcError) -> bool:
@@ -53,41 +40,38 @@ def combined(
 
     A server that answered says it best; of those that did not, only how many they are is known.
     """
-    late = grpc.StatusCode.DEADLINE_EXCEEDED
-    answered = next((each for each in failures if not is_lost(each) and each.code() is not late), None)
-    return answered or (too_late() if over else unreachable(len(failures), count, consequence))
+    for each in failures:
+        if not is_lost(each) and each.code() is not _Code.DEADLINE_EXCEEDED:
+            return each
+    return too_late() if over else unreachable(len(failures), count, consequence)
 
 
 def unreachable(away: int, count: int, consequence: str) -> grpc.aio.AioRpcError:
     """Some of the servers cannot be reached."""
     text = f"{away} of {count} rollout servers cannot be reached: {consequence}"
-    retry = RetryInfo(retry_delay=Duration(seconds=1))
-    return _failure(grpc.StatusCode.UNAVAILABLE, "SERVER_UNREACHABLE", text, retry)
+    return _failure(_Code.UNAVAILABLE, "SERVER_UNREACHABLE", text, RetryInfo(retry_delay=Duration(seconds=1)))
 
 
 def invalid(field: str, description: str) -> grpc.aio.AioRpcError:
     """A field of a request is wrong."""
     bad = BadRequest(field_violations=[BadRequest.FieldViolation(field=field, description=description)])
-    return _failure(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", f"{field}: {description}", bad)
+    return _failure(_Code.INVALID_ARGUMENT, "INVALID_REQUEST", f"{field}: {description}", bad)
 
 
 def unknown_rollout(uid: str) -> grpc.aio.AioRpcError:
     """No server knows it."""
     text = f"there is no rollout {uid!r}; finished ones are forgotten after a while"
-    return _failure(grpc.StatusCode.NOT_FOUND, "ROLLOUT_NOT_FOUND", text)
+    return _failure(_Code.NOT_FOUND, "ROLLOUT_NOT_FOUND", text)
 
 
 def too_late() -> grpc.aio.AioRpcError:
     """What gRPC answers when a deadline has passed."""
-    return grpc.aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, details="Deadline Exceeded")
+    return grpc.aio.AioRpcError(_Code.DEADLINE_EXCEEDED, details="Deadline Exceeded")
 
 
 def _failure(code: grpc.StatusCode, reason: str, text: str, *details: Message) -> grpc.aio.AioRpcError:
-    number: int = code.value[0]
-    status = Status(code=number, message=text)
-    for detail in (ErrorInfo(reason=reason, domain=_DOMAIN), *details):
-        packed = AnyMessage()
-        packed.Pack(detail)
-        status.details.append(packed)
+    status = Status(code=code.value[0], message=text)
+    for detail in (ErrorInfo(reason=reason, domain=DOMAIN), *details):
+        status.details.add().Pack(detail)
     trailing = grpc.aio.Metadata(("grpc-status-details-bin", status.SerializeToString()))
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=text)

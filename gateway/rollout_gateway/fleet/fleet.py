@@ -1,26 +1,26 @@
 """Several rollout servers behind one gateway, called like one.
 
 A rollout lives on one server. Which one, a start finds by rendezvous hashing over what duplicates have in common, so that
-duplicates meet, also through another gateway; `whereabouts` has the rules.
+duplicates meet, also through another gateway; `routing` has the rules.
 """
 
-# ruff: noqa: N802, ASYNC109 - methods are named, and take timeouts, as those of gRPC's stubs do.
+# ruff: noqa: N802 - methods are named as those of gRPC's stubs are.
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import grpc
+from google.protobuf.message import Message
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 
 from rollout_gateway.calls import CallMetadata
 from rollout_gateway.channel import ServerChannel
 from rollout_gateway.fleet.errors import combined
-from rollout_gateway.fleet.members import Member, StartConstraints
-from rollout_gateway.fleet.merging import merged_page
-from rollout_gateway.fleet.relay import Relay, chained
-from rollout_gateway.fleet.routing import FleetResponses, Routing
-from rollout_gateway.fleet.summary import summed, united
+from rollout_gateway.fleet.members import CallContext, Member
+from rollout_gateway.fleet.merging import merged_page, summed, united
+from rollout_gateway.fleet.routing import Routing, call_all
 
 if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 # Health checks wait for it, and a server that hangs must not make the others look ill.
 _SUMMARY_SECONDS: Final = 3.0
 _NOBODY: Final = "nobody can answer"
-_T = TypeVar("_T")
+_Answer = TypeVar("_Answer")
+_SomeCall = TypeVar("_SomeCall", bound="grpc.aio.UnaryStreamCall[Any, Any]")
 
 
 def stub_of(channels: Sequence[grpc.aio.Channel]) -> "RolloutServiceAsyncStub":
@@ -39,6 +40,52 @@ def stub_of(channels: Sequence[grpc.aio.Channel]) -> "RolloutServiceAsyncStub":
     return cast("RolloutServiceAsyncStub", Fleet(channels))
 
 
+class Relay:
+    """What routes use of a call with a stream of answers: its items, and `cancel`.
+
+    `items` is given the relay and begins calls through `begin`. Raises grpc.aio.AioRpcError as a call does.
+    """
+
+    def __init__(self, items: Callable[["Relay"], AsyncIterator[Any]]) -> None:
+        self._items = items(self)
+        self._call: grpc.aio.UnaryStreamCall[Any, Any] | None = None
+        self._cancelled = False
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._items
+
+    def begin(self, call: _SomeCall) -> _SomeCall:
+        """Makes a call the one that `cancel` ends."""
+        self._call = call
+        if self._cancelled:
+            call.cancel()
+        return call
+
+    def cancel(self) -> bool:
+        """Ends the call under way, and those that would follow. Does nothing once the stream has ended."""
+        self._cancelled = True
+        return self._call is not None and self._call.cancel()
+
+
+def _rpc(method: Callable[["Fleet", Any, CallContext], _Answer]) -> Callable[..., _Answer]:
+    """Gives a method the parameters of a stub's."""
+
+    @wraps(method)
+    def call(self: "Fleet", request: Message, *, metadata: CallMetadata = (), timeout: float | None = None) -> _Answer:
+        return method(self, request, CallContext.of(metadata, timeout))
+
+    return call
+
+
+def _owned(rpc: str) -> Callable[..., Awaitable[Any]]:
+    """A method that calls an rpc of one answer on the server that has the request's rollout."""
+
+    async def call(self: "Fleet", request: Any, context: CallContext) -> Any:
+        return await (await self._routing.owner(request.uid, context)).call(rpc, request, context)
+
+    return _rpc(call)
+
+
 class Fleet:
     """The rpcs of RolloutService over several servers. Raises ValueError for none, and for one that is named twice.
 
@@ -46,166 +93,118 @@ class Fleet:
     answer cannot be reached. `timeout` is in seconds, for all that a call does.
     """
 
+    GetRollout = _owned("GetRollout")
+    WaitRollout = _owned("WaitRollout")
+    AcknowledgeOutcome = _owned("AcknowledgeOutcome")
+
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         members = [Member(channel) for channel in channels if isinstance(channel, ServerChannel)]
         if not members or len({member.address for member in members}) != len(channels):
             raise ValueError("several servers need channels that open_channel made, to different addresses")
-        self._places = Routing(members)
+        self._routing = Routing(members)
 
-    async def StartRollout(
-        self, request: pb.StartRolloutRequest, *, metadata: CallMetadata = (), timeout: float | None = None
-    ) -> pb.StartRolloutResponse:
+    @_rpc
+    async def StartRollout(self, request: pb.StartRolloutRequest, context: CallContext) -> pb.StartRolloutResponse:
         """Has one of the servers accept a rollout, or find it."""
-        terms = StartConstraints.of(metadata, timeout)
 
-        async def ask(member: Member) -> pb.StartRolloutResponse:
-            answer = await member.stub.StartRollout(request, metadata=terms.metadata, timeout=terms.left)
-            self._places.note(answer.rollout.uid, member)
+        async def start_on(member: Member) -> pb.StartRolloutResponse:
+            answer = await member.stub.StartRollout(request, **context.options())
+            self._routing.remember(answer.rollout.uid, member)
             return answer
 
-        return await self._places.offer(request, terms, ask)
+        return await self._routing.offer(request, context, start_on)
 
-    def RunRollout(
-        self, request: pb.RunRolloutRequest, *, metadata: CallMetadata = (), timeout: float | None = None
-    ) -> Relay[pb.RunRolloutResponse]:
+    @_rpc
+    def RunRollout(self, request: pb.RunRolloutRequest, context: CallContext) -> Relay:
         """Has one of the servers accept a rollout, or find it, and streams its events."""
-        terms = StartConstraints.of(metadata, timeout)
 
-        async def find(relay: Relay[pb.RunRolloutResponse]) -> AsyncIterator[pb.RunRolloutResponse]:
-            async def ask(member: Member) -> AsyncIterator[pb.RunRolloutResponse]:
-                call = relay.begin(member.stub.RunRollout(request, metadata=terms.metadata, timeout=terms.left))
-                items = aiter(call)
-                async for first in items:
+        async def items(relay: Relay) -> AsyncIterator[pb.RunRolloutResponse]:
+            async def start_on(
+                member: Member,
+            ) -> tuple[list[pb.RunRolloutResponse], AsyncIterator[pb.RunRolloutResponse]]:
+                following = aiter(relay.begin(member.stub.RunRollout(request, **context.options())))
+                async for first in following:
                     # It says that the rollout was taken.
-                    self._places.note(first.started.rollout.uid, member)
-                    return chained(first, items)
-                return items
+                    self._routing.remember(first.started.rollout.uid, member)
+                    return [first], following
+                return [], following
 
-            return await self._places.offer(request.start, terms, ask)
+            begun, following = await self._routing.offer(request.start, context, start_on)
+            for item in begun:
+                yield item
+            async for item in following:
+                yield item
 
-        return Relay(find)
+        return Relay(items)
 
-    def WatchRollout(
-        self, request: pb.WatchRolloutRequest, *, metadata: CallMetadata = (), timeout: float | None = None
-    ) -> Relay[pb.WatchRolloutResponse]:
+    @_rpc
+    def WatchRollout(self, request: pb.WatchRolloutRequest, context: CallContext) -> Relay:
         """Streams a rollout's events."""
-        terms = StartConstraints.of(metadata, timeout)
 
-        async def find(relay: Relay[pb.WatchRolloutResponse]) -> AsyncIterator[pb.WatchRolloutResponse]:
-            member = await self._places.owner(request.uid, terms)
-            return aiter(relay.begin(member.stub.WatchRollout(request, metadata=terms.metadata, timeout=terms.left)))
+        async def items(relay: Relay) -> AsyncIterator[pb.WatchRolloutResponse]:
+            member = await self._routing.owner(request.uid, context)
+            async for item in relay.begin(member.stub.WatchRollout(request, **context.options())):
+                yield item
 
-        return Relay(find)
+        return Relay(items)
 
-    async def WaitRollout(
-        self, request: pb.WaitRolloutRequest, *, metadata: CallMetadata = (), timeout: float | None = None
-    ) -> pb.WaitRolloutResponse:
-        """Waits for a rollout's end."""
-        terms = StartConstraints.of(metadata, timeout)
-        member = await self._places.owner(request.uid, terms)
-        return await member.stub.WaitRollout(request, metadata=terms.metadata, timeout=terms.left)
-
-    async def GetRollout(
-        self, request: pb.GetRolloutRequest, *, metadata: CallMetadata = (), timeout: float | None = None
-    ) -> pb.GetRolloutResponse:
-        """Reads a rollout."""
-        terms = StartConstraints.of(metadata, timeout)
-        member = await self._places.owner(request.uid, terms)
-        return await member.stub.GetRollout(request, metadata=terms.metadata, timeout=terms.left)
-
-    async def AcknowledgeOutcome(
-        self, request: pb.AcknowledgeOutcomeRequest, *, metadata: CallMetadata = (), timeout: float | None = None
-    ) -> pb.AcknowledgeOutcomeResponse:
-        """Takes note that an outcome was received."""
-        terms = StartConstraints.of(metadata, timeout)
-        member = await self._places.owner(request.uid, terms)
-        return await member.stub.AcknowledgeOutcome(request, metadata=terms.metadata, timeout=terms.left)
-
-    async def ListRollouts(
-        self, request: pb.ListRolloutsRequest, *, metadata: CallMetadata = (), timeout: float | None = None
-    ) -> pb.ListRolloutsResponse:
+    @_rpc
+    async def ListRollouts(self, request: pb.ListRolloutsRequest, context: CallContext) -> pb.ListRolloutsResponse:
         """Reads a page of the rollouts of all servers."""
         # In an order that does not depend on who listed the servers, so that a page token fits any gateway before them.
-        members = sorted(self._places.members, key=lambda member: member.address)
-        return await merged_page(members, request, StartConstraints.of(metadata, timeout))
+        members = sorted(self._routing.members, key=lambda member: member.address)
+        return await merged_page(members, request, context)
 
+    @_rpc
     async def CancelRollouts(
-        self, request: pb.CancelRolloutsRequest, *, metadata: CallMetadata = (), timeout: float | None = None
+        self, request: pb.CancelRolloutsRequest, context: CallContext
     ) -> pb.CancelRolloutsResponse:
         """Asks rollouts to end, wherever they are. Nothing is asked to end if one of the uids is nowhere.
 
         If a server fails, others may have done what was asked; as for one server, the call can be repeated freely.
         """
-        terms = StartConstraints.of(metadata, timeout)
-        uids = list(dict.fromkeys(request.selection.uids))
-        owners = await self._places.owners(uids, terms) if uids else None
+        parts = dict.fromkeys(self._routing.members, request)
+        if uids := list(dict.fromkeys(request.selection.uids)):
+            parts = {}
+            for member, theirs in (await self._routing.owners(uids, context)).items():
+                parts[member] = pb.CancelRolloutsRequest()
+                parts[member].CopyFrom(request)
+                parts[member].selection.uids[:] = theirs
+        found, failures = await call_all("CancelRollouts", parts, context)
+        if failures:
+            raise self._failure(failures, context, "what they have was not asked to end")
+        return pb.CancelRolloutsResponse(uids=[uid for answer in found.values() for uid in answer.uids])
 
-        async def ask(member: Member) -> Sequence[str]:
-            if owners is not None and member not in owners:
-                return ()
-            theirs = pb.CancelRolloutsRequest()
-            theirs.CopyFrom(request)
-            if owners is not None:
-                theirs.selection.uids[:] = owners[member]
-            answer = await member.stub.CancelRollouts(theirs, metadata=terms.metadata, timeout=terms.left)
-            return answer.uids
+    @_rpc
+    async def ListTools(self, request: pb.ListToolsRequest, context: CallContext) -> Any:
+        """The tools of an agent, from the server that answers first and has it."""
+        consequence = "they may know what was asked for"
+        return (await self._routing.soonest("ListTools", request, context, consequence))[1]
 
-        answers = await self._places.everywhere(ask)
-        if answers.failures:
-            raise self._failure(answers, terms, "what they have was not asked to end")
-        return pb.CancelRolloutsResponse(uids=[uid for _, theirs in answers.found for uid in theirs])
-
-    async def ListTools(
-        self, request: pb.ListToolsRequest, *, metadata: CallMetadata = (), timeout: float | None = None
-    ) -> pb.ListToolsResponse:
-        """The tools of an agent, from the first server that can be reached and has it."""
-        terms = StartConstraints.of(metadata, timeout)
-
-        async def ask(member: Member) -> pb.ListToolsResponse:
-            return await member.stub.ListTools(request, metadata=terms.metadata, timeout=terms.left)
-
-        return await self._places.anybody(ask, terms)
-
-    async def ListAgents(
-        self, request: pb.ListAgentsRequest, *, metadata: CallMetadata = (), timeout: float | None = None
-    ) -> pb.ListAgentsResponse:
+    @_rpc
+    async def ListAgents(self, request: pb.ListAgentsRequest, context: CallContext) -> pb.ListAgentsResponse:
         """The agents of the servers that can be reached, each name once."""
-        terms = StartConstraints.of(metadata, timeout)
+        return united(await self._some("ListAgents", request, context))
 
-        async def ask(member: Member) -> pb.ListAgentsResponse:
-            seconds = terms.at_most(_SUMMARY_SECONDS)
-            return await member.stub.ListAgents(request, metadata=terms.metadata, timeout=seconds)
-
-        return united(await self._some(ask, terms))
-
-    async def AnyAgents(
-        self, request: pb.ListAgentsRequest, *, metadata: CallMetadata = (), timeout: float | None = None
-    ) -> pb.ListAgentsResponse:
+    @_rpc
+    async def AnyAgents(self, request: pb.ListAgentsRequest, context: CallContext) -> Any:
         """The agents of the server that answers first: one that hangs delays nobody."""
-        terms = StartConstraints.of(metadata, timeout)
+        return (await self._routing.soonest("ListAgents", request, context, _NOBODY))[1]
 
-        async def ask(member: Member) -> pb.ListAgentsResponse:
-            return await member.stub.ListAgents(request, metadata=terms.metadata, timeout=terms.left)
-
-        return await self._places.soonest(ask, terms, _NOBODY)
-
-    async def GetServerInfo(
-        self, request: pb.GetServerInfoRequest, *, metadata: CallMetadata = (), timeout: float | None = None
-    ) -> pb.GetServerInfoResponse:
+    @_rpc
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: CallContext) -> pb.GetServerInfoResponse:
         """What the servers that can be reached are and can do together."""
-        terms = StartConstraints.of(metadata, timeout)
+        return summed(await self._some("GetServerInfo", request, context))
 
-        async def ask(member: Member) -> pb.GetServerInfoResponse:
-            seconds = terms.at_most(_SUMMARY_SECONDS)
-            return await member.stub.GetServerInfo(request, metadata=terms.metadata, timeout=seconds)
+    async def _some(self, rpc: str, request: Message, context: CallContext) -> Sequence[Any]:
+        """What the servers answer that can be reached. Raises AioRpcError if there are none."""
+        requests = dict.fromkeys(self._routing.members, request)
+        found, failures = await call_all(rpc, requests, context, _SUMMARY_SECONDS)
+        if not found:
+            raise self._failure(failures, context, _NOBODY)
+        return list(found.values())
 
-        return summed(await self._some(ask, terms))
-
-    async def _some(self, ask: Callable[[Member], Awaitable[_T]], terms: StartConstraints) -> Sequence[_T]:
-        answers = await self._places.everywhere(ask)
-        if not answers.found:
-            raise self._failure(answers, terms, _NOBODY)
-        return [answer for _, answer in answers.found]
-
-    def _failure(self, answers: FleetResponses[_T], terms: StartConstraints, consequence: str) -> grpc.aio.AioRpcError:
-        return combined(answers.failures, len(self._places.members), consequence, over=terms.over)
+    def _failure(
+        self, failures: Sequence[grpc.aio.AioRpcError], context: CallContext, consequence: str
+    ) -> grpc.aio.AioRpcError:
+        return combined(failures, len(self._routing.members), consequence, over=context.over)

@@ -1,16 +1,16 @@
-"""The servers of a fleet: in which order a rollout is offered to them, and where rollouts are."""
+"""The servers of a fleet: how they are called, and in which order a rollout is offered to them."""
 
 import asyncio
 import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
 
 import grpc
+from google.protobuf.message import Message
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 
@@ -19,14 +19,41 @@ from rollout_gateway.channel import ServerChannel
 if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
 
-CONNECT_SECONDS: Final = 6.0
-PART_SECONDS: Final = 0.5
 _READY: Final = grpc.ChannelConnectivity.READY
 _AWAY: Final = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
 _Key = TypeVar("_Key", bound=Hashable)
 
 #: What tells duplicates of a start: the completion URL and the request id.
 StartKey = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """In whose name a request to the fleet is answered, and until when on the monotonic clock."""
+
+    metadata: tuple[tuple[str, str], ...]
+    ends: float | None
+
+    @classmethod
+    def of(cls, metadata: tuple[tuple[str, str], ...] | None, timeout: float | None) -> "CallContext":
+        """That of a call that begins now; `timeout` in seconds."""
+        return cls(metadata or (), None if timeout is None else time.monotonic() + timeout)
+
+    @property
+    def over(self) -> bool:
+        """Whether no time is left."""
+        return self.ends is not None and time.monotonic() >= self.ends
+
+    def seconds(self, most: float | None = None) -> float | None:
+        """How long a part of it may take: what is left, negative once it is over, or `most`; None: for ever."""
+        if self.ends is None:
+            return most
+        left = self.ends - time.monotonic()
+        return left if most is None else min(left, most)
+
+    def options(self, most: float | None = None) -> dict[str, Any]:
+        """The options of a call of gRPC's."""
+        return {"metadata": self.metadata, "timeout": self.seconds(most)}
 
 
 class Member:
@@ -37,7 +64,11 @@ class Member:
         self.stub: RolloutServiceAsyncStub = RolloutServiceStub(channel)
         self._channel = channel
 
-    async def reached(self, seconds: float) -> bool:
+    async def call(self, rpc: str, request: Message, context: CallContext, most: float | None = None) -> Any:
+        """Calls an rpc that has one answer."""
+        return await getattr(self.stub, rpc)(request, **context.options(most))
+
+    async def reached(self, seconds: float | None) -> bool:
         """Whether it is connected, or could be within `seconds`: then what is sent arrives, unless the connection breaks."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -48,65 +79,25 @@ class Member:
                 return True
         return False
 
-    async def parted(self, seconds: float) -> None:
+    async def parted(self, seconds: float | None) -> None:
         """Waits, at most `seconds`, until a connection that broke under a call is given up: what is sent before breaks with it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._channel.wait_for_state_change(_READY)
 
 
-@dataclass(frozen=True, slots=True)
-class StartConstraints:
-    """On what terms a request to the fleet is answered: in whose name, and until when on the monotonic clock."""
-
-    metadata: tuple[tuple[str, str], ...]
-    ends: float | None
-
-    @classmethod
-    def of(cls, metadata: tuple[tuple[str, str], ...] | None, timeout: float | None) -> "StartConstraints":
-        """The terms of a call that begins now; `timeout` in seconds."""
-        return cls(metadata or (), None if timeout is None else time.monotonic() + timeout)
-
-    @property
-    def left(self) -> float | None:
-        """Seconds, negative once it is over; None: for ever."""
-        return None if self.ends is None else self.ends - time.monotonic()
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing is left."""
-        return self.ends is not None and time.monotonic() >= self.ends
-
-    def at_most(self, seconds: float) -> float:
-        """The seconds left, or fewer."""
-        left = self.left
-        return seconds if left is None else min(left, seconds)
-
-
-class Recent(Generic[_Key]):
-    """Where something was seen last; the least recently used is forgotten over `size`."""
+class Recent(dict[_Key, Member]):
+    """Where something was seen; over `size` what was put first is forgotten."""
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self._size = size
-        self._places: OrderedDict[_Key, Member] = OrderedDict()
 
-    def get(self, key: _Key) -> Member | None:
-        """Where it is, as far as is known."""
-        found = self._places.get(key)
-        if found is not None:
-            self._places.move_to_end(key)
-        return found
-
-    def put(self, key: _Key, member: Member) -> None:
-        """It is there."""
-        self._places[key] = member
-        self._places.move_to_end(key)
-        if len(self._places) > self._size:
-            self._places.popitem(last=False)
-
-    def drop(self, key: _Key) -> None:
-        """It is not there, or where it is to be expected."""
-        self._places.pop(key, None)
+    def __setitem__(self, key: _Key, member: Member) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, member)
+        if len(self) > self._size:
+            del self[next(iter(self))]
 
 
 def start_key(start: StartRolloutRequest) -> StartKey | None:
@@ -120,8 +111,8 @@ def ranked(members: Sequence[Member], key: StartKey | None) -> list[Member]:
     Without a key the order is random.
     """
     drawn = "\0".join(key or ("", uuid4().hex)).encode()
-    return sorted(members, key=lambda member: hashlib.blake2b(drawn, key=_short(member.address)).digest(), reverse=True)
 
+    def rank(member: Member) -> bytes:
+        return hashlib.blake2b(drawn, key=hashlib.sha256(member.address.encode()).digest()).digest()
 
-def _short(address: str) -> bytes:
-    return hashlib.sha256(address.encode()).digest()
+    return sorted(members, key=rank, reverse=True)

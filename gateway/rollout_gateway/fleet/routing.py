@@ -4,16 +4,16 @@ A server that cannot be reached, or drains, has taken nothing, and the next one 
 breaks under a start is another matter: the server may have taken it. It is asked once more under the same request id, and only
 if it is not there any more the next one is; without a request id the start fails.
 
-Where a rollout is, all servers are asked as long as nobody knows. While one of them is away, the answer is not "there is none"
-but "a server is away".
+A rollout's uid begins with the id of its server. All servers are asked for the first rollout of a server whose id is not known
+yet. While one of them is away, the answer is not "there is none" but "a server is away".
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
 from rollout_gateway.fleet.errors import (
@@ -25,19 +25,11 @@ from rollout_gateway.fleet.errors import (
     unknown_rollout,
     unreachable,
 )
-from rollout_gateway.fleet.members import (
-    CONNECT_SECONDS,
-    PART_SECONDS,
-    Member,
-    Recent,
-    StartConstraints,
-    StartKey,
-    ranked,
-    start_key,
-)
+from rollout_gateway.fleet.members import CallContext, Member, Recent, StartKey, ranked, start_key
 
-_KNOWN_ROLLOUTS: Final = 100_000
-_KNOWN_STARTS: Final = 10_000
+_MOST_KNOWN: Final = 10_000
+_CONNECT_SECONDS: Final = 6.0
+_PART_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 10.0
 _ATTEMPTS: Final = 2
 _MAX_UIDS: Final = 1000
@@ -45,29 +37,21 @@ _MAY_BE_THERE: Final = "the rollout may be there"
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class FleetResponses(Generic[_T]):
-    """What the servers answered that could, in the fleet's order, and how the others failed."""
-
-    found: Sequence[tuple[Member, _T]]
-    failures: Sequence[grpc.aio.AioRpcError]
-
-
 class Routing:
-    """Knows the servers, where the latest rollouts are, and which starts were not taken where they belong."""
+    """Knows the servers, their ids as far as they were seen, and which starts were not taken where they belong."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
-        self._rollouts: Recent[str] = Recent(_KNOWN_ROLLOUTS)
+        self._servers: Recent[str] = Recent(_MOST_KNOWN)
         # A duplicate of these must not go to the first server in its order, should that one be back.
-        self._strays: Recent[StartKey] = Recent(_KNOWN_STARTS)
+        self._strays: Recent[StartKey] = Recent(_MOST_KNOWN)
 
-    def note(self, uid: str, member: Member) -> None:
-        """A rollout is there."""
-        self._rollouts.put(uid, member)
+    def remember(self, uid: str, member: Member) -> None:
+        """A rollout is there, and with it all that have its server's id."""
+        self._servers[_server_id(uid)] = member
 
     async def offer(
-        self, start: pb.StartRolloutRequest, terms: StartConstraints, ask: Callable[[Member], Awaitable[_T]]
+        self, start: pb.StartRolloutRequest, context: CallContext, start_on: Callable[[Member], Awaitable[_T]]
     ) -> _T:
         """What the first server answers that takes the start. Raises AioRpcError."""
         key = start_key(start)
@@ -77,7 +61,7 @@ class Routing:
         away = 0
         for member in sorted(order, key=lambda each: each is not stray):
             try:
-                answer = await _taken(member, key is not None, terms, ask)
+                answer = await _taken(member, key is not None, context, start_on)
             except _Away:
                 away += 1
             except grpc.aio.AioRpcError as error:
@@ -86,98 +70,54 @@ class Routing:
                 if refusal is None or refusal.code() is grpc.StatusCode.NOT_FOUND:
                     refusal = error
             else:
-                if key:
-                    self._note_start(key, member, order[0])
+                if key and member is not order[0]:
+                    self._strays[key] = member
+                elif key:
+                    self._strays.pop(key, None)
                 return answer
-        if terms.over:
+        if context.over:
             raise too_late()
         if refusal is not None and (not away or refusal.code() is not grpc.StatusCode.NOT_FOUND):
             raise refusal
         raise unreachable(away, len(order), "nothing was started")
 
-    async def owner(self, uid: str, terms: StartConstraints) -> Member:
+    async def owner(self, uid: str, context: CallContext) -> Member:
         """The server that has a rollout. Raises AioRpcError: NOT_FOUND if all servers say so, or what one of them says."""
-        known = self._rollouts.get(uid)
-        if known is None:
-            known = await self._found(uid, terms)
-            self._rollouts.put(uid, known)
-        return known
+        if _server_id(uid) not in self._servers:
+            look = pb.GetRolloutRequest(uid=uid)
+            found, _ = await self.soonest("GetRollout", look, context, _MAY_BE_THERE, most=_LOOK_SECONDS)
+            self.remember(uid, found)
+        return self._servers[_server_id(uid)]
 
-    async def owners(self, uids: Sequence[str], terms: StartConstraints) -> Mapping[Member, Sequence[str]]:
+    async def owners(self, uids: Sequence[str], context: CallContext) -> Mapping[Member, Sequence[str]]:
         """The servers that have rollouts. Raises AioRpcError, NOT_FOUND also if only one of the rollouts is nowhere."""
-        if len(uids) == 1:
-            return {await self.owner(uids[0], terms): uids}
-        asked = pb.ListRolloutsRequest(selection=pb.Selection(uids=uids), page_size=_MAX_UIDS)
-
-        async def ask(member: Member) -> Sequence[str]:
-            page = await member.stub.ListRollouts(asked, metadata=terms.metadata, timeout=terms.left)
-            return [rollout.uid for rollout in page.rollouts]
-
-        answers = await self.everywhere(ask)
-        found = {uid for _, theirs in answers.found for uid in theirs}
-        missing = [uid for uid in uids if uid not in found]
-        if missing and answers.failures:
-            raise combined(answers.failures, len(self.members), _MAY_BE_THERE, over=terms.over)
-        if missing:
-            raise unknown_rollout(missing[0])
-        return {member: theirs for member, theirs in answers.found if theirs}
-
-    async def anybody(self, ask: Callable[[Member], Awaitable[_T]], terms: StartConstraints) -> _T:
-        """What the first server answers that can be reached and knows what it is asked for. Raises AioRpcError."""
-        unknown: grpc.aio.AioRpcError | None = None
-        failures: list[grpc.aio.AioRpcError] = []
-        for member in self.members:
-            if not await member.reached(terms.at_most(CONNECT_SECONDS)):
-                failures.append(unreachable(1, 1, "it was not asked"))
-                continue
-            try:
-                return await ask(member)
-            except grpc.aio.AioRpcError as error:
-                if is_unsure(error):
-                    failures.append(error)
-                elif error.code() is grpc.StatusCode.NOT_FOUND:
-                    unknown = unknown or error
-                else:
-                    raise
-        if unknown is not None and not failures:
-            raise unknown
-        raise combined(failures, len(self.members), "they may know what was asked for", over=terms.over)
-
-    async def everywhere(self, ask: Callable[[Member], Awaitable[_T]]) -> FleetResponses[_T]:
-        """Asks all servers at once. Raises the AioRpcError of the first that refuses the call as such."""
-
-        async def asked(member: Member) -> _T:
-            return await ask(member)
-
-        ended = await asyncio.gather(*(asked(member) for member in self.members), return_exceptions=True)
-        found: list[tuple[Member, _T]] = []
-        failures: list[grpc.aio.AioRpcError] = []
-        for member, each in zip(self.members, ended, strict=True):
-            if isinstance(each, grpc.aio.AioRpcError) and is_unsure(each):
-                failures.append(each)
-            elif isinstance(each, BaseException):
-                raise each
-            else:
-                found.append((member, each))
-        return FleetResponses(found, failures)
-
-    async def _found(self, uid: str, terms: StartConstraints) -> Member:
-        asked = pb.GetRolloutRequest(uid=uid)
-
-        async def has(member: Member) -> Member:
-            await member.stub.GetRollout(asked, metadata=terms.metadata, timeout=terms.at_most(_LOOK_SECONDS))
-            return member
-
-        return await self.soonest(has, terms, _MAY_BE_THERE)
+        owners: dict[Member, list[str]] = {}
+        for uid in uids:
+            owners.setdefault(await self.owner(uid, context), []).append(uid)
+        if len(owners) > 1:
+            # Some may be forgotten; one server alone finds out by itself.
+            look = pb.ListRolloutsRequest(selection=pb.Selection(uids=uids), page_size=_MAX_UIDS)
+            found, failures = await call_all("ListRollouts", dict.fromkeys(owners, look), context)
+            if failures:
+                raise combined(failures, len(self.members), _MAY_BE_THERE, over=context.over)
+            there = {rollout.uid for page in found.values() for rollout in page.rollouts}
+            for uid in uids:
+                if uid not in there:
+                    raise unknown_rollout(uid)
+        return owners
 
     async def soonest(
-        self, ask: Callable[[Member], Coroutine[Any, Any, _T]], terms: StartConstraints, consequence: str
-    ) -> _T:
-        """What the first server to answer says; all are asked at once. Raises AioRpcError.
+        self, rpc: str, request: Message, context: CallContext, consequence: str, most: float | None = None
+    ) -> tuple[Member, Any]:
+        """The first server to answer and what it says; all are asked at once. Raises AioRpcError.
 
         A server that cannot be reached, and one that does not know what it is asked for, leave it to the others.
         """
-        asking = [asyncio.create_task(ask(member)) for member in self.members]
+
+        async def call(member: Member) -> tuple[Member, Any]:
+            return member, await member.call(rpc, request, context, most)
+
+        asking = [asyncio.create_task(call(member)) for member in self.members]
         failures: list[grpc.aio.AioRpcError] = []
         try:
             for answer in asyncio.as_completed(asking):
@@ -192,13 +132,29 @@ class Routing:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
         unsure = [error for error in failures if is_unsure(error)]
-        raise combined(unsure, len(asking), consequence, over=terms.over) if unsure else failures[0]
+        raise combined(unsure, len(asking), consequence, over=context.over) if unsure else failures[0]
 
-    def _note_start(self, key: StartKey, member: Member, first: Member) -> None:
-        if member is first:
-            self._strays.drop(key)
-        else:
-            self._strays.put(key, member)
+
+async def call_all(
+    rpc: str, requests: Mapping[Member, Message], context: CallContext, most: float | None = None
+) -> tuple[dict[Member, Any], list[grpc.aio.AioRpcError]]:
+    """Calls servers at once: what they answered, and how calls failed that say nothing of the request.
+
+    Raises the AioRpcError of the first server that refuses the request as such.
+    """
+    calls = (member.call(rpc, request, context, most) for member, request in requests.items())
+    ended = dict(zip(requests, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+    failures = [each for each in ended.values() if isinstance(each, grpc.aio.AioRpcError) and is_unsure(each)]
+    found = {member: each for member, each in ended.items() if each not in failures}
+    for each in found.values():
+        if isinstance(each, BaseException):
+            raise each
+    return found, failures
+
+
+def _server_id(uid: str) -> str:
+    """The id of the server that made a uid; the whole uid where it is not one of a server of ours."""
+    return uid.rpartition("-")[0] or uid
 
 
 class _Away(Exception):
@@ -206,16 +162,16 @@ class _Away(Exception):
 
 
 async def _taken(
-    member: Member, repeatable: bool, terms: StartConstraints, ask: Callable[[Member], Awaitable[_T]]
+    member: Member, repeatable: bool, context: CallContext, start_on: Callable[[Member], Awaitable[_T]]
 ) -> _T:
     """What a server answers to a start. Raises _Away, and AioRpcError if it refuses, or may have taken it."""
     attempt = 1
-    while await member.reached(terms.at_most(CONNECT_SECONDS)):
+    while await member.reached(context.seconds(_CONNECT_SECONDS)):
         try:
-            return await ask(member)
+            return await start_on(member)
         except grpc.aio.AioRpcError as error:
             if not is_lost(error) or not repeatable or attempt == _ATTEMPTS:
                 raise
-            await member.parted(terms.at_most(PART_SECONDS))
+            await member.parted(context.seconds(_PART_SECONDS))
         attempt += 1
     raise _Away

@@ -2,19 +2,19 @@
 
 httptools takes heads of any size, and uvicorn waits for them, and for bodies that nobody reads, as long as it takes. Here a
 head is bounded in bytes, fields and time, a request line in bytes, a body in time. What is over a limit is answered and the
-connection closed. The time of a body that is being read is kept by `limits.BodyLimit`, which can answer in the shape of the
+connection closed. The time of a body that is being read is kept by `RequestBoundary`, which can answer in the shape of the
 route; this one catches what is left.
 """
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
 
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 # Of two of these, a proxy before this port may have believed the other one.
@@ -65,8 +65,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._fields = self._field_bytes = 0
         # What was fed since the parser last reported something: it gathers a field until it is whole.
         self._unreported = 0
-        self._refusal = HTTPStatus.BAD_REQUEST
-        self._reason = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Begins to wait for the first request."""
@@ -126,7 +124,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unreported, self._in_body = 0, True
         self._wait(self._limits.body_seconds + _SLACK_SECONDS)
         crowded = len(self.connections) > self._limits.connections and self.url.partition(b"?")[0] not in _PROBES
-        self.app = _crowded if crowded else self.config.loaded_app
+        self.app = _CROWDED if crowded else self.config.loaded_app
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -142,13 +140,13 @@ class HttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What uvicorn does about a parser that has stopped."""
-        self._refuse(self._refusal)
+        self._refuse(HTTPStatus.BAD_REQUEST)
 
     def _unsupported_upgrade_warning(self) -> None:
         """Says nothing: clients offer HTTP/2 in passing, and go on with HTTP/1.1."""
 
-    def _stop(self, refusal: HTTPStatus, reason: str = "") -> None:
-        self._refusal, self._reason = refusal, reason
+    def _stop(self, status: HTTPStatus, reason: str = "") -> None:
+        self._refuse(status, reason)
         raise _ConnectionRefused
 
     def _wait(self, seconds: float | None) -> None:
@@ -169,7 +167,7 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _refuse(self, status: HTTPStatus) -> None:
+    def _refuse(self, status: HTTPStatus, reason: str = "") -> None:
         """Answers, unless that would break into another answer, and leaves."""
         if self._leaving or self.transport.is_closing():
             return
@@ -177,12 +175,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_answering():
             self.transport.close()
             return
-        content = json.dumps({"detail": self._reason or status.phrase}).encode()
-        self.transport.write(
-            f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode()
-            + content
-        )
+        content = json.dumps({"detail": reason or status.phrase})
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+        self.transport.write(f"{head}\r\nconnection: close\r\n\r\n{content}".encode())
         # Closed at once, what the client still sends would be answered with a reset, which takes the answer away from it.
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -193,14 +188,13 @@ def _fault(version: str, headers: list[tuple[bytes, bytes]]) -> str:
     """What no request may have; empty for a good one."""
     if version not in ("1.0", "1.1"):
         return f"HTTP/{version} is not supported: send HTTP/1.1"
-    names = [name for name, _ in headers if name in _ONCE]
+    counts = Counter(name for name, _ in headers)
     for name in _ONCE:
-        if names.count(name) > 1:
+        if counts[name] > 1:
             return f"The header {name.decode().title()} was sent more than once"
-    return "The header Host is missing" if version == "1.1" and b"host" not in names else ""
+    return "The header Host is missing" if version == "1.1" and not counts[b"host"] else ""
 
 
-async def _crowded(scope: Scope, receive: Receive, send: Send) -> None:
-    headers = {"retry-after": "1", "connection": "close"}
-    response = JSONResponse({"detail": "Too many connections are open: try again later"}, 503, headers)
-    await response(scope, receive, send)
+_CROWDED: Final = JSONResponse(
+    {"detail": "Too many connections are open: try again later"}, 503, {"retry-after": "1", "connection": "close"}
+)

@@ -25,10 +25,6 @@ _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in _STEPS)
 _T = TypeVar("_T")
 
 
-class TooMuch(ValueError):
-    """The text holds more than may be parsed; the text of the error says of what."""
-
-
 class Overloaded(Exception):
     """The bodies under way take all the memory that they may."""
 
@@ -97,10 +93,7 @@ async def _chained(first: Awaitable[bytes], others: AsyncIterator[bytes]) -> Asy
 
 def _bounded(received: bytearray, parse: Callable[[bytes], _T]) -> _T:
     content = bytes(received)
-    try:
-        demand_bounded(content)
-    except TooMuch as error:
-        raise InvalidBody([violation("too_long", (), f"The body is too large: {error}")]) from None
+    demand_bounded(content)
     return parse(content)
 
 
@@ -110,7 +103,7 @@ def most_values(content: bytes | bytearray) -> int:
 
 
 def demand_bounded(content: bytes, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> None:
-    """Raises TooMuch for a text of more values, or of more brackets within each other.
+    """Raises InvalidBody for a text of more values, or of more brackets within each other.
 
     What is no JSON passes as far as it is none: a parser stops there.
     """
@@ -125,8 +118,12 @@ def demand_bounded(content: bytes, max_values: int = MAX_VALUES, max_depth: int 
         in_string ^= (len(parts) - 1) & 1
         values += most_values(outside) - 1
         if values > max_values:
-            raise TooMuch(f"more than {max_values} values")
+            raise _too_much(f"more than {max_values} values")
         depths = list(accumulate(map(_STEPS.__getitem__, outside.translate(None, _NO_BRACKETS)), initial=depth))
         if max(depths) > max_depth:
-            raise TooMuch(f"nested deeper than {max_depth}")
+            raise _too_much(f"nested deeper than {max_depth}")
         depth = depths[-1]
+
+
+def _too_much(of_what: str) -> InvalidBody:
+    return InvalidBody([violation("too_long", (), f"The body is too large: {of_what}")])

@@ -58,17 +58,10 @@ def plain_response(problem: Problem, request_id: str) -> Response:
     return Response(_content(problem, request_id), problem.status, dict(problem.headers), media_type="application/json")
 
 
-def reshaped(status: int, content: bytes, request_id: str) -> bytes:
-    """An answer in FastAPI's shape in the plain API's; anything else as it is."""
-    try:
-        found = msgspec.json.decode(content)
-    except msgspec.DecodeError:
-        return content
-    if not isinstance(found, dict) or found.keys() != {"detail"}:
-        return content
+def http_problem(status: int, detail: str, headers: Mapping[str, str] | None = None) -> Problem:
+    """What layers find wrong that know of HTTP only."""
     code, text = _BY_STATUS.get(status, (f"HTTP_{status}", ""))
-    detail = found["detail"]
-    return _content(Problem(status, detail if isinstance(detail, list) else text or str(detail), code=code), request_id)
+    return Problem(status, text or detail, headers or {}, code)
 
 
 def _content(problem: Problem, request_id: str) -> bytes:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from rollout_gateway.calls import Rollouts, call_metadata
-from rollout_gateway.http.metrics import HttpMetrics
+from rollout_gateway.http.request_boundary import HttpMetrics
 from rollout_gateway.key_check import KeyCheck
 from rollout_gateway.rest import openapi as shown
 from rollout_gateway.rest.rollout import agents_answer

@@ -196,7 +196,9 @@ class Rollout(_message.Message):
     DELIVERY_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """Ours: 1 to 64 characters of A-Z a-z 0-9 _ -, unique for ever."""
+    """Ours: 1 to 64 characters of A-Z a-z 0-9 _ -, unique for ever. What stands before the last hyphen is the same for all
+    rollouts of a server process, and no other one has it.
+    """
     state: Global___RolloutState.ValueType
     """Where it is."""
     last_sequence: _builtins.int
@@ -677,21 +679,27 @@ class ListRolloutsResponse(_message.Message):
 
     ROLLOUTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty: this was the last page."""
     @_builtins.property
     def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rollout]:
         """Newest first."""
 
+    @_builtins.property
+    def page_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """For each rollout the token of a page that begins with it, or with the next one if it is gone by then."""
+
     def __init__(
         self,
         *,
         rollouts: _abc.Iterable[Global___Rollout] | None = ...,
         next_page_token: _builtins.str = ...,
+        page_tokens: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "rollouts", b"rollouts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "page_tokens", b"page_tokens", "rollouts", b"rollouts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -107,9 +107,11 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         before = wire.page_start(request.page_token, request.selection)
         selected = self._roster.select(wire.selection(request.selection, caller()), before=before)
         page = list(islice(selected, size + 1))
-        token = wire.page_token(page[size - 1][0], request.selection) if len(page) > size else ""
+        more, numbers = len(page) > size, [number for number, _ in page[:size]]
+        tokens = wire.page_tokens([number + 1 for number in numbers], request.selection)
+        following = wire.page_tokens(numbers[-1:] if more else [], request.selection)
         shown = [rollout_to_proto(rollout, view) for _, rollout in page[:size]]
-        return pb.ListRolloutsResponse(rollouts=shown, next_page_token=token)
+        return pb.ListRolloutsResponse(rollouts=shown, page_tokens=tokens, next_page_token="".join(following))
 
     async def CancelRollouts(self, request: pb.CancelRolloutsRequest, context: _Context) -> pb.CancelRolloutsResponse:
         """Asks rollouts to end."""

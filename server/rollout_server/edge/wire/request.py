@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -124,9 +124,10 @@ def known(value: int, kind: _EnumType, field: str) -> int:
     return value
 
 
-def page_token(number: int, proto: rollout_service_pb2.Selection) -> str:
-    """A token for the page after a rollout's number. It fits this selection only."""
-    return base64.urlsafe_b64encode(f"{number}.{_digest(proto)}".encode()).decode()
+def page_tokens(numbers: Iterable[int], proto: rollout_service_pb2.Selection) -> list[str]:
+    """Tokens of the pages that begin below these numbers. They fit this selection only."""
+    digest = _digest(proto)
+    return [base64.urlsafe_b64encode(f"{number}.{digest}".encode()).decode() for number in numbers]
 
 
 def page_start(token: str, proto: rollout_service_pb2.Selection) -> int | None:
