@@ -19,13 +19,13 @@ from rollout_gateway.http.request_boundary import RequestBoundary
 from rollout_gateway.key_check import KeyCheck
 from rollout_gateway.osmosis_http.async_body import InitBody
 from rollout_gateway.osmosis_http.async_routes import asynchronous_router
-from rollout_gateway.osmosis_http.openapi import ErrorResponse, InvalidBodyResponse, UnhealthyResponse
+from rollout_gateway.osmosis_http.openapi import SCHEMAS
 from rollout_gateway.osmosis_http.sync_body import RolloutBody
 from rollout_gateway.osmosis_http.sync_routes import synchronous_router
 from rollout_gateway.rest.body import BODIES
 from rollout_gateway.rest.errors import answered_plainly
 from rollout_gateway.rest.event_routes import events_router
-from rollout_gateway.rest.openapi import PlainError
+from rollout_gateway.rest.openapi import schemas
 from rollout_gateway.rest.rollout_routes import rollouts_router
 from rollout_gateway.rest.service_routes import add_docs, service_router
 from rollout_gateway.settings import GatewaySettings
@@ -48,7 +48,6 @@ _SECURITY: Final = {
 # Bodies of requests may take the memory of so many of the largest.
 _BODIES_UNDER_WAY: Final = 8
 _BODIES: Final = (RolloutBody, InitBody, *BODIES)
-_ERRORS: Final = (ErrorResponse, InvalidBodyResponse, UnhealthyResponse, PlainError)
 
 
 class GatewayApp(FastAPI):
@@ -58,11 +57,10 @@ class GatewayApp(FastAPI):
         """The OpenAPI description; made once."""
         if self.openapi_schema is None:
             told: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in _BODIES]
-            told += [(model, "serialization") for model in _ERRORS]
             _, models = models_json_schema(told, ref_template="#/components/schemas/{model}")
             described = super().openapi()
             components = described.setdefault("components", {})
-            components.setdefault("schemas", {}).update(models["$defs"])
+            components.setdefault("schemas", {}).update({**models["$defs"], **schemas(), **SCHEMAS})
             components["securitySchemes"] = _SECURITY
             # Without keys on the server none is needed.
             described["security"] = [{"bearer": []}, {}]

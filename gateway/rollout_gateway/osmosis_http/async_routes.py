@@ -1,7 +1,7 @@
 """The asynchronous dialect: `POST /v1/rollout/init` answers at once; the rollout calls back when it has ended."""
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import grpc
 from fastapi import APIRouter
@@ -13,30 +13,23 @@ from rollout_gateway.calls import Rollouts, call_metadata
 from rollout_gateway.health import platform_health
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.key_check import KeyCheck
-from rollout_gateway.osmosis_http import openapi
 from rollout_gateway.osmosis_http.async_body import INIT_EXAMPLE, InitBody, parse_init
 from rollout_gateway.osmosis_http.async_conversion import init_answer, init_fields, init_request
+from rollout_gateway.rest import openapi as shown
 from rollout_gateway.status import Fields, Problem, logged_problem
 
-_INIT_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
-    202: {"description": "The rollout was accepted, now or before.", "model": openapi.InitResponse},
-    400: openapi.error("This server cannot run such a rollout."),
-    401: openapi.error("The server demands a key, and this is not one."),
-    404: openapi.error("There is no such agent."),
-    409: openapi.error("The idempotency key, or the rollout id, is known with another payload."),
-    413: openapi.error("The body is too large."),
-    422: openapi.error("The body does not validate; nobody was called.", openapi.InvalidBodyResponse),
-    429: openapi.error("Too many rollouts wait; try again after Retry-After."),
-    500: openapi.error("A fault of ours; the server's log has it under the x-request-id."),
-    503: openapi.error("The rollout server is not available; try again after Retry-After."),
+_ANSWERS: Final[shown.Responses] = {
+    202: shown.answer("InitResponse", "The rollout was accepted, now or before."),
+    **shown.dialect_errors(400, 401, 404, 409, 413, 429, 500, 503),
+    **shown.dialect_errors(422, schema="InvalidBodyResponse"),
 }
-_HEALTH_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
-    200: {"model": openapi.HealthResponse},
-    401: openapi.error("This is not one of the server's keys."),
-    404: openapi.error("The server demands no key."),
-    503: openapi.error("The rollout server is not available.", openapi.UnhealthyResponse),
+_HEALTH_ANSWERS: Final[shown.Responses] = {
+    200: shown.answer("HealthResponse"),
+    401: shown.answer("ErrorResponse", "This is not one of the server's keys."),
+    404: shown.answer("ErrorResponse", "The server demands no key."),
+    503: shown.answer("UnhealthyResponse", "The rollout server is not available."),
 }
-_INIT_BODY: Final = openapi.raw_body(InitBody, {"example": INIT_EXAMPLE})
+_BODY: Final = shown.raw_body(InitBody, {"example": INIT_EXAMPLE})
 
 
 def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: RequestBodies) -> APIRouter:
@@ -44,11 +37,7 @@ def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: RequestBodie
     router = APIRouter(tags=["asynchronous dialect"])
 
     @router.post(
-        "/v1/rollout/init",
-        status_code=202,
-        response_class=JSONResponse,
-        responses=_INIT_ANSWERS,
-        openapi_extra=_INIT_BODY,
+        "/v1/rollout/init", status_code=202, response_class=JSONResponse, responses=_ANSWERS, openapi_extra=_BODY
     )
     async def init_rollout(request: Request) -> Response:
         """Accepts a rollout and answers with the tools that its model is to be told.

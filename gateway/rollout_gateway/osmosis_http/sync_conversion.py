@@ -1,15 +1,13 @@
-"""The synchronous dialect in terms of the contract: bodies to requests, tools to answers. Nowhere else.
+"""The synchronous dialect in terms of the contract: bodies to requests. Nowhere else.
 
 Written by hand: canonical proto JSON is not OpenAI-shaped, and messages must pass as the texts they are.
 """
 
-from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_OUTCOME
-from osmosis.rollout.v1.message_pb2 import Message, Tool
+from osmosis.rollout.v1.message_pb2 import Message
 from osmosis.rollout.v1.rollout_service_pb2 import (
     REQUEST_MEMORY_UNTIL_RECEIVED,
     RunRolloutRequest,
@@ -17,13 +15,12 @@ from osmosis.rollout.v1.rollout_service_pb2 import (
 )
 
 from rollout_gateway.osmosis_http.sync_body import Hints, ParsedRollout
-from rollout_gateway.rest.request import duration
+from rollout_gateway.rest.proto_json import duration
 from rollout_gateway.settings import GatewaySettings
 from rollout_gateway.status import Fields
 
 _MAX_UINT32: Final = 2**32 - 1
 _MAX_UINT64: Final = 2**64 - 1
-_NO_PARAMETERS: Final = b'{"type":"object","properties":{}}'
 
 #: Where the fields of a StartRolloutRequest come from in the body.
 FIELDS: Final[Fields] = {
@@ -120,20 +117,3 @@ def tool_target(url: str | None) -> spec_pb2.Target | None:
     if url is None or not url.lower().startswith(("grpc://", "grpcs://")):
         return None
     return spec_pb2.Target(url=url, dialect=spec_pb2.DIALECT_GRPC)
-
-
-def tools_answer(tools: Iterable[Tool]) -> bytes:
-    """The JSON answer to `GET /tools`."""
-    return msgspec.json.encode({"tools": [_tool(tool) for tool in tools]})
-
-
-def _tool(tool: Tool) -> dict[str, Any]:
-    schema = tool.parameters_json_schema.encode() or _NO_PARAMETERS
-    function: dict[str, Any] = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": msgspec.Raw(schema),
-    }
-    if tool.strict:
-        function["strict"] = True
-    return {"type": "function", "function": function}

@@ -1,6 +1,6 @@
 """The synchronous dialect: `POST /rollout` answers with the end of the rollout; `/tools` and `/health` beside it."""
 
-from typing import Any, Final
+from typing import Final
 
 import grpc
 from fastapi import APIRouter
@@ -11,36 +11,32 @@ from starlette.responses import JSONResponse, Response
 from rollout_gateway.calls import CallMetadata, Rollouts, call_metadata, unless_hung_up
 from rollout_gateway.health import health
 from rollout_gateway.http.request_body import RequestBodies
-from rollout_gateway.osmosis_http import openapi
 from rollout_gateway.osmosis_http.outcome import rollout_answer
 from rollout_gateway.osmosis_http.sync_body import EXAMPLE, RolloutBody, parse_rollout
-from rollout_gateway.osmosis_http.sync_conversion import FIELDS, run_request, tools_answer
+from rollout_gateway.osmosis_http.sync_conversion import FIELDS, run_request
 from rollout_gateway.osmosis_http.trace import read_trace
+from rollout_gateway.rest import openapi as shown
+from rollout_gateway.rest.proto_json import response_json
 from rollout_gateway.status import answer_failed_call
 
-_COMMON: Final[dict[int | str, dict[str, Any]]] = {
-    401: openapi.error("The server demands a key, and this is not one."),
-    404: openapi.error("There is no such agent."),
-    503: openapi.error("The rollout server is not available; try again after Retry-After."),
+_ANSWERS: Final[shown.Responses] = {
+    200: shown.answer("RolloutResponse", "The rollout ended, well or not: see `status`."),
+    **shown.dialect_errors(400, 401, 404, 409, 413, 429, 500, 503),
+    **shown.dialect_errors(422, schema="InvalidBodyResponse"),
 }
-_ROLLOUT_ANSWERS: Final[dict[int | str, dict[str, Any]]] = {
-    200: {"description": "The rollout ended, well or not: see `status`.", "model": openapi.RolloutResponse},
-    **_COMMON,
-    400: openapi.error("This server cannot run such a rollout."),
-    409: openapi.error("A rollout with this id and another payload runs."),
-    413: openapi.error("The body is too large."),
-    422: openapi.error("The body does not validate; nobody was called.", openapi.InvalidBodyResponse),
-    429: openapi.error("Too many rollouts wait; try again after Retry-After."),
-    500: openapi.error("A fault of ours; the server's log has it under the x-request-id."),
+_TOOLS_ANSWERS: Final[shown.Responses] = {200: shown.answer("ToolsResponse"), **shown.dialect_errors(401, 404, 503)}
+_HEALTH_ANSWERS: Final[shown.Responses] = {
+    200: shown.answer("HealthResponse"),
+    503: shown.answer("UnhealthyResponse", "The rollout server is not available."),
 }
-_ROLLOUT_BODY: Final = openapi.raw_body(RolloutBody, {"example": EXAMPLE})
+_BODY: Final = shown.raw_body(RolloutBody, {"example": EXAMPLE})
 
 
 def synchronous_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
     """The routes of the synchronous dialect."""
     router = APIRouter(tags=["synchronous dialect"])
 
-    @router.post("/rollout", response_class=JSONResponse, responses=_ROLLOUT_ANSWERS, openapi_extra=_ROLLOUT_BODY)
+    @router.post("/rollout", response_class=JSONResponse, responses=_ANSWERS, openapi_extra=_BODY)
     async def run_rollout(request: Request) -> Response:
         """Runs a rollout and answers when it has ended.
 
@@ -49,20 +45,15 @@ def synchronous_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
         """
         return await _run_rollout(request, rollouts, intake)
 
-    @router.get("/tools", response_class=JSONResponse, responses={200: {"model": openapi.ToolsResponse}, **_COMMON})
+    @router.get("/tools", response_class=JSONResponse, responses=_TOOLS_ANSWERS)
     async def list_tools(request: Request, agent: str = "") -> Response:
         """The tools of an agent, the default one if none is named."""
         found = await rollouts.stub.ListTools(
             ListToolsRequest(agent=agent), metadata=_metadata(request, rollouts), timeout=rollouts.settings.call_seconds
         )
-        return Response(tools_answer(found.tools), media_type="application/json")
+        return Response(response_json(found), media_type="application/json")
 
-    health_answers: dict[int | str, dict[str, Any]] = {
-        200: {"model": openapi.HealthResponse},
-        503: openapi.error("The rollout server is not available.", openapi.UnhealthyResponse),
-    }
-
-    @router.get("/health", response_class=JSONResponse, responses=health_answers)
+    @router.get("/health", response_class=JSONResponse, responses=_HEALTH_ANSWERS)
     async def open_health(request: Request) -> Response:
         """Whether rollouts can be run. Open also where a key is demanded elsewhere."""
         return await health(rollouts, call_metadata(request))
