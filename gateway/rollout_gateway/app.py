@@ -17,11 +17,9 @@ from rollout_gateway.http.metrics import HttpMetrics, MetricsMiddleware
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.http.request_boundary import RequestBoundary
 from rollout_gateway.key_check import KeyCheck
-from rollout_gateway.osmosis_http.async_body import InitBody
-from rollout_gateway.osmosis_http.async_routes import asynchronous_router
+from rollout_gateway.osmosis_http.body import InitBody, RolloutBody
 from rollout_gateway.osmosis_http.openapi import SCHEMAS
-from rollout_gateway.osmosis_http.sync_body import RolloutBody
-from rollout_gateway.osmosis_http.sync_routes import synchronous_router
+from rollout_gateway.osmosis_http.routes import asynchronous_router, synchronous_router
 from rollout_gateway.rest.body import BODIES
 from rollout_gateway.rest.errors import answered_plainly
 from rollout_gateway.rest.event_routes import events_router

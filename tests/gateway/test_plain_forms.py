@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from osmosis.rollout.v1 import event_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from rollout_gateway.json_body import read_body
 from rollout_gateway.rest import body, enums
 from rollout_gateway.rest.errors import field_path
 from rollout_gateway.rest.proto_json import message_to_json
@@ -77,7 +78,7 @@ BODIES = st.fixed_dictionaries(
 
 
 def asked(value: Any) -> pb.StartRolloutRequest:
-    return start_request(body.read_body(json.dumps(value).encode(), body.StartRollout), None)
+    return start_request(read_body(json.dumps(value).encode(), body.StartRollout), None)
 
 
 @given(BODIES)
@@ -98,7 +99,7 @@ def test_credentials_travel_beside_the_spec(value: dict[str, Any]) -> None:
     request = asked(value)
     assert request.credentials.completions_bearer == "hush-the-secret"
     assert b"hush-the-secret" not in request.spec.SerializeToString()
-    assert "hush-the-secret" not in repr(body.read_body(json.dumps(value).encode(), body.StartRollout))
+    assert "hush-the-secret" not in repr(read_body(json.dumps(value).encode(), body.StartRollout))
 
 
 @given(OBJECTS, st.booleans())
@@ -179,5 +180,5 @@ def test_places_as_paths(loc: tuple[str | int, ...], path: str) -> None:
 
 
 def test_an_empty_cancellation_selects_nothing() -> None:
-    empty = cancel_request(body.read_body(b"{}", body.CancelRollouts))
+    empty = cancel_request(read_body(b"{}", body.CancelRollouts).body)
     assert empty == pb.CancelRolloutsRequest(selection=pb.Selection())

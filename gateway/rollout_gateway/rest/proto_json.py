@@ -18,6 +18,7 @@ from osmosis.rollout.v1 import event_pb2, outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from pydantic import BaseModel
 
+from rollout_gateway.json_body import parts_of, texts_of
 from rollout_gateway.message_json import message_json, spliced, tool_json
 from rollout_gateway.rest import enums
 
@@ -57,6 +58,7 @@ _EVENT_VIEWS: Final[Mapping[int, int]] = {
     event_pb2.EVENT_DETAIL_FULL: pb.ROLLOUT_VIEW_FULL,
 }
 _INTERNAL: Final = "internal"
+_NO_TEXT: Final = msgspec.Raw()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ class FieldForm:
         """Whether the message does not have it."""
         return not (message.HasField(self.name) if self.field.has_presence else getattr(message, self.name))
 
-    def parsed(self, value: Any) -> Any:
-        """A value of a body as the message's constructor takes it."""
+    def parsed(self, value: Any, text: msgspec.Raw) -> Any:
+        """A value of a body as the message's constructor takes it; `text` is the value as it stands in the body."""
         if self.field.enum_type:
             enum = self.field.enum_type
             return (
@@ -94,22 +96,31 @@ class FieldForm:
                 if self.field.is_repeated
                 else enums.value_of(enum, value)
             )
-        if isinstance(value, msgspec.Raw):
-            return bytes(value).decode()
+        if self.name.endswith("_json"):
+            return bytes(text).decode()
         match self.field.message_type and self.field.message_type.name:
             case "Duration":
                 return duration(value)
             case "Message":
-                return [{"json": bytes(each).decode()} for each in value]
+                return [{"json": each} for each in texts_of(text)]
             case "Target" | "Sampling" | "Limits" | "Tokenizer":
-                return message_fields(value, self.field.message_type)
+                return message_fields(value, self.field.message_type, parts_of(text))
         return value
 
 
-def message_fields(values: BaseModel | Mapping[str, Any], message: Any) -> dict[str, Any]:
-    """What the constructor of a message takes, of an object's values; `message` is its descriptor. Other keys are ignored."""
-    found = dict(values)
-    return {form.name: form.parsed(found[form.key]) for form in forms(message) if found.get(form.key) is not None}
+def message_fields(
+    values: BaseModel | Mapping[str, Any], message: Any, texts: Mapping[str, msgspec.Raw] | None = None
+) -> dict[str, Any]:
+    """What the constructor of a message takes, of an object's values and the texts of its parts. Other keys are ignored.
+
+    `message` is its descriptor.
+    """
+    found, texts = dict(values), texts or {}
+    return {
+        form.name: form.parsed(found[form.key], texts.get(form.key, _NO_TEXT))
+        for form in forms(message)
+        if found.get(form.key) is not None
+    }
 
 
 @cache

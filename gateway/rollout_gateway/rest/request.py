@@ -8,7 +8,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1 import spec_pb2
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_gateway.osmosis_http.sync_body import InvalidBody
+from rollout_gateway.json_body import InvalidBody, ParsedBody
 from rollout_gateway.rest import body, enums
 from rollout_gateway.rest.proto_json import message_fields
 from rollout_gateway.status import Fields
@@ -77,14 +77,15 @@ def wrong(kind: str, place: str, message: str) -> InvalidBody:
     return InvalidBody([{"type": "value_error", "loc": (kind, place), "msg": message}])
 
 
-def start_request(start: body.StartRollout, idempotency_key: str | None) -> pb.StartRolloutRequest:
+def start_request(parsed: ParsedBody[body.StartRollout], idempotency_key: str | None) -> pb.StartRolloutRequest:
     """The call of a valid body. Raises InvalidBody where body and header name two request ids."""
+    start = parsed.body
     request_id = start.request_id or idempotency_key or ""
     if idempotency_key and idempotency_key != request_id:
         raise wrong("header", IDEMPOTENCY_KEY, "differs from request_id; send one of them, or the same twice")
     if len(request_id) > 256:
         raise wrong("header", IDEMPOTENCY_KEY, "has at most 256 characters")
-    spec = message_fields(start, spec_pb2.RolloutSpec.DESCRIPTOR)
+    spec = message_fields(start, spec_pb2.RolloutSpec.DESCRIPTOR, parsed.parts)
     spec["rollout_id"] = start.rollout_id or request_id or uuid.uuid4().hex
     endpoints = {name: getattr(start, name) for name in _ENDPOINTS}
     bearers = {f"{name}_bearer": endpoint.bearer for name, endpoint in endpoints.items() if endpoint is not None}

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from rollout_gateway.calls import Rollouts, call_metadata, unless_hung_up
 from rollout_gateway.http.request_body import RequestBodies
+from rollout_gateway.json_body import read_body
 from rollout_gateway.rest import body, enums
 from rollout_gateway.rest import openapi as shown
 from rollout_gateway.rest.examples import CANCEL_EXAMPLES, CANCEL_ONE_EXAMPLES, START_EXAMPLES
@@ -81,7 +82,7 @@ def _add_starting(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) 
         """Starts a rollout, or finds the one that was started under the same request id: retries are safe with one."""
 
         def parse(content: bytes) -> pb.StartRolloutRequest:
-            return start_request(body.read_body(content, body.StartRollout), request.headers.get(IDEMPOTENCY_KEY))
+            return start_request(read_body(content, body.StartRollout), request.headers.get(IDEMPOTENCY_KEY))
 
         metadata = call_metadata(request)
         start = await intake.read(request, metadata, parse)
@@ -129,14 +130,14 @@ def _add_ending(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) ->
     @router.post("/cancel", responses=_CANCELLED, openapi_extra=_CANCEL, dependencies=[NO_QUERY])
     async def cancel_rollouts(request: Request) -> Response:
         """Asks the selected rollouts to end. Those that have finished stay as they are."""
-        return await cancel(request, lambda content: cancel_request(body.read_body(content, body.CancelRollouts)))
+        return await cancel(request, lambda content: cancel_request(read_body(content, body.CancelRollouts).body))
 
     @router.post("/{uid}/cancel", responses=_CANCELLED, openapi_extra=_CANCEL_ONE, dependencies=[NO_QUERY])
     async def cancel_rollout(request: Request, uid: Uid) -> Response:
         """Asks one rollout to end. One that has finished stays as it is."""
 
         def parse(content: bytes) -> pb.CancelRolloutsRequest:
-            reason = body.read_body(content, body.CancelOne).reason if content else None
+            reason = read_body(content, body.CancelOne).body.reason if content else None
             return cancel_request(body.CancelRollouts(uids=[uid], reason=reason))
 
         return await cancel(request, parse)
