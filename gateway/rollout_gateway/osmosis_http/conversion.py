@@ -8,11 +8,7 @@ import msgspec
 from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_OUTCOME
 from osmosis.rollout.v1.message_pb2 import Message
-from osmosis.rollout.v1.rollout_service_pb2 import (
-    REQUEST_MEMORY_UNTIL_RECEIVED,
-    RunRolloutRequest,
-    StartRolloutRequest,
-)
+from osmosis.rollout.v1.rollout_service_pb2 import REQUEST_MEMORY_UNTIL_RECEIVED, RunRolloutRequest, StartRolloutRequest
 from pydantic import Field, TypeAdapter, ValidationError
 
 from rollout_gateway.json_body import ParsedBody, parts_of

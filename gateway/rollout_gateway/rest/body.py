@@ -19,8 +19,7 @@ UID_PATTERN: Final = "^[A-Za-z0-9_-]{1,64}$"
 Object = dict[str, Any] | None
 Name = Annotated[str, Field(max_length=256)]
 Secret = Annotated[
-    str | None,
-    Field(repr=False, max_length=16_384, json_schema_extra={"format": "password", "writeOnly": True}),
+    str | None, Field(repr=False, max_length=16_384, json_schema_extra={"format": "password", "writeOnly": True})
 ]
 Uid = Annotated[str, Field(max_length=64)]
 

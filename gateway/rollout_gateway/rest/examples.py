@@ -22,10 +22,7 @@ START_EXAMPLES: Final[dict[str, Any]] = {
     },
     "least": {
         "summary": "As little as will do, for a trainer without masks",
-        "value": {
-            "messages": [_QUESTION],
-            "completions": {"url": "http://localhost:9001", "dialect": "http_plain"},
-        },
+        "value": {"messages": [_QUESTION], "completions": {"url": "http://localhost:9001", "dialect": "http_plain"}},
     },
 }
 CANCEL_EXAMPLES: Final[dict[str, Any]] = {

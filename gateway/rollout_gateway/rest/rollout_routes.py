@@ -16,14 +16,7 @@ from rollout_gateway.rest import body, enums
 from rollout_gateway.rest import openapi as shown
 from rollout_gateway.rest.examples import CANCEL_EXAMPLES, CANCEL_ONE_EXAMPLES, START_EXAMPLES
 from rollout_gateway.rest.proto_json import duration, response_json
-from rollout_gateway.rest.request import (
-    IDEMPOTENCY_KEY,
-    ListQuery,
-    cancel_request,
-    list_request,
-    start_request,
-    wrong,
-)
+from rollout_gateway.rest.request import IDEMPOTENCY_KEY, ListQuery, cancel_request, list_request, start_request, wrong
 
 _JSON: Final = "application/json"
 
