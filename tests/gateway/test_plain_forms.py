@@ -15,9 +15,9 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_gateway.json_body import read_body
 from rollout_gateway.rest import body, enums
 from rollout_gateway.rest.errors import field_path
+from rollout_gateway.rest.event_routes import one_line
 from rollout_gateway.rest.proto_json import message_to_json
 from rollout_gateway.rest.request import BODY_FIELDS, QUERY_FIELDS, ListQuery, cancel_request, start_request
-from rollout_gateway.rest.sse import one_line
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 IDS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)

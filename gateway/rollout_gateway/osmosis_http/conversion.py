@@ -1,8 +1,7 @@
 """Bodies of the two HTTP dialects -> the contract's requests, and where the contract's fields are in them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 from osmosis.rollout.v1 import spec_pb2
@@ -156,14 +155,11 @@ def _source(body: InitBody, params: dict[str, msgspec.Raw]) -> str:
     return msgspec.json.encode({"completion_params": sent, **others}).decode()
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameter:
+class _Parameter(NamedTuple):
     """A parameter that the contract has a field for.
 
-    Args:
-        reads: the value as a number, a flag or texts; raises ValidationError for what is none.
-        holds: whether the contract's field can carry it.
-        default: the dialect's value for a request without it.
+    `reads` gives the value as a number, a flag or texts, and raises ValidationError for what is none; `holds` says whether the
+    contract's field can carry it; `default` is the dialect's for a request without it.
     """
 
     reads: Callable[[Any], Any]

@@ -1,6 +1,6 @@
 """What the two HTTP dialects answer, for the OpenAPI description only: answers are spliced together, never validated."""
 
-from typing import Any, Final
+from typing import Final
 
 from rollout_gateway.osmosis_http.outcome import METRICS
 from rollout_gateway.rest.openapi import (
@@ -24,30 +24,10 @@ _WARNING: Final = obj(
     {"code": TEXT, "message": TEXT, "turn": INTEGER},
     {"index": INTEGER},
 )
-_PROPERTY: Final = obj(
-    "A parameter. Further JSON Schema keys stand beside these.",
-    {"type": TEXT},
-    {"description": TEXT, "enum": listed(TEXT)},
+_VIOLATION: Final = obj(
+    "One fault of a body: where, and what.",
+    {"type": TEXT, "loc": listed({"type": ["string", "integer"]}), "msg": TEXT},
 )
-_PARAMETERS: Final = obj(
-    "The parameters of a function.",
-    {
-        "type": words("object"),
-        "properties": {"type": "object", "additionalProperties": _PROPERTY},
-        "required": listed(TEXT),
-    },
-)
-_FUNCTION: Final = obj(
-    "A function that the model may call.",
-    {"name": TEXT, "description": TEXT, "parameters": _PARAMETERS, "strict": FLAG},
-)
-_NUMBER: Final = {"type": "number", "description": "A number"}
-_ADD: Final[dict[str, Any]] = {
-    "name": "add",
-    "description": "Add two numbers",
-    "parameters": {"type": "object", "properties": {"a": _NUMBER, "b": _NUMBER}, "required": ["a", "b"]},
-    "strict": False,
-}
 
 #: The schemas of the dialects' answers, by name.
 SCHEMAS: Final[dict[str, Schema]] = {
@@ -81,17 +61,17 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "ToolsResponse": obj(
         "The tools of an agent, in the order in which the model is told.", {"tools": listed(ref("FunctionTool"))}
     ),
-    "InitTool": obj(
-        "A tool in OpenAI's form, its schema in the plain shape that clients of the asynchronous dialect validate.",
-        {"type": words("function"), "function": _FUNCTION},
+    "InitResponse": obj(
+        "A rollout was accepted; `rollout_id` is the first one's where the same idempotency key came before.",
+        {
+            "rollout_id": TEXT,
+            "tools": told(
+                listed(ref("FunctionTool")),
+                "In the plain shape that clients of this dialect validate: `parameters` has `properties` and `required`, and each "
+                "property one `type` and at most an `enum` of texts. `strict` is always there.",
+            ),
+        },
     ),
-    "InitResponse": {
-        **obj(
-            "A rollout was accepted; `rollout_id` is the first one's where the same idempotency key came before.",
-            {"rollout_id": TEXT, "tools": listed(ref("InitTool"))},
-        ),
-        "examples": [{"rollout_id": "test-rollout-001", "tools": [{"type": "function", "function": _ADD}]}],
-    },
     "HealthResponse": obj(
         "The server is up. `active_rollouts` run or wait for a place, `completed_rollouts` have ended since it started.",
         {
@@ -110,13 +90,6 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "ErrorResponse": obj("Nothing was started, or nothing can be said about it.", {"detail": TEXT}),
     "InvalidBodyResponse": obj(
         "The body does not validate; nobody was called.",
-        {
-            "detail": listed(
-                obj(
-                    "One fault of a body: where, and what.",
-                    {"type": TEXT, "loc": listed({"type": ["string", "integer"]}), "msg": TEXT},
-                )
-            )
-        },
+        {"detail": listed(_VIOLATION)},
     ),
 }

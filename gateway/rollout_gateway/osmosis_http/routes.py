@@ -77,7 +77,7 @@ def synchronous_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
         return Response(response_json(found), media_type=_JSON)
 
     @router.get("/health", responses=_HEALTH)
-    async def health(request: Request) -> Response:
+    async def open_health(request: Request) -> Response:
         """Whether rollouts can be run. Open also where a key is demanded elsewhere."""
         try:
             return _health(await _server(rollouts, call_metadata(request)))

@@ -63,24 +63,19 @@ _NO_TEXT: Final = msgspec.Raw()
 
 @dataclass(frozen=True, slots=True)
 class FieldForm:
-    """A field of a message and what becomes of it in an object.
-
-    Args:
-        name: its name in the message.
-        key: its key in the object.
-        field: its descriptor. Any: there are two implementations of it.
-        optional: left out where it is unset.
-        nullable: null where it is unset.
-        view: the least view that holds it; 0: all do.
-        show: its value in JSON, given the value and the view.
-    """
+    """A field of a message and what becomes of it in an object."""
 
     name: str
     key: str
+    #: Its descriptor, of which there are two implementations.
     field: Any
+    #: Left out where it is unset.
     optional: bool
+    #: null where it is unset.
     nullable: bool
+    #: The least view that holds it; 0: all do.
     view: int
+    #: Its value in JSON, given the value and the view.
     show: Callable[[Any, int], Any]
 
     def is_unset(self, message: Any) -> bool:
