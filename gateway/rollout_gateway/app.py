@@ -21,7 +21,7 @@ from rollout_gateway.osmosis_http.body import InitBody, RolloutBody
 from rollout_gateway.osmosis_http.openapi import SCHEMAS
 from rollout_gateway.osmosis_http.routes import asynchronous_router, synchronous_router
 from rollout_gateway.rest.body import BODIES
-from rollout_gateway.rest.errors import answered_plainly
+from rollout_gateway.rest.errors import uses_plain_errors
 from rollout_gateway.rest.event_routes import events_router
 from rollout_gateway.rest.openapi import schemas
 from rollout_gateway.rest.rollout_routes import rollouts_router
@@ -100,7 +100,7 @@ def create_app(
     for router in (*plain, *dialects):
         app.include_router(router)
     add_docs(app)
-    is_plain = answered_plainly(route for router in dialects for route in router.routes)
+    is_plain = uses_plain_errors(route for router in dialects for route in router.routes)
     ErrorResponses(keys, is_plain).install(app)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, seconds=settings.body_seconds)
     app.add_middleware(RequestBoundary, is_plain=is_plain)

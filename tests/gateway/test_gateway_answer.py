@@ -5,14 +5,14 @@ import pytest
 from osmosis.rollout.v1 import message_pb2, outcome_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import ListToolsResponse
 from rollout_gateway.message_json import message_json
-from rollout_gateway.osmosis_http.outcome import rollout_answer
+from rollout_gateway.osmosis_http.outcome import rollout_response
 from rollout_gateway.rest.proto_json import response_json
 
 from tests.gateway.scripted_server import json_messages, stopped
 
 
 def answer(outcome: outcome_pb2.Outcome, **more: Any) -> dict[str, Any]:
-    return dict(json.loads(rollout_answer("r", outcome, **more)))
+    return dict(json.loads(rollout_response("r", outcome, **more)))
 
 
 def failure(category: int, **more: Any) -> outcome_pb2.Outcome:
@@ -35,7 +35,7 @@ def test_a_completed_rollout() -> None:
             queued_ms=9,
         )
     )
-    text = rollout_answer("r/1", outcome).decode()
+    text = rollout_response("r/1", outcome).decode()
     assert '[{"role":"user","content":"a"},{"role":"assistant","n":18446744073709551617,"n":1.50}]' in text
     found = json.loads(text)
     assert found.pop("final_messages")

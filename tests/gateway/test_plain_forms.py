@@ -125,7 +125,7 @@ def test_a_text_on_one_line_is_the_same_json(value: dict[str, Any], ascii_only: 
     ],
 )
 def test_the_words_are_those_of_the_contract(written: Any, known: Any) -> None:
-    words = enums.words(known.DESCRIPTOR)
+    words = enums.names(known.DESCRIPTOR)
     assert get_args(written) == tuple(words.values())
     assert [enums.value_of(known.DESCRIPTOR, word) for word in words.values()] == list(words)
     assert sorted([0, *words]) == sorted(known.values())

@@ -10,15 +10,15 @@ from rollout_gateway.rest.openapi import (
     OBJECT,
     TEXT,
     Schema,
+    describe,
     listed,
     nullable,
     obj,
+    one_of,
     ref,
-    told,
-    words,
 )
 
-_SERVICE: Final = words("rollout-server")
+_SERVICE: Final = one_of("rollout-server")
 _WARNING: Final = obj(
     "Something that did not end the rollout but that its user should know.",
     {"code": TEXT, "message": TEXT, "turn": INTEGER},
@@ -35,9 +35,9 @@ SCHEMAS: Final[dict[str, Schema]] = {
         "How a rollout ended. One that failed is answered like this too, with status ERROR.",
         {
             "rollout_id": TEXT,
-            "status": words("COMPLETED", "ERROR"),
-            "final_messages": told(listed(ref("ChatMessage")), "The whole conversation; empty on ERROR."),
-            "finish_reason": told(TEXT, "stop, max_turns, max_tokens, error or an agent's own word."),
+            "status": one_of("COMPLETED", "ERROR"),
+            "final_messages": describe(listed(ref("ChatMessage")), "The whole conversation; empty on ERROR."),
+            "finish_reason": describe(TEXT, "stop, max_turns, max_tokens, error or an agent's own word."),
             "error_message": nullable(TEXT),
             "metrics": obj(
                 "What a rollout used; on errors, what was counted until then.", dict.fromkeys(METRICS, NUMBER)
@@ -53,19 +53,19 @@ SCHEMAS: Final[dict[str, Schema]] = {
             "scores": {"type": "object", "additionalProperties": NUMBER},
             "truncated": FLAG,
             "error_category": TEXT,
-            "http_status": told(INTEGER, "The trainer's HTTP status, where one came back."),
+            "http_status": describe(INTEGER, "The trainer's HTTP status, where one came back."),
             "warnings": listed(_WARNING),
             "trace": listed(OBJECT),
         },
     ),
     "ToolsResponse": obj(
-        "The tools of an agent, in the order in which the model is told.", {"tools": listed(ref("FunctionTool"))}
+        "The tools of an agent, in the order in which the model is describe.", {"tools": listed(ref("FunctionTool"))}
     ),
     "InitResponse": obj(
         "A rollout was accepted; `rollout_id` is the first one's where the same idempotency key came before.",
         {
             "rollout_id": TEXT,
-            "tools": told(
+            "tools": describe(
                 listed(ref("FunctionTool")),
                 "In the plain shape that clients of this dialect validate: `parameters` has `properties` and `required`, and each "
                 "property one `type` and at most an `enum` of texts. `strict` is always there.",
@@ -75,16 +75,16 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "HealthResponse": obj(
         "The server is up. `active_rollouts` run or wait for a place, `completed_rollouts` have ended since it started.",
         {
-            "status": words("healthy"),
+            "status": one_of("healthy"),
             "service": _SERVICE,
-            "agent_loop": told(TEXT, "The agent that runs where a request names none."),
+            "agent_loop": describe(TEXT, "The agent that runs where a request names none."),
             "active_rollouts": INTEGER,
             "completed_rollouts": INTEGER,
         },
     ),
     "UnhealthyResponse": obj(
         "The server cannot be reached, does not answer as it should (then `detail` says more), or takes no new rollouts.",
-        {"status": words("unhealthy", "draining"), "service": _SERVICE},
+        {"status": one_of("unhealthy", "draining"), "service": _SERVICE},
         {"detail": TEXT},
     ),
     "ErrorResponse": obj("Nothing was started, or nothing can be said about it.", {"detail": TEXT}),

@@ -40,14 +40,14 @@ METRICS: Final[Mapping[str, str]] = {
 }
 
 
-def rollout_answer(rollout_id: str, outcome: pb.Outcome, trace: list[dict[str, Any]] | None = None) -> bytes:
+def rollout_response(rollout_id: str, outcome: pb.Outcome, trace: list[dict[str, Any]] | None = None) -> bytes:
     """The JSON answer to `POST /rollout` of the synchronous dialect; a reward goes into its `extra_fields`."""
     extra = _extra_fields(outcome)
     if outcome.HasField("reward"):
         extra["reward"] = outcome.reward
     if trace is not None:
         extra["trace"] = trace
-    return msgspec.json.encode(_told(rollout_id, outcome, extra))
+    return msgspec.json.encode(_result(rollout_id, outcome, extra))
 
 
 def completed_body(rollout: Rollout) -> bytes:
@@ -57,7 +57,7 @@ def completed_body(rollout: Rollout) -> bytes:
     """
     outcome = rollout.outcome
     extra = _extra_fields(outcome)
-    body = _told(rollout.spec.rollout_id, outcome, extra)
+    body = _result(rollout.spec.rollout_id, outcome, extra)
     if not outcome.HasField("stop"):  # an agent may name the messages of a failed rollout, which else has none here
         body["final_messages"] = extra.pop("final_messages", [])
     if outcome.HasField("reward"):
@@ -65,7 +65,7 @@ def completed_body(rollout: Rollout) -> bytes:
     return msgspec.json.encode({key: value for key, value in body.items() if value is not None})
 
 
-def _told(rollout_id: str, outcome: pb.Outcome, extra: dict[str, Any]) -> dict[str, Any]:
+def _result(rollout_id: str, outcome: pb.Outcome, extra: dict[str, Any]) -> dict[str, Any]:
     completed = outcome.HasField("stop")
     return {
         "rollout_id": rollout_id,

@@ -26,7 +26,7 @@ from rollout_gateway.json_body import read_body
 from rollout_gateway.key_check import STRANGER, KeyCheck
 from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE, InitBody, RolloutBody
 from rollout_gateway.osmosis_http.conversion import FIELDS, init_fields, init_request, run_request
-from rollout_gateway.osmosis_http.outcome import rollout_answer
+from rollout_gateway.osmosis_http.outcome import rollout_response
 from rollout_gateway.osmosis_http.tool_schema import function_tool
 from rollout_gateway.osmosis_http.trace import read_trace
 from rollout_gateway.rest import openapi as shown
@@ -40,17 +40,17 @@ _START_ERRORS: Final[shown.Responses] = {
     **shown.dialect_errors(400, 401, 404, 409, 413, 429, 500, 503),
     **shown.dialect_errors(422, schema="InvalidBodyResponse"),
 }
-_ENDED: Final = shown.answer("RolloutResponse", "The rollout ended, well or not: see `status`.")
-_ACCEPTED: Final = shown.answer("InitResponse", "The rollout was accepted, now or before.")
-_TOOLS: Final[shown.Responses] = {200: shown.answer("ToolsResponse"), **shown.dialect_errors(401, 404, 503)}
+_ENDED: Final = shown.json_response("RolloutResponse", "The rollout ended, well or not: see `status`.")
+_ACCEPTED: Final = shown.json_response("InitResponse", "The rollout was accepted, now or before.")
+_TOOLS: Final[shown.Responses] = {200: shown.json_response("ToolsResponse"), **shown.dialect_errors(401, 404, 503)}
 _HEALTH: Final[shown.Responses] = {
-    200: shown.answer("HealthResponse"),
-    503: shown.answer("UnhealthyResponse", "The rollout server is not available."),
+    200: shown.json_response("HealthResponse"),
+    503: shown.json_response("UnhealthyResponse", "The rollout server is not available."),
 }
 _KEYED_HEALTH: Final[shown.Responses] = {
     **_HEALTH,
-    401: shown.answer("ErrorResponse", "This is not one of the server's keys."),
-    404: shown.answer("ErrorResponse", "The server demands no key."),
+    401: shown.json_response("ErrorResponse", "This is not one of the server's keys."),
+    404: shown.json_response("ErrorResponse", "The server demands no key."),
 }
 _BODY: Final = shown.raw_body(RolloutBody, {"example": EXAMPLE})
 _INIT_BODY: Final = shown.raw_body(InitBody, {"example": INIT_EXAMPLE})
@@ -136,7 +136,7 @@ async def _run(request: Request, rollouts: Rollouts, intake: RequestBodies) -> R
     async def run() -> tuple[str, bytes]:
         uid, outcome = await rollouts.run(call, metadata)
         trace = await read_trace(rollouts, uid, metadata) if traced else None
-        return uid, rollout_answer(call.start.spec.rollout_id, outcome, trace)
+        return uid, rollout_response(call.start.spec.rollout_id, outcome, trace)
 
     try:
         uid, answer = await unless_hung_up(request, run())

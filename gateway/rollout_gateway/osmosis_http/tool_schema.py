@@ -122,7 +122,7 @@ def _property(schema: JSON) -> Schema:
         note = f"any of: {', '.join(_alternatives(node) or words)}"
     elif words == [ANY]:
         note = "any JSON value"
-    if told := _with_note(node.get("description"), note):
+    if told := _with_hint(node.get("description"), note):
         shaped["description"] = told
     return {**shaped, **{key: value for key, value in node.items() if key not in dropped}}
 
@@ -133,7 +133,7 @@ def _alternatives(node: Schema) -> list[str]:
     return [str(member["type"]) if member.keys() == {"type"} else _text(member) for member in found]
 
 
-def _with_note(description: JSON, note: str) -> str:
+def _with_hint(description: JSON, note: str) -> str:
     told = description if isinstance(description, str) else ""
     if not note or not told.strip():
         return told or note[:1].upper() + note[1:]

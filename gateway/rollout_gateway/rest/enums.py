@@ -21,7 +21,7 @@ Detail = Literal["basic", "messages", "full", "outcome"]
 
 # Any: the generated code has a type of its own for each enum and none for its values; descriptors of two implementations differ.
 @cache
-def words(enum: Any) -> Mapping[int, str]:
+def names(enum: Any) -> Mapping[int, str]:
     """The words of an enum's values, by its descriptor; the unset value has none."""
     prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
     return MappingProxyType(
@@ -32,4 +32,4 @@ def words(enum: Any) -> Mapping[int, str]:
 @cache
 def value_of(enum: Any, word: str) -> Any:
     """The value with that word."""
-    return next(value for value, known in words(enum).items() if known == word)
+    return next(value for value, known in names(enum).items() if known == word)

@@ -61,7 +61,7 @@ _EVENT: Final = shown.obj(
     {
         "sequence": shown.INTEGER,
         "time": {"type": ["string", "null"], "format": "date-time"},
-        "event": shown.words(*_KINDS),
+        "event": shown.one_of(*_KINDS),
         "turn": shown.INTEGER,
         "segment_id": shown.TEXT,
     },
@@ -76,7 +76,7 @@ _STREAM: Final[dict[str, Any]] = {
     "content": {
         "text/event-stream": {
             # Of OpenAPI 3.2; in 3.1 nothing can be said of the items of a stream.
-            "itemSchema": shown.obj("An event.", {"event": shown.words(*_KINDS), "data": _DATA}, {"id": shown.TEXT}),
+            "itemSchema": shown.obj("An event.", {"event": shown.one_of(*_KINDS), "data": _DATA}, {"id": shown.TEXT}),
             "example": f"retry: 1000\n\nid: 1\nevent: accepted\ndata: {_ACCEPTED}\n\n",
         }
     },

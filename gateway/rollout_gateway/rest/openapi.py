@@ -40,12 +40,12 @@ def nullable(schema: Schema, description: str = "") -> Schema:
     return {"anyOf": [schema, NULL]} | ({"description": description} if description else {})
 
 
-def told(schema: Schema, description: str) -> Schema:
+def describe(schema: Schema, description: str) -> Schema:
     """A value and what it is."""
     return {**schema, "description": description}
 
 
-def words(*found: str) -> Schema:
+def one_of(*found: str) -> Schema:
     """One of these texts."""
     return {"type": "string", "enum": list(found)}
 
@@ -112,17 +112,17 @@ _SCALARS: Final[Mapping[int, Schema]] = {
 }
 _FIELD: Final = obj(
     "One fault of a request: where, and what.",
-    {"field": told(TEXT, "As in the body, query or path: `messages[0].role`."), "message": TEXT},
+    {"field": describe(TEXT, "As in the body, query or path: `messages[0].role`."), "message": TEXT},
 )
 _ERROR: Final = obj(
     "What was wrong, and what to do.",
     {
-        "code": told(TEXT, "A stable word, such as ROLLOUT_NOT_FOUND."),
+        "code": describe(TEXT, "A stable word, such as ROLLOUT_NOT_FOUND."),
         "message": TEXT,
-        "request_id": told(TEXT, "Under which the logs have it."),
+        "request_id": describe(TEXT, "Under which the logs have it."),
         "fields": listed(_FIELD),
     },
-    {"retry_after": told(NUMBER, "In seconds; absent where waiting does not help.")},
+    {"retry_after": describe(NUMBER, "In seconds; absent where waiting does not help.")},
 )
 _FUNCTION: Final = obj(
     "A function that the model may call; `parameters` is a JSON Schema.",
@@ -136,10 +136,10 @@ def schemas() -> Mapping[str, Schema]:
     """The schemas of the plain API's answers, by name."""
     found = {
         "PlainError": obj("Every error of this API.", {"error": _ERROR}),
-        "FunctionTool": obj("A tool in OpenAI's form.", {"type": words("function"), "function": _FUNCTION}),
-        "Alive": obj("This process answers.", {"status": words("ok")}),
-        "Ready": obj("Rollouts can be started.", {"status": words("ready"), "running": INTEGER, "queued": INTEGER}),
-        "Unready": obj("No rollout can be started now.", {"status": words("draining", "unavailable")}),
+        "FunctionTool": obj("A tool in OpenAI's form.", {"type": one_of("function"), "function": _FUNCTION}),
+        "Alive": obj("This process answers.", {"status": one_of("ok")}),
+        "Ready": obj("Rollouts can be started.", {"status": one_of("ready"), "running": INTEGER, "queued": INTEGER}),
+        "Unready": obj("No rollout can be started now.", {"status": one_of("draining", "unavailable")}),
     }
     waiting: list[Any] = [root.DESCRIPTOR for root in _ROOTS]
     while waiting:
@@ -163,7 +163,7 @@ def _message(message: Any) -> Schema:
     required = [form.key for form in known if not form.optional and not form.view]
     if message.name == "Outcome":
         ends = {form.key: _field(end.DESCRIPTOR, form) for end in _ENDS for form in forms(end.DESCRIPTOR)}
-        properties = {"end": words("stop", "failure", "cancellation")} | ends | properties
+        properties = {"end": one_of("stop", "failure", "cancellation")} | ends | properties
         required.insert(0, "end")
     description = _DESCRIPTIONS.get(message.name, "")
     return {"type": "object", "description": description, "properties": properties, "required": required}
@@ -175,7 +175,7 @@ def _field(message: Any, form: FieldForm) -> Schema:
     description = _DESCRIPTIONS.get(f"{message.name}.{form.name}", "")
     if form.nullable or form.name == "extra_json":
         return nullable(schema, description)
-    return told(schema, description) if description else schema
+    return describe(schema, description) if description else schema
 
 
 def _value(form: FieldForm) -> Schema:
@@ -185,7 +185,7 @@ def _value(form: FieldForm) -> Schema:
     if field.message_type:
         return _LEAVES.get(field.message_type.name) or ref(message_schema(field.message_type))
     if field.enum_type:
-        return words(*enums.words(field.enum_type).values())
+        return one_of(*enums.names(field.enum_type).values())
     if form.name == "response_mask":
         return listed({"type": "integer", "enum": [0, 1]})
     return OBJECT if form.name.endswith("_json") else _SCALARS.get(field.cpp_type, INTEGER)
@@ -221,7 +221,7 @@ _HEADERS: Final[Mapping[int, Schema]] = {
 _BEFORE_ANY_ROUTE: Final = (414, 431)
 
 
-def answer(schema: str, description: str = "Successful Response") -> Schema:
+def json_response(schema: str, description: str = "Successful Response") -> Schema:
     """An entry of a route's `responses`. The application describes the schema: FastAPI would compile a model for every route."""
     return {"description": description, "content": {"application/json": {"schema": ref(schema)}}}
 
@@ -235,7 +235,7 @@ def errors(*more: int) -> Responses:
 def dialect_errors(*statuses: int, schema: str = "ErrorResponse") -> Responses:
     """Errors of a route of the dialects."""
     return {
-        status: answer(schema, _ERRORS[status]) | ({"headers": _HEADERS[status]} if status in _HEADERS else {})
+        status: json_response(schema, _ERRORS[status]) | ({"headers": _HEADERS[status]} if status in _HEADERS else {})
         for status in statuses
     }
 

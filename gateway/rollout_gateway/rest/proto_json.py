@@ -1,7 +1,7 @@
 """Messages of the contract as the plain API's JSON, and its bodies as messages: by their descriptors, and a few tables.
 
 protobuf's own `json_format` writes 64-bit integers as texts, JSON texts within texts, and token ids one by one, which takes
-many times as long. Here enums are words, times are RFC 3339 in UTC, durations are seconds, and JSON texts are spliced in.
+many times as long. Here enums are names, times are RFC 3339 in UTC, durations are seconds, and JSON texts are spliced in.
 """
 
 import base64
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -16,7 +17,6 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from osmosis.rollout.v1 import event_pb2, outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from pydantic import BaseModel
 
 from rollout_gateway.json_body import parts_of, texts_of
 from rollout_gateway.message_json import message_json, spliced, tool_json
@@ -82,7 +82,7 @@ class FieldForm:
         """Whether the message does not have it."""
         return not (message.HasField(self.name) if self.field.has_presence else getattr(message, self.name))
 
-    def parsed(self, value: Any, text: msgspec.Raw) -> Any:
+    def parse(self, value: Any, text: msgspec.Raw) -> Any:
         """A value of a body as the message's constructor takes it; `text` is the value as it stands in the body."""
         if self.field.enum_type:
             enum = self.field.enum_type
@@ -99,22 +99,21 @@ class FieldForm:
             case "Message":
                 return [{"json": each} for each in texts_of(text)]
             case "Target" | "Sampling" | "Limits" | "Tokenizer":
-                return message_fields(value, self.field.message_type, parts_of(text))
+                return message_fields(vars(value), self.field.message_type, parts_of(text))
         return value
 
 
 def message_fields(
-    values: BaseModel | Mapping[str, Any], message: Any, texts: Mapping[str, msgspec.Raw] | None = None
+    values: Mapping[str, Any], message: Any, texts: Mapping[str, msgspec.Raw] = MappingProxyType({})
 ) -> dict[str, Any]:
     """What the constructor of a message takes, of an object's values and the texts of its parts. Other keys are ignored.
 
     `message` is its descriptor.
     """
-    found, texts = dict(values), texts or {}
     return {
-        form.name: form.parsed(found[form.key], texts.get(form.key, _NO_TEXT))
+        form.name: form.parse(values[form.key], texts.get(form.key, _NO_TEXT))
         for form in forms(message)
-        if found.get(form.key) is not None
+        if values.get(form.key) is not None
     }
 
 
@@ -138,14 +137,14 @@ def _form(owner: str, field: Any) -> FieldForm:
         optional=optional,
         nullable=not optional and (path in _NULLABLE or is_time or is_number),
         view=_VIEWS.get(path, 0),
-        show=_shown(field, optional),
+        show=_converter(field, optional),
     )
 
 
-def _shown(field: Any, optional: bool) -> Callable[[Any, int], Any]:
+def _converter(field: Any, optional: bool) -> Callable[[Any, int], Any]:
     if field.message_type and field.message_type.GetOptions().map_entry:
         return lambda value, _: dict(sorted(value.items()))
-    one = _shown_value(field, optional)
+    one = _value_converter(field, optional)
     if not field.is_repeated:
         return one or _same
     if one is None:
@@ -157,14 +156,14 @@ def _same(value: Any, _: int) -> Any:
     return value
 
 
-def _shown_value(field: Any, optional: bool) -> Callable[[Any, int], Any] | None:
+def _value_converter(field: Any, optional: bool) -> Callable[[Any, int], Any] | None:
     """How one value is shown; None: as it is."""
     if field.message_type:
         written: Callable[[Any, int], Any] = _MESSAGES.get(field.message_type.name, message_to_json)
         return written
     if field.enum_type:
-        words, other = enums.words(field.enum_type), None if optional else enums.OTHER
-        return lambda value, _: words.get(value, other)
+        names, other = enums.names(field.enum_type), None if optional else enums.OTHER
+        return lambda value, _: names.get(value, other)
     if field.name.endswith("_json"):
         return lambda value, _: spliced(value)
     if field.name == "response_mask":

@@ -85,7 +85,7 @@ def start_request(parsed: ParsedBody[body.StartRollout], idempotency_key: str | 
         raise wrong("header", IDEMPOTENCY_KEY, "differs from request_id; send one of them, or the same twice")
     if len(request_id) > 256:
         raise wrong("header", IDEMPOTENCY_KEY, "has at most 256 characters")
-    spec = message_fields(start, spec_pb2.RolloutSpec.DESCRIPTOR, parsed.parts)
+    spec = message_fields(vars(start), spec_pb2.RolloutSpec.DESCRIPTOR, parsed.parts)
     spec["rollout_id"] = start.rollout_id or request_id or uuid.uuid4().hex
     endpoints = {name: getattr(start, name) for name in _ENDPOINTS}
     bearers = {f"{name}_bearer": endpoint.bearer for name, endpoint in endpoints.items() if endpoint is not None}
@@ -96,7 +96,7 @@ def start_request(parsed: ParsedBody[body.StartRollout], idempotency_key: str | 
 
 def cancel_request(cancel: body.CancelRollouts) -> pb.CancelRolloutsRequest:
     """The call of a valid body."""
-    selection = pb.Selection(**message_fields(cancel, pb.Selection.DESCRIPTOR))
+    selection = pb.Selection(**message_fields(vars(cancel), pb.Selection.DESCRIPTOR))
     return pb.CancelRolloutsRequest(selection=selection, reason=cancel.reason or "")
 
 

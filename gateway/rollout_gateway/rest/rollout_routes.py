@@ -71,11 +71,11 @@ _IDEMPOTENCY: Final = {
 }
 _LOCATION: Final = {"headers": {"Location": {"description": "The rollout's path.", "schema": shown.TEXT}}}
 _STARTED: Final[shown.Responses] = {
-    200: shown.answer("StartRolloutResponseModel", "A rollout was found under the request id.") | _LOCATION,
-    201: shown.answer("StartRolloutResponseModel", "The rollout was accepted.") | _LOCATION,
+    200: shown.json_response("StartRolloutResponseModel", "A rollout was found under the request id.") | _LOCATION,
+    201: shown.json_response("StartRolloutResponseModel", "The rollout was accepted.") | _LOCATION,
     **shown.errors(404, 409),
 }
-_CANCELLED: Final[shown.Responses] = {200: shown.answer("CancelRolloutsResponseModel"), **shown.errors(404)}
+_CANCELLED: Final[shown.Responses] = {200: shown.json_response("CancelRolloutsResponseModel"), **shown.errors(404)}
 _START: Final = shown.raw_body(body.StartRollout, {"examples": _START_EXAMPLES}) | {"parameters": [_IDEMPOTENCY]}
 _CANCEL: Final = shown.raw_body(body.CancelRollouts, {"examples": _CANCEL_EXAMPLES})
 _CANCEL_ONE: Final = shown.raw_body(body.CancelOne, {"examples": _CANCEL_ONE_EXAMPLES}, required=False)
@@ -116,7 +116,7 @@ def _add_starting(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) 
 
 
 def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
-    @router.get("", responses={200: shown.answer("ListRolloutsResponseModel"), **shown.errors()})
+    @router.get("", responses={200: shown.json_response("ListRolloutsResponseModel"), **shown.errors()})
     async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
         """Rollouts page by page, newest first. Those that start meanwhile do not disturb the pages."""
         listing = list_request(query)
@@ -125,7 +125,7 @@ def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
         )
         return Response(response_json(page, listing.view), media_type=_JSON)
 
-    @router.get("/{uid}", responses={200: shown.answer("RolloutModel"), **shown.errors(404)})
+    @router.get("/{uid}", responses={200: shown.json_response("RolloutModel"), **shown.errors(404)})
     async def get_rollout(request: Request, uid: Uid, query: Annotated[GetQuery, Query()]) -> Response:
         """One rollout as it is now, or once it has finished: waiting counts as being attached, hanging up ends it."""
         view = enums.value_of(pb.RolloutView.DESCRIPTOR, query.view)
@@ -134,7 +134,7 @@ def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
         if query.wait:
             wait = pb.WaitRolloutRequest(uid=uid, timeout=duration(query.wait), view=view)
             call = rollouts.stub.WaitRollout(wait, metadata=metadata, timeout=query.wait + patience)
-            found = await unless_hung_up(request, _answer_of(call))
+            found = await unless_hung_up(request, _result_of(call))
         else:
             get = pb.GetRolloutRequest(uid=uid, view=view)
             found = await rollouts.stub.GetRollout(get, metadata=metadata, timeout=patience)
@@ -175,6 +175,6 @@ def _add_ending(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) ->
         return Response(status_code=204)
 
 
-async def _answer_of(call: Any) -> pb.WaitRolloutResponse:
+async def _result_of(call: Any) -> pb.WaitRolloutResponse:
     found: pb.WaitRolloutResponse = await call
     return found
