@@ -32,14 +32,8 @@ _OPTIONAL: Final = frozenset(
 )
 # null where they are unset, as are times and the contract's optional numbers.
 _NULLABLE: Final = frozenset(
-    {
-        "Rollout.delivery",
-        "Rollout.outcome",
-        "Sample.logprobs",
-        "SampleSpan.mask_reason",
-        "Span.logprobs",
-        "Span.mask_reason",
-    }
+    {"Rollout.delivery", "Rollout.outcome", "Sample.logprobs", "Span.logprobs"}
+    | {"Span.mask_reason", "SampleSpan.mask_reason"}
 )
 _RENAMED: Final = {"Limits.time": "seconds", "RolloutSpec.cancel_after_detach": "cancel_after_detach_seconds"}
 # How another protocol wrote what the other fields hold; `outcome_json` tells the ends.
