@@ -15,15 +15,13 @@ from rollout_gateway.http.deadlines import honour_deadline
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.http.request_boundary import HttpMetrics, RequestBoundary
 from rollout_gateway.key_check import KeyCheck
-from rollout_gateway.osmosis_http.async_body import InitBody
-from rollout_gateway.osmosis_http.async_routes import asynchronous_router
-from rollout_gateway.osmosis_http.openapi import ErrorResponse, InvalidBodyResponse, UnhealthyResponse
-from rollout_gateway.osmosis_http.sync_body import RolloutBody
-from rollout_gateway.osmosis_http.sync_routes import synchronous_router
+from rollout_gateway.osmosis_http.body import InitBody, RolloutBody
+from rollout_gateway.osmosis_http.openapi import SCHEMAS
+from rollout_gateway.osmosis_http.routes import asynchronous_router, synchronous_router
 from rollout_gateway.rest.body import BODIES
-from rollout_gateway.rest.errors import answered_plainly
+from rollout_gateway.rest.errors import uses_plain_errors
 from rollout_gateway.rest.event_routes import events_router
-from rollout_gateway.rest.openapi import PlainError
+from rollout_gateway.rest.openapi import schemas
 from rollout_gateway.rest.rollout_routes import rollouts_router
 from rollout_gateway.rest.service_routes import add_docs, service_router
 from rollout_gateway.settings import GatewaySettings
@@ -46,7 +44,6 @@ _SECURITY: Final = {
 # Bodies of requests may take the memory of so many of the largest.
 _BODIES_UNDER_WAY: Final = 8
 _BODIES: Final = (RolloutBody, InitBody, *BODIES)
-_ERRORS: Final = (ErrorResponse, InvalidBodyResponse, UnhealthyResponse, PlainError)
 
 
 class GatewayApp(FastAPI):
@@ -56,11 +53,10 @@ class GatewayApp(FastAPI):
         """The OpenAPI description; made once."""
         if self.openapi_schema is None:
             told: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in _BODIES]
-            told += [(model, "serialization") for model in _ERRORS]
             _, models = models_json_schema(told, ref_template="#/components/schemas/{model}")
             described = super().openapi()
             components = described.setdefault("components", {})
-            components.setdefault("schemas", {}).update(models["$defs"])
+            components.setdefault("schemas", {}).update({**models["$defs"], **schemas(), **SCHEMAS})
             components["securitySchemes"] = _SECURITY
             # Without keys on the server none is needed.
             described["security"] = [{"bearer": []}, {}]
@@ -102,7 +98,7 @@ def create_app(
     for router in (*plain, *dialects):
         app.include_router(router)
     add_docs(app)
-    is_plain = answered_plainly(route for router in dialects for route in router.routes)
+    is_plain = uses_plain_errors(route for router in dialects for route in router.routes)
     ErrorResponses(keys, is_plain).install(app)
     app.add_middleware(RequestBoundary, is_plain=is_plain, meters=meters, limits=settings)
     return app

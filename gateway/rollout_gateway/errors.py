@@ -15,8 +15,8 @@ from starlette.types import Scope
 
 from rollout_gateway.calls import ClientDisconnected, StreamEndedEarly, call_metadata
 from rollout_gateway.http.request_body import Overloaded
+from rollout_gateway.json_body import InvalidBody, first_of
 from rollout_gateway.key_check import STRANGER, KeyCheck
-from rollout_gateway.osmosis_http.sync_body import InvalidBody, first_of
 from rollout_gateway.rest.errors import INVALID, http_problem, plain_response
 from rollout_gateway.rest.request import BODY_FIELDS, QUERY_FIELDS
 from rollout_gateway.status import Fields, Problem, logged_problem

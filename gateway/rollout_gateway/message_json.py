@@ -1,10 +1,10 @@
-"""Messages of the contract as JSON texts: verbatim where they came as JSON, written out where they came as fields."""
+"""Messages and tools of the contract as JSON: verbatim where they came as JSON, written out where they came as fields."""
 
 import base64
 from typing import Any
 
 import msgspec
-from osmosis.rollout.v1.message_pb2 import Blob, ChatMessage, ContentPart, Message, ToolCall
+from osmosis.rollout.v1.message_pb2 import Blob, ChatMessage, ContentPart, Message, Tool, ToolCall
 
 
 def message_json(message: Message) -> msgspec.Raw:
@@ -12,6 +12,22 @@ def message_json(message: Message) -> msgspec.Raw:
     if message.HasField("chat"):
         return msgspec.Raw(msgspec.json.encode(_chat(message.chat)))
     return msgspec.Raw(message.json.encode() or b"null")
+
+
+def spliced(text: str) -> msgspec.Raw:
+    """A JSON text of the contract, ready to be spliced into an answer; null where there is none, or what is no JSON."""
+    try:
+        return msgspec.json.decode(text or "null", type=msgspec.Raw)
+    except msgspec.DecodeError:
+        # A rollout is worth more than an extra of it that breaks the contract.
+        return msgspec.Raw(b"null")
+
+
+def tool_json(tool: Tool) -> dict[str, Any]:
+    """A tool in OpenAI's form."""
+    parameters = spliced(tool.parameters_json_schema or '{"type":"object","properties":{}}')
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
 def _chat(chat: ChatMessage) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 The server gives every status of its own a google.rpc.ErrorInfo. A status without one was made by the transport, whose
 text names sockets and addresses, so it is replaced.
 
-`Problem.response` answers in the shape of the two dialects, FastAPI's `{"detail": ...}`; `resource.errors` in that of the
+`Problem.response` answers in the shape of the two dialects, FastAPI's `{"detail": ...}`; `rest.errors` in that of the
 plain API.
 """
 

@@ -12,7 +12,7 @@ import pytest
 from osmosis.rollout.v1 import outcome_pb2
 from rollout_gateway.app import create_app
 from rollout_gateway.channel import open_channel
-from rollout_gateway.osmosis_http.outcome import rollout_answer
+from rollout_gateway.osmosis_http.outcome import rollout_response
 from rollout_gateway.settings import GatewaySettings
 from rollout_gateway.standalone_settings import Options, name_of
 from rollout_server.edge.metrics.families import WARNINGS
@@ -112,7 +112,7 @@ def test_every_category_and_every_warning_is_explained() -> None:
     told = page("troubleshooting.md")
     numbers = [number for number in outcome_pb2.FailureCategory.values() if number]
     failures = [outcome_pb2.Outcome(failure=outcome_pb2.Failure(category=number)) for number in numbers]
-    words = {json.loads(rollout_answer("any", each))["extra_fields"]["error_category"] for each in failures}
+    words = {json.loads(rollout_response("any", each))["extra_fields"]["error_category"] for each in failures}
     assert len(words) > 5
     assert {word for word in words if f"`{word}`" not in told} == set()
     assert {code for code in WARNINGS if f"| `{code}` |" not in page("masks.md")} == set()

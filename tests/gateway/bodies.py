@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from rollout_gateway.osmosis_http.sync_body import EXAMPLE, InvalidBody, ParsedRollout, parse_rollout
+from rollout_gateway.json_body import InvalidBody, ParsedBody, read_body
+from rollout_gateway.osmosis_http.body import EXAMPLE, RolloutBody
 
 LIMIT = 1 << 20
 
@@ -13,9 +14,9 @@ def body(**changes: Any) -> dict[str, Any]:
     return {**EXAMPLE, **changes}
 
 
-def parse(value: Any, limit: int = LIMIT) -> ParsedRollout:
+def parse(value: Any, limit: int = LIMIT) -> ParsedBody[RolloutBody]:
     content = value if isinstance(value, bytes) else json.dumps(value).encode()
-    return parse_rollout(content, limit)
+    return read_body(content, RolloutBody, limit)
 
 
 def locations(value: Any, limit: int = LIMIT) -> list[tuple[Any, ...]]:

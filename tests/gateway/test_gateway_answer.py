@@ -3,15 +3,16 @@ from typing import Any
 
 import pytest
 from osmosis.rollout.v1 import message_pb2, outcome_pb2
+from osmosis.rollout.v1.rollout_service_pb2 import ListToolsResponse
 from rollout_gateway.message_json import message_json
-from rollout_gateway.osmosis_http.outcome import rollout_answer
-from rollout_gateway.osmosis_http.sync_conversion import tools_answer
+from rollout_gateway.osmosis_http.outcome import rollout_response
+from rollout_gateway.rest.proto_json import response_json
 
 from tests.gateway.scripted_server import json_messages, stopped
 
 
 def answer(outcome: outcome_pb2.Outcome, **more: Any) -> dict[str, Any]:
-    return dict(json.loads(rollout_answer("r", outcome, **more)))
+    return dict(json.loads(rollout_response("r", outcome, **more)))
 
 
 def failure(category: int, **more: Any) -> outcome_pb2.Outcome:
@@ -34,7 +35,7 @@ def test_a_completed_rollout() -> None:
             queued_ms=9,
         )
     )
-    text = rollout_answer("r/1", outcome).decode()
+    text = rollout_response("r/1", outcome).decode()
     assert '[{"role":"user","content":"a"},{"role":"assistant","n":18446744073709551617,"n":1.50}]' in text
     found = json.loads(text)
     assert found.pop("final_messages")
@@ -185,7 +186,7 @@ def test_tools_carry_their_schema_verbatim_and_strict_only_where_it_is() -> None
     schema = '{"type": "object", "properties": {"b": {"maximum": 18446744073709551617}, "a": {}}}'
     plain = message_pb2.Tool(name="add", description="Add", parameters_json_schema=schema)
     strict = message_pb2.Tool(name="now", strict=True)
-    text = tools_answer([plain, strict]).decode()
+    text = response_json(ListToolsResponse(tools=[plain, strict])).decode()
     assert f'"parameters":{schema}' in text
     first, second = json.loads(text)["tools"]
     assert first == {

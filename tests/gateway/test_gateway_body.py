@@ -2,7 +2,8 @@ import json
 from typing import Any
 
 import pytest
-from rollout_gateway.osmosis_http.sync_body import EXAMPLE, InvalidBody
+from rollout_gateway.json_body import InvalidBody
+from rollout_gateway.osmosis_http.body import EXAMPLE
 
 from tests.gateway.bodies import body, locations, parse, spliced
 from tests.gateway.transcripts import client_exchange, needs_transcripts, scenarios
@@ -22,7 +23,7 @@ def test_the_example_is_valid_and_defaults_are_those_of_the_page() -> None:
     assert sampling.logprobs is True
     assert (parsed.body.max_turns, parsed.body.max_tokens_total) == (10, 8192)
     assert (parsed.body.tokenizer_revision, parsed.body.tool_server_url, parsed.body.callback_api_key) == (None,) * 3
-    assert (parsed.metadata_json, parsed.template_kwargs_json) == ("", "")
+    assert (parsed.metadata_json, parsed.text("metadata", "chat_template_kwargs")) == ("", "")
     assert parse(EXAMPLE).body.sampling_params.temperature == 0.7
 
 
@@ -172,7 +173,7 @@ def test_template_switches_are_cut_out_of_the_metadata() -> None:
     metadata = '{ "chat_template_kwargs" : {"enable_thinking":false , "n": 18446744073709551617}, "z": 1 }'
     parsed = parse(spliced('[{"role": "user"}]', f', "metadata": {metadata}'))
     assert parsed.metadata_json == metadata
-    assert parsed.template_kwargs_json == '{"enable_thinking":false , "n": 18446744073709551617}'
+    assert parsed.text("metadata", "chat_template_kwargs") == '{"enable_thinking":false , "n": 18446744073709551617}'
 
 
 def test_integers_may_be_longer_than_python_converts() -> None:

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from osmosis.rollout.v1 import message_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_gateway.osmosis_http.async_body import INIT_EXAMPLE
-from rollout_gateway.osmosis_http.sync_body import EXAMPLE
+from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 
 from tests.gateway.client_models import ClientAnswer

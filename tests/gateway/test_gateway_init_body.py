@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import REQUEST_MEMORY_UNSPECIFIED, StartRolloutRequest
-from rollout_gateway.osmosis_http.async_body import INIT_EXAMPLE, ParsedInit, parse_init
-from rollout_gateway.osmosis_http.async_conversion import init_fields, init_request
-from rollout_gateway.osmosis_http.sync_body import EXAMPLE, InvalidBody, parse_rollout
+from rollout_gateway.json_body import InvalidBody, ParsedBody, read_body
+from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE, InitBody, RolloutBody
+from rollout_gateway.osmosis_http.conversion import init_fields, init_request
 from rollout_gateway.status import body_location
 
 from tests.gateway.transcripts import exchanges, needs_transcripts, scenarios
@@ -21,8 +21,8 @@ def body(**changes: Any) -> dict[str, Any]:
     return {**{key: INIT_EXAMPLE[key] for key in REQUIRED}, **changes}
 
 
-def parse(value: Any, limit: int = LIMIT) -> ParsedInit:
-    return parse_init(value if isinstance(value, bytes) else json.dumps(value).encode(), limit)
+def parse(value: Any, limit: int = LIMIT) -> ParsedBody[InitBody]:
+    return read_body(value if isinstance(value, bytes) else json.dumps(value).encode(), InitBody, limit)
 
 
 def asked(**changes: Any) -> StartRolloutRequest:
@@ -68,7 +68,7 @@ def test_keys_do_not_show() -> None:
     parsed = parse(body(api_key="callback-secret"))
     assert parsed.body.api_key == "callback-secret"
     assert "callback-secret" not in repr(parsed)
-    other = parse_rollout(json.dumps({**EXAMPLE, "callback_api_key": "callback-secret"}).encode(), LIMIT)
+    other = read_body(json.dumps({**EXAMPLE, "callback_api_key": "callback-secret"}).encode(), RolloutBody, LIMIT)
     assert other.body.callback_api_key == "callback-secret"
     assert "callback-secret" not in repr(other)
 

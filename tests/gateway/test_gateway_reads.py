@@ -6,8 +6,7 @@ from typing import Any
 import grpc
 import pytest
 from osmosis.rollout.v1 import message_pb2
-from rollout_gateway.osmosis_http.async_body import INIT_EXAMPLE
-from rollout_gateway.osmosis_http.sync_body import EXAMPLE
+from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 
 from tests.gateway.running import Gateway, http_client, serving

@@ -7,7 +7,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
-from rollout_gateway.osmosis_http.sync_conversion import FIELDS
+from rollout_gateway.osmosis_http.conversion import FIELDS
 from rollout_gateway.status import HTTP_STATUS, body_location, problem
 
 from tests.gateway.scripted_server import Refusal

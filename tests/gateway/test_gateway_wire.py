@@ -5,14 +5,15 @@ import pytest
 from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_OUTCOME
 from osmosis.rollout.v1.rollout_service_pb2 import REQUEST_MEMORY_UNTIL_RECEIVED, RunRolloutRequest
-from rollout_gateway.osmosis_http.sync_body import EXAMPLE, Hints, parse_rollout
-from rollout_gateway.osmosis_http.sync_conversion import limits, run_request
+from rollout_gateway.json_body import read_body
+from rollout_gateway.osmosis_http.body import EXAMPLE, Hints, RolloutBody
+from rollout_gateway.osmosis_http.conversion import limits, run_request
 from rollout_gateway.settings import GatewaySettings
 
 
 def asked(settings: GatewaySettings | None = None, **changes: Any) -> RunRolloutRequest:
     content = json.dumps({**EXAMPLE, **changes}).encode()
-    return run_request(parse_rollout(content, 1 << 20), settings or GatewaySettings())
+    return run_request(read_body(content, RolloutBody, 1 << 20), settings or GatewaySettings())
 
 
 def spec(settings: GatewaySettings | None = None, **changes: Any) -> spec_pb2.RolloutSpec:

@@ -19,9 +19,9 @@ from rollout_gateway.channel import open_channel
 from rollout_gateway.fleet import fleet
 from rollout_gateway.http import request_body
 from rollout_gateway.http.request_body import Overloaded, RequestBodies
+from rollout_gateway.json_body import MAX_MESSAGES, InvalidBody, read_body, violation
 from rollout_gateway.key_check import KeyCheck
-from rollout_gateway.osmosis_http.async_body import INIT_EXAMPLE
-from rollout_gateway.osmosis_http.sync_body import EXAMPLE, MAX_MESSAGES, InvalidBody, RolloutBody, validated, violation
+from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE, RolloutBody
 from rollout_gateway.settings import GatewaySettings
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
@@ -255,7 +255,7 @@ async def test_an_overloaded_gateway_says_when_to_come_back(gateway: Gateway, mo
 
 def faults(body: dict[str, Any]) -> list[dict[str, Any]]:
     with pytest.raises(InvalidBody) as refused:
-        validated(RolloutBody, json.dumps(body).encode())
+        read_body(json.dumps(body).encode(), RolloutBody)
     return refused.value.violations
 
 

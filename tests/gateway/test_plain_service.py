@@ -264,8 +264,8 @@ async def test_the_description_is_whole(plain: Plain) -> None:
     text = json.dumps(described)
     names = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert names <= schemas.keys()
-    assert {"StartRollout", "CancelRollouts", "PlainError", "RolloutShown"} <= names
-    secret = schemas["Endpoint"]["properties"]["bearer"]
+    assert {"StartRollout", "CancelRollouts", "PlainError", "RolloutModel"} <= names
+    secret = schemas["EndpointBody"]["properties"]["bearer"]
     assert (secret["writeOnly"], secret["format"]) == (True, "password")
     assert schemas["StartRollout"]["additionalProperties"] is False
     operations = described["paths"]["/v1/rollouts"]

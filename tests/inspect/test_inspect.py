@@ -15,7 +15,7 @@ from google.protobuf import json_format
 from osmosis.rollout.v1 import outcome_service_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rich.console import Console
-from rollout_gateway.rest.rollout import rollout_json
+from rollout_gateway.rest.proto_json import message_to_json
 from rollout_server.inspection.terminal import ViewOptions, print_transcript
 from rollout_server.inspection.transcript import transcript_of
 from rollout_server.testing.model.scenarios import SCENARIOS
@@ -148,7 +148,7 @@ async def test_what_an_author_masked_has_a_letter_and_planes_are_named(invoke: I
             span("author", 3, turn=2, planes=planes),
         ),
     )
-    (tmp_path / "plain").write_bytes(msgspec.json.encode(rollout_json(rollout, pb.ROLLOUT_VIEW_FULL)))
+    (tmp_path / "plain").write_bytes(msgspec.json.encode(message_to_json(rollout, pb.ROLLOUT_VIEW_FULL)))
     for path in (saved(rollout, tmp_path), tmp_path / "plain"):
         told = (await invoke(path)).stdout
         assert list(drawn(told)) == written(rollout)

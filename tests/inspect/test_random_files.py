@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_gateway.rest.rollout import rollout_json
+from rollout_gateway.rest.proto_json import message_to_json
 from rollout_server.inspection.load import parse_rollout
 from rollout_server.inspection.terminal import ViewOptions, lines
 from rollout_server.inspection.text import as_json
@@ -53,7 +53,7 @@ def changed(data: st.DataObject, value: Any) -> Any:
 @given(st.data(), rollouts())
 def test_json_with_something_else_in_it(data: st.DataObject, rollout: pb.Rollout) -> None:
     rollout.state = pb.ROLLOUT_STATE_FINISHED
-    whole = json.loads(msgspec.json.encode(rollout_json(rollout, pb.ROLLOUT_VIEW_FULL)))
+    whole = json.loads(msgspec.json.encode(message_to_json(rollout, pb.ROLLOUT_VIEW_FULL)))
     looked_at(json.dumps(whole).encode())
     looked_at(json.dumps(changed(data, whole)).encode())
 

@@ -73,7 +73,7 @@ async def test_the_example_runs(world: World) -> None:
     assert judged.accepted
     sent = world.trainer.requests[0].body
     assert {key: sent[key] for key in example["sampling_params"]} == example["sampling_params"]
-    assert said.keys() == described["components"]["schemas"]["RolloutAnswer"]["properties"].keys()
+    assert said.keys() == described["components"]["schemas"]["RolloutResponse"]["properties"].keys()
 
 
 async def test_every_reference_leads_somewhere(world: World) -> None:

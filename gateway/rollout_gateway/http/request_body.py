@@ -8,8 +8,8 @@ from typing import Final, TypeVar
 from starlette.requests import Request
 
 from rollout_gateway.calls import CallMetadata
+from rollout_gateway.json_body import InvalidBody, demand_json, violation
 from rollout_gateway.key_check import KeyCheck
-from rollout_gateway.osmosis_http.sync_body import InvalidBody, demand_json, violation
 
 # What is parsed on the event loop takes no more than some milliseconds.
 _SMALL_BYTES: Final = 64 * 1024

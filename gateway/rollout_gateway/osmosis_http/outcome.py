@@ -4,6 +4,7 @@ Light on purpose, messages and msgspec only: whoever delivers outcomes writes th
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -15,31 +16,38 @@ from rollout_gateway.message_json import message_json
 _LOG = logging.getLogger(__name__)
 
 # NOT_REPLAYABLE and values to come read as INTERNAL, as the contract asks of readers.
-_CATEGORIES: Final[dict[int, str]] = {
-    pb.FAILURE_CATEGORY_TOKENIZER: "tokenizer_error",
-    pb.FAILURE_CATEGORY_NETWORK: "network_error",
-    pb.FAILURE_CATEGORY_RATE_LIMITED: "rate_limited",
-    pb.FAILURE_CATEGORY_TRAINER_SERVER: "trainer_server_error",
-    pb.FAILURE_CATEGORY_TRAINER_CLIENT: "trainer_client_error",
-    pb.FAILURE_CATEGORY_TOOL: "tool_error",
-    pb.FAILURE_CATEGORY_VALIDATION: "validation_error",
-    pb.FAILURE_CATEGORY_TIMEOUT: "timeout",
-    pb.FAILURE_CATEGORY_INTERRUPTED: "interrupted",
-    pb.FAILURE_CATEGORY_TOKEN_DRIFT: "token_drift",
-    pb.FAILURE_CATEGORY_ENGINE_SERVER: "engine_server_error",
-    pb.FAILURE_CATEGORY_ENGINE_CLIENT: "engine_client_error",
+_ENDPOINTS: Final = ("TRAINER_SERVER", "TRAINER_CLIENT", "ENGINE_SERVER", "ENGINE_CLIENT")
+_CATEGORIES: Final[Mapping[int, str]] = {
+    pb.FailureCategory.Value(f"FAILURE_CATEGORY_{name}"): f"{name}{suffix}".lower()
+    for suffix, names in {
+        "_ERROR": ("TOKENIZER", "NETWORK", "TOOL", "VALIDATION", *_ENDPOINTS),
+        "": ("RATE_LIMITED", "TIMEOUT", "INTERRUPTED", "TOKEN_DRIFT"),
+    }.items()
+    for name in names
 }
 _INTERNAL: Final = "internal_error"
 
+#: The dialects' names for the contract's metrics.
+METRICS: Final[Mapping[str, str]] = {
+    "total_latency_ms": "total_ms",
+    "llm_latency_ms": "completion_ms",
+    "tool_latency_ms": "tool_ms",
+    "num_llm_calls": "turns",
+    "num_tool_calls": "tool_calls",
+    "prompt_tokens": "prompt_tokens",
+    "response_tokens": "generated_tokens",
+    "max_context_tokens": "max_context_tokens",
+}
 
-def rollout_answer(rollout_id: str, outcome: pb.Outcome, trace: list[dict[str, Any]] | None = None) -> bytes:
+
+def rollout_response(rollout_id: str, outcome: pb.Outcome, trace: list[dict[str, Any]] | None = None) -> bytes:
     """The JSON answer to `POST /rollout` of the synchronous dialect; a reward goes into its `extra_fields`."""
     extra = _extra_fields(outcome)
     if outcome.HasField("reward"):
         extra["reward"] = outcome.reward
     if trace is not None:
         extra["trace"] = trace
-    return msgspec.json.encode(_told(rollout_id, outcome, extra))
+    return msgspec.json.encode(_result(rollout_id, outcome, extra))
 
 
 def completed_body(rollout: Rollout) -> bytes:
@@ -49,7 +57,7 @@ def completed_body(rollout: Rollout) -> bytes:
     """
     outcome = rollout.outcome
     extra = _extra_fields(outcome)
-    body = _told(rollout.spec.rollout_id, outcome, extra)
+    body = _result(rollout.spec.rollout_id, outcome, extra)
     if not outcome.HasField("stop"):  # an agent may name the messages of a failed rollout, which else has none here
         body["final_messages"] = extra.pop("final_messages", [])
     if outcome.HasField("reward"):
@@ -57,7 +65,7 @@ def completed_body(rollout: Rollout) -> bytes:
     return msgspec.json.encode({key: value for key, value in body.items() if value is not None})
 
 
-def _told(rollout_id: str, outcome: pb.Outcome, extra: dict[str, Any]) -> dict[str, Any]:
+def _result(rollout_id: str, outcome: pb.Outcome, extra: dict[str, Any]) -> dict[str, Any]:
     completed = outcome.HasField("stop")
     return {
         "rollout_id": rollout_id,
@@ -65,7 +73,7 @@ def _told(rollout_id: str, outcome: pb.Outcome, extra: dict[str, Any]) -> dict[s
         "final_messages": [message_json(message) for message in outcome.messages] if completed else [],
         "finish_reason": outcome.stop.reason if completed else "error",
         "error_message": None if completed else _error_message(outcome),
-        "metrics": _metrics(outcome.metrics),
+        "metrics": {key: getattr(outcome.metrics, name) for key, name in METRICS.items()},
         "extra_fields": extra,
     }
 
@@ -74,19 +82,6 @@ def _error_message(outcome: pb.Outcome) -> str:
     if outcome.HasField("cancellation"):
         return f"The rollout was cancelled: {outcome.cancellation.reason or 'no reason was given'}"
     return outcome.failure.message or "The rollout failed"
-
-
-def _metrics(metrics: pb.Metrics) -> dict[str, float]:
-    return {
-        "total_latency_ms": metrics.total_ms,
-        "llm_latency_ms": metrics.completion_ms,
-        "tool_latency_ms": metrics.tool_ms,
-        "num_llm_calls": metrics.turns,
-        "num_tool_calls": metrics.tool_calls,
-        "prompt_tokens": metrics.prompt_tokens,
-        "response_tokens": metrics.generated_tokens,
-        "max_context_tokens": metrics.max_context_tokens,
-    }
 
 
 def _extra_fields(outcome: pb.Outcome) -> dict[str, Any]:

@@ -6,14 +6,23 @@ beside them; what those keys cannot say goes into the property's description, wh
 
 import json
 import logging
-from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 from osmosis.rollout.v1.message_pb2 import Tool
 
-from rollout_gateway.osmosis_http.schema_kinds import ANY, UNIONS, distinct, flattened, kinds, members, values
-from rollout_gateway.osmosis_http.schema_refs import JSON, Schema, inlined
+from rollout_gateway.osmosis_http.json_schema import (
+    ANY,
+    JSON,
+    UNIONS,
+    Schema,
+    distinct,
+    flattened,
+    inlined,
+    kinds,
+    members,
+    values,
+)
 
 _LOG = logging.getLogger(__name__)
 _OWN: Final = frozenset({"type", "properties", "required"})
@@ -34,12 +43,7 @@ def function_tool(tool: Tool) -> msgspec.Raw:
 
 
 def _written(tool: Tool, parameters: Schema) -> msgspec.Raw:
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": parameters,
-        "strict": tool.strict,
-    }
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters, "strict": tool.strict}
     return msgspec.Raw(msgspec.json.encode({"type": "function", "function": function}))
 
 
@@ -84,20 +88,13 @@ def _gathered(root: Schema) -> tuple[Schema, list[str]]:
                 properties[name] = {"allOf": [known, each]}
     for key in UNIONS:
         gathered = [_gathered(member) for member in members(root, key) if _may_be_object(member)]
-        for name, options in _by_name(more for more, _ in gathered).items():
+        for name in dict.fromkeys(name for more, _ in gathered for name in more):
+            options = distinct(more[name] for more, _ in gathered if name in more)
             properties.setdefault(name, options[0] if len(options) == 1 else {"anyOf": options})
         if gathered:
             always = set.intersection(*(set(needed) for _, needed in gathered))
             required += [name for name in gathered[0][1] if name in always]
     return properties, list(dict.fromkeys(required))
-
-
-def _by_name(alternatives: Iterable[Schema]) -> dict[str, list[JSON]]:
-    found: dict[str, list[JSON]] = {}
-    for alternative in alternatives:
-        for name, each in alternative.items():
-            found.setdefault(name, []).append(each)
-    return {name: distinct(options) for name, options in found.items()}
 
 
 def _may_be_object(node: Schema) -> bool:
@@ -125,7 +122,7 @@ def _property(schema: JSON) -> Schema:
         note = f"any of: {', '.join(_alternatives(node) or words)}"
     elif words == [ANY]:
         note = "any JSON value"
-    if told := _with_note(node.get("description"), note):
+    if told := _with_hint(node.get("description"), note):
         shaped["description"] = told
     return {**shaped, **{key: value for key, value in node.items() if key not in dropped}}
 
@@ -136,7 +133,7 @@ def _alternatives(node: Schema) -> list[str]:
     return [str(member["type"]) if member.keys() == {"type"} else _text(member) for member in found]
 
 
-def _with_note(description: JSON, note: str) -> str:
+def _with_hint(description: JSON, note: str) -> str:
     told = description if isinstance(description, str) else ""
     if not note or not told.strip():
         return told or note[:1].upper() + note[1:]

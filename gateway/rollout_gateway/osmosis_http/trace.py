@@ -10,13 +10,10 @@ from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_MESSAGES, Answered, Rollou
 from osmosis.rollout.v1.rollout_service_pb2 import WatchRolloutRequest
 
 from rollout_gateway.calls import CallMetadata, Rollouts
+from rollout_gateway.json_body import parts_of
 from rollout_gateway.message_json import message_json
 
 _LOG = logging.getLogger(__name__)
-
-
-class _ToolCalls(msgspec.Struct):
-    tool_calls: list[msgspec.Raw] | None = None
 
 
 async def read_trace(rollouts: Rollouts, uid: str, metadata: CallMetadata) -> list[dict[str, Any]] | None:
@@ -66,7 +63,8 @@ def _turn(number: int, answered: Answered) -> dict[str, Any]:
 
 def _tool_calls(message: msgspec.Raw) -> list[msgspec.Raw]:
     try:
-        return msgspec.json.decode(message, type=_ToolCalls).tool_calls or []
+        found = parts_of(message).get("tool_calls")
+        return [] if found is None else msgspec.json.decode(found, type=list[msgspec.Raw] | None) or []
     except msgspec.DecodeError:
         # The trainer sent something else there; the message beside it shows what.
         return []

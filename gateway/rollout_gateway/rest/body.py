@@ -1,61 +1,25 @@
-"""Bodies of the plain API: their models, and reading one without touching the JSON in it that is the caller's own.
+"""Bodies of the plain API.
 
-Messages, metadata and the like stay the texts they came as (`msgspec.Raw`). All else is checked strictly, and a key that
-is not known is an error: nobody depends on this API yet, and a typo should not go unnoticed.
+All but messages, metadata and the like is checked strictly, and a key that is not known is an error: nobody depends on this
+API yet, and a typo should not go unnoticed.
 """
 
-from collections.abc import Mapping
-from functools import cache
-from types import MappingProxyType
-from typing import Annotated, Any, Final, TypeVar, get_args
+from typing import Annotated, Any, Final
 
-import msgspec
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_gateway.osmosis_http.sync_body import InvalidBody, bound_messages, violation
 from rollout_gateway.rest import enums
 
 MAX_UINT32: Final = 2**32 - 1
 MAX_SECONDS: Final = 10**9
 #: The largest integer that every JSON reader carries exactly.
 MAX_EXACT: Final = 2**53
-# None of the bodies' objects, labels included, has as many.
-_MOST_KEYS: Final = 100
 UID_PATTERN: Final = "^[A-Za-z0-9_-]{1,64}$"
 
-_OBJECT: Final = {"type": "object", "additionalProperties": True}
-_M = TypeVar("_M", bound=BaseModel)
-
-
-def _object(value: Any) -> Any:
-    if value is not None and not _begins(value, b"{"):
-        raise ValueError("must be a JSON object")
-    return value
-
-
-def _objects(value: Any) -> Any:
-    if not isinstance(value, list):
-        raise ValueError("must be a list of JSON objects")
-    return value
-
-
-def _begins(raw: msgspec.Raw, start: bytes) -> bool:
-    return bytes(memoryview(raw)[: len(start)]) == start
-
-
-def text(raw: msgspec.Raw | None) -> str:
-    """The JSON text of a part; empty for one that was not sent."""
-    return "" if raw is None else bytes(raw).decode()
-
-
-RawObject = Annotated[
-    msgspec.Raw | None, PlainValidator(_object), WithJsonSchema({"anyOf": [_OBJECT, {"type": "null"}]})
-]
-RawObjects = Annotated[list[msgspec.Raw], PlainValidator(_objects), WithJsonSchema({"type": "array", "items": _OBJECT})]
+Object = dict[str, Any] | None
 Name = Annotated[str, Field(max_length=256)]
 Secret = Annotated[
-    str | None,
-    Field(repr=False, max_length=16_384, json_schema_extra={"format": "password", "writeOnly": True}),
+    str | None, Field(repr=False, max_length=16_384, json_schema_extra={"format": "password", "writeOnly": True})
 ]
 Uid = Annotated[str, Field(max_length=64)]
 
@@ -93,7 +57,7 @@ class Sampling(_Strict):
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The most tokens of one answer.")
     stop: list[str] | None = Field(None, max_length=64)
     logprobs: bool | None = None
-    extra: RawObject = Field(None, description="Further parameters, passed on to HTTP trainers key by key.")
+    extra: Object = Field(None, description="Further parameters, passed on to HTTP trainers key by key.")
 
 
 class Limits(_Strict):
@@ -112,7 +76,7 @@ class Tokenizer(_Strict):
 
     name: Name
     revision: Name | None = None
-    template_kwargs: RawObject = Field(None, description="Switches of the chat template.")
+    template_kwargs: Object = Field(None, description="Switches of the chat template.")
 
 
 class StartRollout(_Strict):
@@ -127,7 +91,9 @@ class StartRollout(_Strict):
     )
     group_id: Name | None = Field(None, description="Rollouts of the same prompt, as you group them.")
     agent: Name | None = Field(None, description="The server's default agent if absent.")
-    messages: RawObjects = Field(description="The conversation so far. Goes through untouched, unknown keys included.")
+    messages: list[dict[str, Any]] = Field(
+        fail_fast=True, description="The conversation so far. Goes through untouched, unknown keys included."
+    )
     completions: EndpointBody = Field(description="Who completes: the trainer.")
     outcome: EndpointBody | None = Field(None, description="Who is told the outcome; if absent it is to be fetched.")
     tools: EndpointBody | None = Field(None, description="A ToolService with further tools.")
@@ -145,7 +111,7 @@ class StartRollout(_Strict):
     priority: int | None = Field(
         None, ge=-(2**31), le=2**31 - 1, description="Higher runs earlier among those that wait."
     )
-    metadata: RawObject = Field(None, description="For agents and tools.")
+    metadata: Object = Field(None, description="For agents and tools.")
     labels: dict[str, str] | None = Field(None, max_length=64, description="For selecting rollouts.")
 
 
@@ -171,88 +137,3 @@ class CancelOne(_Strict):
 
 #: The models of bodies that handlers read raw, for the OpenAPI description.
 BODIES: Final = (StartRollout, CancelRollouts, CancelOne)
-
-# The parts of a body that stay texts, by the object that they are in.
-_KEPT: Final[Mapping[tuple[str, ...], frozenset[str]]] = MappingProxyType(
-    {
-        (): frozenset({"metadata"}),
-        ("sampling",): frozenset({"extra"}),
-        ("tokenizer",): frozenset({"template_kwargs"}),
-    }
-)
-
-
-def read_body(content: bytes, model: type[_M]) -> _M:
-    """Reads a body into one of `BODIES`. Raises InvalidBody.
-
-    JSON is what RFC 8259 calls so (no NaN, no lone surrogates), in UTF-8; integers in the texts that are kept have any size.
-    """
-    try:
-        # Nothing else would look into the texts that are kept.
-        content.decode()
-        values = _values((), msgspec.Raw(content))
-    except UnicodeDecodeError as error:
-        raise _not_json((error.start,), "not UTF-8") from None
-    except RecursionError:
-        raise _not_json((), "nested too deeply") from None
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-        raise InvalidBody([violation(each["type"], each["loc"], _message(each, model)) for each in found]) from None
-
-
-def _values(loc: tuple[str, ...], raw: msgspec.Raw) -> dict[str, Any]:
-    """An object's values, those of the objects in `_KEPT` down to the parts that stay texts."""
-    values: dict[str, Any] = {}
-    for key, part in _parsed(loc, raw, dict[str, msgspec.Raw]).items():
-        place = (*loc, key)
-        if key in _KEPT[loc] and not _begins(part, b"null"):
-            values[key] = part
-        elif place in _KEPT and _begins(part, b"{"):
-            values[key] = _values(place, part)
-        elif place == ("messages",) and _begins(part, b"["):
-            values[key] = _parsed(place, part, list[msgspec.Raw])
-            bound_messages(values[key])
-        else:
-            values[key] = _parsed(place, part, object)
-    return values
-
-
-def _parsed(loc: tuple[str, ...], raw: msgspec.Raw, kind: Any) -> Any:
-    try:
-        value = msgspec.json.decode(raw, type=kind)
-    except msgspec.DecodeError as error:
-        raise _not_json(loc, str(error)) from None
-    if isinstance(value, dict) and len(value) > _MOST_KEYS:
-        raise InvalidBody([violation("too_long", loc, f"At most {_MOST_KEYS} keys")])
-    return value
-
-
-def _not_json(loc: tuple[str | int, ...], reason: str) -> InvalidBody:
-    return InvalidBody([violation("json_invalid", loc, f"JSON decode error: {reason}")])
-
-
-def _message(error: Mapping[str, Any], model: type[BaseModel]) -> str:
-    """What is wrong; of an unknown key also where it belongs, or where the keys in it do."""
-    if error["type"] != "extra_forbidden":
-        return str(error["msg"])
-    value = error["input"]
-    parts = (value, *value.values()) if isinstance(value, dict) else ()
-    if error["loc"][-1] in (places := _places(model)):
-        return f"is not known here; it belongs {places[error['loc'][-1]]}"
-    if any(isinstance(part, dict) and not part.keys().isdisjoint(model.model_fields) for part in parts):
-        return "is not known here; the keys of a request belong at the top of the body"
-    return "is not known here"
-
-
-@cache
-def _places(model: type[BaseModel]) -> Mapping[str, str]:
-    """Where the keys of a body belong."""
-    owners: dict[str, list[str]] = {}
-    for name, field in model.model_fields.items():
-        for kind in get_args(field.annotation) or (field.annotation,):
-            for inner in getattr(kind, "model_fields", ()):
-                owners.setdefault(inner, []).append(name)
-    nested = {name: f"in {' or '.join(owner)}" for name, owner in owners.items()}
-    return nested | dict.fromkeys(model.model_fields, "at the top of the body")

@@ -42,7 +42,7 @@ _ADVICE: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def answered_plainly(dialects: Iterable[BaseRoute]) -> Callable[[Scope], bool]:
+def uses_plain_errors(dialects: Iterable[BaseRoute]) -> Callable[[Scope], bool]:
     """Says of a request whether its errors have the plain API's shape: all have it but those of the dialects' routes."""
     others = [route.path_regex for route in dialects if isinstance(route, Route)]
 

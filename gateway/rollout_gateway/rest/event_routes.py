@@ -1,34 +1,38 @@
-"""The plain API: a rollout's events as server-sent events, which survive broken connections on both sides."""
+"""The plain API: a rollout's events as server-sent events (WHATWG HTML, 9.2), which survive broken connections on both sides."""
 
 import asyncio
+import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import grpc
+import msgspec
 from fastapi import APIRouter, Query
 from osmosis.rollout.v1 import event_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Send
 
 from rollout_gateway.calls import Rollouts, StreamEndedEarly, call_metadata, unless_hung_up
 from rollout_gateway.follow import PAUSES, Events, RolloutFollower
 from rollout_gateway.rest import enums
 from rollout_gateway.rest import openapi as shown
-from rollout_gateway.rest.event import frame
+from rollout_gateway.rest.proto_json import event_json
 from rollout_gateway.rest.request import wrong
 from rollout_gateway.rest.rollout_routes import Uid
 
 _LOG = logging.getLogger(__name__)
-
-LAST_EVENT_ID: Final = "Last-Event-ID"
 _RETRY: Final = b"retry: 1000\n\n"
 _KEEP_ALIVE: Final = b": keep-alive\n\n"
+_BEYOND_ASCII: Final = re.compile(r"[^\x00-\x7f]")
+_BREAKS: Final = str.maketrans("\r\n", "  ")
+LAST_EVENT_ID: Final = "Last-Event-ID"
 _MAX_SEQUENCE: Final = 2**64 - 1
 
 
@@ -52,17 +56,17 @@ class EventsQuery(BaseModel):
 
 
 _KINDS: Final = [kind.name for kind in event_pb2.RolloutEvent.DESCRIPTOR.oneofs_by_name["event"].fields]
-_EVENT: Final[dict[str, Any]] = {
-    "type": "object",
-    "properties": {
-        "sequence": {"type": "integer"},
+_EVENT: Final = shown.obj(
+    "What all events have, beside the fields of their kind.",
+    {
+        "sequence": shown.INTEGER,
         "time": {"type": ["string", "null"], "format": "date-time"},
-        "event": {"type": "string", "enum": _KINDS},
-        "turn": {"type": "integer"},
-        "segment_id": {"type": "string"},
+        "event": shown.one_of(*_KINDS),
+        "turn": shown.INTEGER,
+        "segment_id": shown.TEXT,
     },
-    "required": ["sequence", "time", "event", "turn", "segment_id"],
-}
+)
+_DATA: Final = {"type": "string", "contentMediaType": "application/json", "contentSchema": _EVENT}
 _ACCEPTED: Final = (
     '{"sequence":1,"time":"2026-01-02T03:04:05.678901Z","event":"accepted","turn":0,"segment_id":"",'
     '"messages":1,"agent":"calculator","agent_version":"1"}'
@@ -72,19 +76,7 @@ _STREAM: Final[dict[str, Any]] = {
     "content": {
         "text/event-stream": {
             # Of OpenAPI 3.2; in 3.1 nothing can be said of the items of a stream.
-            "itemSchema": {
-                "type": "object",
-                "properties": {
-                    "id": {"type": "string"},
-                    "event": {"type": "string", "enum": _KINDS},
-                    "data": {
-                        "type": "string",
-                        "contentMediaType": "application/json",
-                        "contentSchema": _EVENT,
-                    },
-                },
-                "required": ["event", "data"],
-            },
+            "itemSchema": shown.obj("An event.", {"event": shown.one_of(*_KINDS), "data": _DATA}, {"id": shown.TEXT}),
             "example": f"retry: 1000\n\nid: 1\nevent: accepted\ndata: {_ACCEPTED}\n\n",
         }
     },
@@ -115,14 +107,13 @@ def events_router(rollouts: Rollouts, patience: StreamLimits = StreamLimits()) -
         rollout, as leaving any stream does.
         """
         after = _after(request, query.after)
-        asked = pb.WatchRolloutRequest(
-            uid=uid, after_sequence=after, detail=enums.value_of(enums.DETAILS, query.detail)
-        )
-        following = RolloutFollower(rollouts, asked, call_metadata(request), patience.pauses)
-        opened = await unless_hung_up(request, following.open())
+        detail = enums.value_of(event_pb2.EventDetail.DESCRIPTOR, query.detail)
+        watch = pb.WatchRolloutRequest(uid=uid, after_sequence=after, detail=detail)
+        follower = RolloutFollower(rollouts, watch, call_metadata(request), patience.pauses)
+        opened = await unless_hung_up(request, follower.open())
         if opened is None:
             return Response(status_code=204)
-        return EventStream(opened, asked.detail, patience.keep_alive)
+        return EventStream(opened, detail, patience.keep_alive, request.state.request_id)
 
     return router
 
@@ -137,64 +128,75 @@ def _after(request: Request, after: int) -> int:
     return int(last)
 
 
-class EventStream(Response):
+def frame(event: event_pb2.RolloutEvent, detail: int) -> bytes:
+    """The frame of an event: `id` is its sequence, `event` its kind, `data` its JSON on one line of ASCII.
+
+    An event that is not recorded has no id. One of an unknown kind has nothing but its id, which readers take note of without
+    being told of an event.
+    """
+    identity = f"id: {event.sequence}\n" if event.sequence else ""
+    found = event_json(event, detail)
+    if found is None:
+        return f"{identity}\n".encode() if identity else b""
+    return f"{identity}event: {found['event']}\ndata: {one_line(msgspec.json.encode(found).decode())}\n\n".encode()
+
+
+def one_line(text: str) -> str:
+    """A JSON text without line breaks and in ASCII: readers differ in what they take for a break and for a character.
+
+    Line breaks stand between a text's tokens only, all else that is not ASCII within its strings.
+    """
+    text = text.translate(_BREAKS) if "\n" in text or "\r" in text else text
+    return text if text.isascii() else _BEYOND_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)
+
+
+class EventStream(StreamingResponse):
     """A response of server-sent events.
 
     It ends with the events, when the client leaves, and where the server cannot be reached any more: the client then comes
-    back and is told why.
+    back and is told why. After `keep_alive_seconds` without an event a comment is sent.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, detail: int, keep_alive_seconds: float) -> None:
-        headers: Mapping[str, str] = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        super().__init__(headers=headers)
-        # It has a length only once it is over.
-        del self.headers["content-length"]
-        self._events = events
-        self._detail = detail
+    def __init__(self, events: Events, detail: int, keep_alive_seconds: float, request_id: str) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        self._frames = _frames(events, detail, request_id)
+        super().__init__(self._frames, headers=headers)
         self._keep_alive_seconds = keep_alive_seconds
         self._last_sent = 0.0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends events until they end or the client leaves."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await self._write(send, _RETRY)
-        sending = asyncio.create_task(self._send_events(send, scope["state"]["request_id"]))
-        others = [asyncio.create_task(self._keep_alive(send)), asyncio.create_task(_left(receive))]
-        try:
-            await asyncio.wait((sending, others[1]), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            for task in (sending, *others):
-                task.cancel()
-            await asyncio.gather(sending, *others, return_exceptions=True)
+    async def stream_response(self, send: Send) -> None:
+        """Sends the events, and comments between them."""
 
-    async def _send_events(self, send: Send, request_id: str) -> None:
+        async def write(message: Message) -> None:
+            self._last_sent = asyncio.get_running_loop().time()
+            await send(message)
+
+        keeping = asyncio.create_task(self._keep_alive(write))
         try:
-            async with aclosing(self._events) as events:
-                async for event in events:
-                    await self._write(send, frame(event, self._detail))
-        except (grpc.aio.AioRpcError, StreamEndedEarly) as error:
-            why = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "ended early"
-            _LOG.warning("request %s: a stream of events broke off: %s", request_id, why)
+            async with aclosing(self._frames):
+                await super().stream_response(write)
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
             quiet = asyncio.get_running_loop().time() - self._last_sent
             if quiet >= self._keep_alive_seconds:
-                await self._write(send, _KEEP_ALIVE)
+                await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
             else:
                 await asyncio.sleep(self._keep_alive_seconds - quiet)
 
-    async def _write(self, send: Send, content: bytes) -> None:
-        self._last_sent = asyncio.get_running_loop().time()
-        if content:
-            await send({"type": "http.response.body", "body": content, "more_body": True})
 
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _frames(events: Events, detail: int, request_id: str) -> AsyncGenerator[bytes, None]:
+    yield _RETRY
+    try:
+        async with aclosing(events):
+            async for event in events:
+                if content := frame(event, detail):
+                    yield content
+    except (grpc.aio.AioRpcError, StreamEndedEarly) as error:
+        why = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "ended early"
+        _LOG.warning("request %s: a stream of events broke off: %s", request_id, why)

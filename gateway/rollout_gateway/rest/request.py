@@ -2,17 +2,30 @@
 
 import uuid
 from collections.abc import Iterable
-from typing import Final
+from typing import Annotated, Final
 
-from google.protobuf.duration_pb2 import Duration
-from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from osmosis.rollout.v1 import spec_pb2
+from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_gateway.osmosis_http.sync_body import InvalidBody
+from rollout_gateway.json_body import InvalidBody, ParsedBody
 from rollout_gateway.rest import body, enums
+from rollout_gateway.rest.proto_json import message_fields
 from rollout_gateway.status import Fields
 
 IDEMPOTENCY_KEY: Final = "Idempotency-Key"
+_ENDPOINTS: Final = ("completions", "outcome", "tools")
+# The conditions of a selection by their names in a query.
+_QUERY: Final = {
+    "uids": "uid",
+    "rollout_ids": "rollout_id",
+    "group_id": "group_id",
+    "agent": "agent",
+    "states": "state",
+    "labels": "label",
+    "callers": "caller",
+    "delivery_states": "delivery",
+}
 
 #: Where the fields of requests come from in bodies. Fields of the same name, and without parts of other names, are left out.
 BODY_FIELDS: Final[Fields] = {
@@ -22,37 +35,41 @@ BODY_FIELDS: Final[Fields] = {
     ("tokenizer", "template_kwargs_json"): ("tokenizer", "template_kwargs"),
     ("cancel_after_detach",): ("cancel_after_detach_seconds",),
     ("metadata_json",): ("metadata",),
-    ("credentials", "completions_bearer"): ("completions", "bearer"),
-    ("credentials", "outcome_bearer"): ("outcome", "bearer"),
-    ("credentials", "tools_bearer"): ("tools", "bearer"),
     ("selection",): ("all",),
-    ("selection", "uids"): ("uids",),
-    ("selection", "rollout_ids"): ("rollout_ids",),
-    ("selection", "group_id"): ("group_id",),
-    ("selection", "agent"): ("agent",),
-    ("selection", "states"): ("states",),
-    ("selection", "labels"): ("labels",),
-    ("selection", "callers"): ("callers",),
+    **{("credentials", f"{name}_bearer"): (name, "bearer") for name in _ENDPOINTS},
+    **{("selection", name): (name,) for name in _QUERY if name != "delivery_states"},
 }
 #: Where they come from in a query.
 QUERY_FIELDS: Final[Fields] = {
-    ("selection", "uids"): ("uid",),
-    ("selection", "rollout_ids"): ("rollout_id",),
-    ("selection", "group_id"): ("group_id",),
-    ("selection", "agent"): ("agent",),
-    ("selection", "states"): ("state",),
-    ("selection", "labels"): ("label",),
-    ("selection", "callers"): ("caller",),
-    ("selection", "delivery_states"): ("delivery",),
     ("timeout",): ("wait",),
     ("after_sequence",): ("after",),
+    **{("selection", name): (key,) for name, key in _QUERY.items()},
 }
+# URLs have a limit of their own.
+_MAX_SELECTED: Final = 100
+# One of a fleet has a part for each of its servers; it leaves room in the line of the request, see `ConnectionLimits`.
+_MAX_TOKEN: Final = 12_288
+_Word = Annotated[str, Field(max_length=256)]
 
 
-def duration(seconds: float) -> Duration:
-    """Seconds as a duration, rounded to the nearest nanosecond."""
-    whole, rest = divmod(round(seconds * 1e9), 1_000_000_000)
-    return Duration(seconds=whole, nanos=rest)
+class ListQuery(BaseModel):
+    """Which rollouts, and how much of them. Every condition that is set must hold."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    state: list[enums.State] = Field([], max_length=8, description="In one of these states.")
+    delivery: list[enums.DeliveryState] = Field([], max_length=8, description="With a delivery in one of these states.")
+    agent: _Word = Field("", description="Of this agent.")
+    group_id: _Word = Field("", description="Of this group.")
+    rollout_id: list[_Word] = Field([], max_length=_MAX_SELECTED, description="One of these.")
+    uid: list[body.Uid] = Field([], max_length=_MAX_SELECTED, description="One of these.")
+    label: list[Annotated[str, Field(max_length=520)]] = Field(
+        [], max_length=64, description="KEY=VALUE; with all of these labels."
+    )
+    caller: list[_Word] = Field([], max_length=_MAX_SELECTED, description="Others than yourself need an admin key.")
+    page_size: int = Field(100, ge=1, le=1000)
+    page_token: str = Field("", max_length=_MAX_TOKEN, description="From the page before.")
+    view: enums.View = "basic"
 
 
 def wrong(kind: str, place: str, message: str) -> InvalidBody:
@@ -60,111 +77,38 @@ def wrong(kind: str, place: str, message: str) -> InvalidBody:
     return InvalidBody([{"type": "value_error", "loc": (kind, place), "msg": message}])
 
 
-def start_request(asked: body.StartRollout, idempotency_key: str | None) -> pb.StartRolloutRequest:
-    """The call that a valid body asks for. Raises InvalidBody where body and header name two request ids."""
-    request_id = asked.request_id or idempotency_key or ""
+def start_request(parsed: ParsedBody[body.StartRollout], idempotency_key: str | None) -> pb.StartRolloutRequest:
+    """The call of a valid body. Raises InvalidBody where body and header name two request ids."""
+    start = parsed.body
+    request_id = start.request_id or idempotency_key or ""
     if idempotency_key and idempotency_key != request_id:
         raise wrong("header", IDEMPOTENCY_KEY, "differs from request_id; send one of them, or the same twice")
     if len(request_id) > 256:
         raise wrong("header", IDEMPOTENCY_KEY, "has at most 256 characters")
+    spec = message_fields(vars(start), spec_pb2.RolloutSpec.DESCRIPTOR, parsed.parts)
+    spec["rollout_id"] = start.rollout_id or request_id or uuid.uuid4().hex
+    endpoints = {name: getattr(start, name) for name in _ENDPOINTS}
+    bearers = {f"{name}_bearer": endpoint.bearer for name, endpoint in endpoints.items() if endpoint is not None}
     return pb.StartRolloutRequest(
-        request_id=request_id,
-        spec=_spec(asked, asked.rollout_id or request_id or uuid.uuid4().hex),
-        credentials=spec_pb2.Credentials(
-            completions_bearer=_bearer(asked.completions),
-            outcome_bearer=_bearer(asked.outcome),
-            tools_bearer=_bearer(asked.tools),
-        ),
+        request_id=request_id, spec=spec_pb2.RolloutSpec(**spec), credentials=spec_pb2.Credentials(**bearers)
     )
 
 
-def _spec(asked: body.StartRollout, rollout_id: str) -> spec_pb2.RolloutSpec:
-    detached = asked.cancel_after_detach_seconds
-    return spec_pb2.RolloutSpec(
-        rollout_id=rollout_id,
-        group_id=asked.group_id or "",
-        agent=asked.agent or "",
-        messages=[message_pb2.Message(json=body.text(message)) for message in asked.messages],
-        completions=_target(asked.completions),
-        outcome=_target(asked.outcome),
-        tools=_target(asked.tools),
-        sampling=_sampling(asked.sampling),
-        limits=_limits(asked.limits),
-        tokenizer=_tokenizer(asked.tokenizer),
-        token_mode=enums.value_of(enums.TOKEN_MODES, asked.token_mode),
-        on_drift=enums.value_of(enums.DRIFT_POLICIES, asked.on_drift),
-        on_interrupt=enums.value_of(enums.INTERRUPT_POLICIES, asked.on_interrupt),
-        cancel_after_detach=None if detached is None else duration(detached),
-        priority=asked.priority or 0,
-        metadata_json=body.text(asked.metadata),
-        labels=asked.labels,
+def cancel_request(cancel: body.CancelRollouts) -> pb.CancelRolloutsRequest:
+    """The call of a valid body."""
+    selection = pb.Selection(**message_fields(vars(cancel), pb.Selection.DESCRIPTOR))
+    return pb.CancelRolloutsRequest(selection=selection, reason=cancel.reason or "")
+
+
+def list_request(query: ListQuery) -> pb.ListRolloutsRequest:
+    """The call of a valid query. Raises InvalidBody for labels that are none."""
+    values = {name: getattr(query, key) for name, key in _QUERY.items()} | {"labels": labels(query.label)}
+    return pb.ListRolloutsRequest(
+        selection=pb.Selection(**message_fields(values, pb.Selection.DESCRIPTOR)),
+        page_size=query.page_size,
+        page_token=query.page_token,
+        view=enums.value_of(pb.RolloutView.DESCRIPTOR, query.view),
     )
-
-
-def _bearer(endpoint: body.EndpointBody | None) -> str:
-    return "" if endpoint is None else endpoint.bearer or ""
-
-
-def _target(endpoint: body.EndpointBody | None) -> spec_pb2.Target | None:
-    if endpoint is None:
-        return None
-    return spec_pb2.Target(
-        url=endpoint.url,
-        dialect=enums.value_of(enums.DIALECTS, endpoint.dialect),
-        replays_turn_keys=bool(endpoint.replays_turn_keys),
-        model=endpoint.model or "",
-    )
-
-
-def _sampling(sampling: body.Sampling | None) -> spec_pb2.Sampling | None:
-    if sampling is None:
-        return None
-    return spec_pb2.Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        max_tokens=sampling.max_tokens,
-        stop=sampling.stop,
-        logprobs=sampling.logprobs,
-        extra_json=body.text(sampling.extra),
-    )
-
-
-def _limits(limits: body.Limits | None) -> spec_pb2.Limits | None:
-    if limits is None:
-        return None
-    return spec_pb2.Limits(
-        turns=limits.turns,
-        generated_tokens=limits.generated_tokens,
-        time=None if limits.seconds is None else duration(limits.seconds),
-        calls_per_turn=limits.calls_per_turn,
-        tool_turns=limits.tool_turns,
-        bytes=limits.bytes,
-    )
-
-
-def _tokenizer(tokenizer: body.Tokenizer | None) -> spec_pb2.Tokenizer | None:
-    if tokenizer is None:
-        return None
-    return spec_pb2.Tokenizer(
-        name=tokenizer.name,
-        revision=tokenizer.revision or "",
-        template_kwargs_json=body.text(tokenizer.template_kwargs),
-    )
-
-
-def cancel_request(asked: body.CancelRollouts) -> pb.CancelRolloutsRequest:
-    """The call that a valid body asks for."""
-    selection = pb.Selection(
-        uids=asked.uids,
-        rollout_ids=asked.rollout_ids,
-        group_id=asked.group_id or "",
-        agent=asked.agent or "",
-        states=enums.values_of(enums.STATES, asked.states or ()),
-        labels=asked.labels,
-        all=bool(asked.all),
-        callers=asked.callers,
-    )
-    return pb.CancelRolloutsRequest(selection=selection, reason=asked.reason or "")
 
 
 def labels(pairs: Iterable[str]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Final
 
-import msgspec
 from fastapi import APIRouter, Depends, Path, Query
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from pydantic import BaseModel, ConfigDict, Field
@@ -12,48 +11,16 @@ from starlette.responses import Response
 
 from rollout_gateway.calls import Rollouts, call_metadata, unless_hung_up
 from rollout_gateway.http.request_body import RequestBodies
-from rollout_gateway.osmosis_http.openapi import raw_body
+from rollout_gateway.json_body import read_body
+from rollout_gateway.osmosis_http.body import QUESTION
 from rollout_gateway.rest import body, enums
 from rollout_gateway.rest import openapi as shown
-from rollout_gateway.rest.examples import CANCEL_EXAMPLES, CANCEL_ONE_EXAMPLES, START_EXAMPLES
-from rollout_gateway.rest.request import (
-    IDEMPOTENCY_KEY,
-    cancel_request,
-    duration,
-    labels,
-    start_request,
-    wrong,
-)
-from rollout_gateway.rest.rollout import page_answer, rollout_answer, started_answer
+from rollout_gateway.rest.proto_json import duration, response_json
+from rollout_gateway.rest.request import IDEMPOTENCY_KEY, ListQuery, cancel_request, list_request, start_request, wrong
 
 _JSON: Final = "application/json"
-# URLs have a limit of their own.
-_MAX_ASKED: Final = 100
-# One of a fleet has a part for each of its servers; it leaves room in the line of the request, see `ConnectionLimits`.
-_MAX_TOKEN: Final = 12_288
-_Word = Annotated[str, Field(max_length=256)]
 
 Uid = Annotated[str, Path(pattern=body.UID_PATTERN, description="The server's id of the rollout.")]
-
-
-class ListQuery(BaseModel):
-    """Which rollouts, and how much of them. Every condition that is set must hold."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    state: list[enums.State] = Field([], max_length=8, description="In one of these states.")
-    delivery: list[enums.DeliveryState] = Field([], max_length=8, description="With a delivery in one of these states.")
-    agent: _Word = Field("", description="Of this agent.")
-    group_id: _Word = Field("", description="Of this group.")
-    rollout_id: list[_Word] = Field([], max_length=_MAX_ASKED, description="One of these.")
-    uid: list[body.Uid] = Field([], max_length=_MAX_ASKED, description="One of these.")
-    label: list[Annotated[str, Field(max_length=520)]] = Field(
-        [], max_length=64, description="KEY=VALUE; with all of these labels."
-    )
-    caller: list[_Word] = Field([], max_length=_MAX_ASKED, description="Others than yourself need an admin key.")
-    page_size: int = Field(100, ge=1, le=1000)
-    page_token: str = Field("", max_length=_MAX_TOKEN, description="From the page before.")
-    view: enums.View = "basic"
 
 
 class GetQuery(BaseModel):
@@ -65,6 +32,36 @@ class GetQuery(BaseModel):
     wait: float = Field(0, ge=0, le=3600, description="Seconds; answers when it has finished, or then.")
 
 
+# Bodies that work as they stand, save for the addresses.
+_START_EXAMPLES: Final[dict[str, Any]] = {
+    "http": {
+        "summary": "A trainer that speaks HTTP and counts masks",
+        "value": {
+            "rollout_id": "step-7/prompt-3/0",
+            "request_id": "step-7/prompt-3/0",
+            "group_id": "step-7/prompt-3",
+            "messages": [QUESTION],
+            "completions": {"url": "http://localhost:9001", "bearer": "TRAINER_KEY"},
+            "sampling": {"temperature": 0.7, "max_tokens": 512, "logprobs": True},
+            "limits": {"turns": 8, "generated_tokens": 8192, "seconds": 300},
+            "tokenizer": {"name": "Qwen/Qwen3-8B"},
+            "metadata": {"ground_truth": "16"},
+            "labels": {"run": "first"},
+        },
+    },
+    "least": {
+        "summary": "As little as will do, for a trainer without masks",
+        "value": {"messages": [QUESTION], "completions": {"url": "http://localhost:9001", "dialect": "http_plain"}},
+    },
+}
+_CANCEL_EXAMPLES: Final[dict[str, Any]] = {
+    "group": {"summary": "All of a group", "value": {"group_id": "step-7/prompt-3", "reason": "one was good enough"}},
+    "waiting": {"summary": "All that wait", "value": {"states": ["queued"]}},
+    "all": {"summary": "All of yours", "value": {"all": True}},
+}
+_CANCEL_ONE_EXAMPLES: Final[dict[str, Any]] = {
+    "reason": {"summary": "With a reason", "value": {"reason": "not needed any more"}}
+}
 _IDEMPOTENCY: Final = {
     "name": IDEMPOTENCY_KEY,
     "in": "header",
@@ -72,7 +69,16 @@ _IDEMPOTENCY: Final = {
     "description": "The request id, where the body has none.",
     "schema": {"type": "string", "maxLength": 256},
 }
-_LOCATION: Final = {"Location": {"description": "The rollout's path.", "schema": {"type": "string"}}}
+_LOCATION: Final = {"headers": {"Location": {"description": "The rollout's path.", "schema": shown.TEXT}}}
+_STARTED: Final[shown.Responses] = {
+    200: shown.json_response("StartRolloutResponseModel", "A rollout was found under the request id.") | _LOCATION,
+    201: shown.json_response("StartRolloutResponseModel", "The rollout was accepted.") | _LOCATION,
+    **shown.errors(404, 409),
+}
+_CANCELLED: Final[shown.Responses] = {200: shown.json_response("CancelRolloutsResponseModel"), **shown.errors(404)}
+_START: Final = shown.raw_body(body.StartRollout, {"examples": _START_EXAMPLES}) | {"parameters": [_IDEMPOTENCY]}
+_CANCEL: Final = shown.raw_body(body.CancelRollouts, {"examples": _CANCEL_EXAMPLES})
+_CANCEL_ONE: Final = shown.raw_body(body.CancelOne, {"examples": _CANCEL_ONE_EXAMPLES}, required=False)
 
 
 async def _no_query(request: Request) -> None:
@@ -94,83 +100,67 @@ def rollouts_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
 
 
 def _add_starting(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> None:
-    responses = {
-        200: {
-            "model": shown.Started,
-            "headers": _LOCATION,
-            "description": "A rollout was found under the request id.",
-        },
-        201: {"model": shown.Started, "headers": _LOCATION, "description": "The rollout was accepted."},
-        **shown.errors(404, 409),
-    }
-    extra = raw_body(body.StartRollout, {"examples": START_EXAMPLES}) | {"parameters": [_IDEMPOTENCY]}
-
-    @router.post("", status_code=201, responses=responses, openapi_extra=extra, dependencies=[NO_QUERY])
+    @router.post("", status_code=201, responses=_STARTED, openapi_extra=_START, dependencies=[NO_QUERY])
     async def start_rollout(request: Request) -> Response:
         """Starts a rollout, or finds the one that was started under the same request id: retries are safe with one."""
 
         def parse(content: bytes) -> pb.StartRolloutRequest:
-            return start_request(body.read_body(content, body.StartRollout), request.headers.get(IDEMPOTENCY_KEY))
+            return start_request(read_body(content, body.StartRollout), request.headers.get(IDEMPOTENCY_KEY))
 
         metadata = call_metadata(request)
-        asked = await intake.read(request, metadata, parse)
+        start = await intake.read(request, metadata, parse)
         # Without a deadline of ours: it would end the call and not the rollout, of which nobody then knew.
-        started = await rollouts.stub.StartRollout(asked, metadata=metadata)
+        started = await rollouts.stub.StartRollout(start, metadata=metadata)
         place = f"{request.scope.get('root_path', '')}/v1/rollouts/{started.rollout.uid}"
-        status = 200 if started.attached else 201
-        return Response(started_answer(started), status, {"location": place}, _JSON)
+        return Response(response_json(started), 200 if started.attached else 201, {"location": place}, _JSON)
 
 
 def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
-    @router.get("", responses={200: {"model": shown.Page}, **shown.errors()})
+    @router.get("", responses={200: shown.json_response("ListRolloutsResponseModel"), **shown.errors()})
     async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
         """Rollouts page by page, newest first. Those that start meanwhile do not disturb the pages."""
-        asked = _list_request(query)
+        listing = list_request(query)
         page = await rollouts.stub.ListRollouts(
-            asked, metadata=call_metadata(request), timeout=rollouts.settings.call_seconds
+            listing, metadata=call_metadata(request), timeout=rollouts.settings.call_seconds
         )
-        return Response(page_answer(page, asked.view), media_type=_JSON)
+        return Response(response_json(page, listing.view), media_type=_JSON)
 
-    @router.get("/{uid}", responses={200: {"model": shown.RolloutModel}, **shown.errors(404)})
+    @router.get("/{uid}", responses={200: shown.json_response("RolloutModel"), **shown.errors(404)})
     async def get_rollout(request: Request, uid: Uid, query: Annotated[GetQuery, Query()]) -> Response:
         """One rollout as it is now, or once it has finished: waiting counts as being attached, hanging up ends it."""
-        view = enums.value_of(enums.VIEWS, query.view)
+        view = enums.value_of(pb.RolloutView.DESCRIPTOR, query.view)
         metadata, patience = call_metadata(request), rollouts.settings.call_seconds
         found: pb.GetRolloutResponse | pb.WaitRolloutResponse
         if query.wait:
-            waited = pb.WaitRolloutRequest(uid=uid, timeout=duration(query.wait), view=view)
-            call = rollouts.stub.WaitRollout(waited, metadata=metadata, timeout=query.wait + patience)
-            found = await unless_hung_up(request, _answer_of(call))
+            wait = pb.WaitRolloutRequest(uid=uid, timeout=duration(query.wait), view=view)
+            call = rollouts.stub.WaitRollout(wait, metadata=metadata, timeout=query.wait + patience)
+            found = await unless_hung_up(request, _result_of(call))
         else:
-            asked = pb.GetRolloutRequest(uid=uid, view=view)
-            found = await rollouts.stub.GetRollout(asked, metadata=metadata, timeout=patience)
-        return Response(rollout_answer(found.rollout, view), media_type=_JSON)
+            get = pb.GetRolloutRequest(uid=uid, view=view)
+            found = await rollouts.stub.GetRollout(get, metadata=metadata, timeout=patience)
+        return Response(response_json(found.rollout, view), media_type=_JSON)
 
 
 def _add_ending(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> None:
-    responses = {200: {"model": shown.Cancelled}, **shown.errors(404)}
-
     async def cancel(request: Request, parse: Callable[[bytes], pb.CancelRolloutsRequest]) -> Response:
         metadata = call_metadata(request)
-        asked = await intake.read(request, metadata, parse)
-        cancelled = await rollouts.stub.CancelRollouts(asked, metadata=metadata, timeout=rollouts.settings.call_seconds)
-        return Response(msgspec.json.encode({"uids": list(cancelled.uids)}), media_type=_JSON)
+        selected = await intake.read(request, metadata, parse)
+        cancelled = await rollouts.stub.CancelRollouts(
+            selected, metadata=metadata, timeout=rollouts.settings.call_seconds
+        )
+        return Response(response_json(cancelled), media_type=_JSON)
 
-    many = raw_body(body.CancelRollouts, {"examples": CANCEL_EXAMPLES})
-
-    @router.post("/cancel", responses=responses, openapi_extra=many, dependencies=[NO_QUERY])
+    @router.post("/cancel", responses=_CANCELLED, openapi_extra=_CANCEL, dependencies=[NO_QUERY])
     async def cancel_rollouts(request: Request) -> Response:
         """Asks the selected rollouts to end. Those that have finished stay as they are."""
-        return await cancel(request, lambda content: cancel_request(body.read_body(content, body.CancelRollouts)))
+        return await cancel(request, lambda content: cancel_request(read_body(content, body.CancelRollouts).body))
 
-    one = raw_body(body.CancelOne, {"examples": CANCEL_ONE_EXAMPLES}, required=False)
-
-    @router.post("/{uid}/cancel", responses=responses, openapi_extra=one, dependencies=[NO_QUERY])
+    @router.post("/{uid}/cancel", responses=_CANCELLED, openapi_extra=_CANCEL_ONE, dependencies=[NO_QUERY])
     async def cancel_rollout(request: Request, uid: Uid) -> Response:
         """Asks one rollout to end. One that has finished stays as it is."""
 
         def parse(content: bytes) -> pb.CancelRolloutsRequest:
-            reason = body.read_body(content, body.CancelOne).reason if content else None
+            reason = read_body(content, body.CancelOne).body.reason if content else None
             return cancel_request(body.CancelRollouts(uids=[uid], reason=reason))
 
         return await cancel(request, parse)
@@ -178,33 +168,13 @@ def _add_ending(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) ->
     @router.post("/{uid}/acknowledge", status_code=204, responses=shown.errors(404), dependencies=[NO_QUERY])
     async def acknowledge_outcome(request: Request, uid: Uid) -> Response:
         """Tells that the outcome was received, which ends its delivery."""
+        acknowledge = pb.AcknowledgeOutcomeRequest(uid=uid)
         await rollouts.stub.AcknowledgeOutcome(
-            pb.AcknowledgeOutcomeRequest(uid=uid),
-            metadata=call_metadata(request),
-            timeout=rollouts.settings.call_seconds,
+            acknowledge, metadata=call_metadata(request), timeout=rollouts.settings.call_seconds
         )
         return Response(status_code=204)
 
 
-async def _answer_of(call: Any) -> pb.WaitRolloutResponse:
+async def _result_of(call: Any) -> pb.WaitRolloutResponse:
     found: pb.WaitRolloutResponse = await call
     return found
-
-
-def _list_request(query: ListQuery) -> pb.ListRolloutsRequest:
-    selection = pb.Selection(
-        uids=query.uid,
-        rollout_ids=query.rollout_id,
-        group_id=query.group_id,
-        agent=query.agent,
-        states=enums.values_of(enums.STATES, query.state),
-        labels=labels(query.label),
-        delivery_states=enums.values_of(enums.DELIVERIES, query.delivery),
-        callers=query.caller,
-    )
-    return pb.ListRolloutsRequest(
-        selection=selection,
-        page_size=query.page_size,
-        page_token=query.page_token,
-        view=enums.value_of(enums.VIEWS, query.view),
-    )

@@ -20,7 +20,7 @@ from rollout_gateway.calls import Rollouts, call_metadata
 from rollout_gateway.http.request_boundary import HttpMetrics
 from rollout_gateway.key_check import KeyCheck
 from rollout_gateway.rest import openapi as shown
-from rollout_gateway.rest.rollout import agents_answer
+from rollout_gateway.rest.proto_json import response_json
 from rollout_gateway.rest.rollout_routes import NO_QUERY
 
 _RETRY_SECONDS: Final = "1"
@@ -40,25 +40,37 @@ def service_router(
     """The routes about the service; `metrics` gives the server's own, where it runs in this process."""
     router = APIRouter(tags=["service"], default_response_class=Response)
 
-    @router.get("/v1/agents", responses={200: {"model": shown.Agents}, **shown.errors()}, dependencies=[NO_QUERY])
+    @router.get(
+        "/v1/agents",
+        responses={200: shown.json_response("ListAgentsResponseModel"), **shown.errors()},
+        dependencies=[NO_QUERY],
+    )
     async def list_agents(request: Request) -> Response:
         """The agents of this server, with their tools and limits."""
         listed = await rollouts.stub.ListAgents(
             ListAgentsRequest(), metadata=call_metadata(request), timeout=rollouts.settings.call_seconds
         )
-        return Response(agents_answer(listed), media_type="application/json")
+        return Response(response_json(listed), media_type="application/json")
 
-    @router.get("/healthz", responses={200: {"model": shown.Alive}})
+    @router.get("/healthz", responses={200: shown.json_response("Alive")})
     async def healthz() -> Response:
         """Whether this process answers. Asks nobody."""
         return JSONResponse({"status": "ok"})
 
-    not_ready = {"model": shown.Unready, "description": "No rollout can be started now; try again after Retry-After."}
+    not_ready = shown.json_response("Unready", "No rollout can be started now; try again after Retry-After.")
 
-    @router.get("/readyz", responses={200: {"model": shown.Ready}, 503: not_ready})
+    @router.get("/readyz", responses={200: shown.json_response("Ready"), 503: not_ready})
     async def readyz(request: Request) -> Response:
         """Whether rollouts can be started. Open also where a key is demanded elsewhere."""
-        return await _readyz(rollouts, request)
+        metadata, seconds = call_metadata(request), rollouts.settings.call_seconds
+        try:
+            server = await rollouts.stub.GetServerInfo(GetServerInfoRequest(), metadata=metadata, timeout=seconds)
+        except grpc.aio.AioRpcError:
+            server = None
+        if server is None or server.draining:
+            status = "draining" if server else "unavailable"
+            return JSONResponse({"status": status}, 503, {"retry-after": _RETRY_SECONDS})
+        return JSONResponse({"status": "ready", "running": server.running, "queued": server.queued})
 
     @router.get("/metrics", responses={200: _EXPOSITION, **shown.errors()})
     async def read_metrics(request: Request) -> Response:
@@ -70,22 +82,6 @@ def service_router(
         return Response(both, media_type=CONTENT_TYPE_LATEST)
 
     return router
-
-
-async def _readyz(rollouts: Rollouts, request: Request) -> Response:
-    try:
-        server = await rollouts.stub.GetServerInfo(
-            GetServerInfoRequest(), metadata=call_metadata(request), timeout=rollouts.settings.call_seconds
-        )
-    except grpc.aio.AioRpcError:
-        return _unready("unavailable")
-    if server.draining:
-        return _unready("draining")
-    return JSONResponse({"status": "ready", "running": server.running, "queued": server.queued})
-
-
-def _unready(status: str) -> Response:
-    return JSONResponse({"status": status}, 503, {"retry-after": _RETRY_SECONDS})
 
 
 def add_docs(app: FastAPI) -> None:

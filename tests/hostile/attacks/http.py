@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import httpx
-from rollout_gateway.osmosis_http.async_body import INIT_EXAMPLE
-from rollout_gateway.osmosis_http.sync_body import EXAMPLE
+from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE
 
 from tests.hostile.attacks import attack
 from tests.hostile.target import NOWHERE, Target

@@ -136,7 +136,7 @@ def _event(event: RolloutEvent) -> dict[str, Any]:
     """As the plain API tells it."""
     import msgspec
     from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_MESSAGES
-    from rollout_gateway.rest.event import event_json
+    from rollout_gateway.rest.proto_json import event_json
 
     fields = event_json(event, EVENT_DETAIL_MESSAGES) or {"event": "unknown", "sequence": event.sequence}
     # Messages in it are still the text that they came as

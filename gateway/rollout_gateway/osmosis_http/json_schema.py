@@ -1,11 +1,27 @@
-"""What kinds of values a JSON Schema without references takes: its unions flattened, its type words, its choices."""
+"""JSON Schemas for readers that know less: without references, unions flattened, their kinds of values and choices found.
+
+A schema that contains itself has no form without references, and references to references can multiply without end. So a
+reference is written out once on its way down, and references together only up to a bound; beyond that a schema is cut to its
+outline.
+"""
 
 from collections.abc import Iterable
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 
-from rollout_gateway.osmosis_http.schema_refs import JSON, Schema
+# Numbers are the texts they were, in `msgspec.Raw`: they may be larger or more exact than Python holds.
+JSON: TypeAlias = "str | bool | msgspec.Raw | list[JSON] | dict[str, JSON] | None"
+Schema: TypeAlias = dict[str, JSON]
+
+_MAX_DEPTH: Final = 32
+_MAX_WRITTEN_OUT: Final = 5_000
+# Keywords whose keys are names, those that hold values, in which "$ref" is a key like any other, and those that serve references.
+_NAMED: Final = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies"})
+_VALUES: Final = frozenset({"const", "enum", "default", "examples"})
+_DROPPED: Final = frozenset({"definitions", "discriminator"})
+_OUTLINE: Final = ("type", "title", "description")
 
 UNIONS: Final = ("anyOf", "oneOf")
 #: In place of a type word: any kind of value, or nobody said which.
@@ -25,6 +41,66 @@ _IMPLIED: Final = (
     ("string", ("pattern", "format", "minLength", "maxLength")),
     ("number", ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")),
 )
+
+
+def inlined(root: Schema) -> Schema:
+    """The schema without references and definitions. A reference that leads nowhere says nothing."""
+    left = _MAX_WRITTEN_OUT
+
+    def written(node: JSON, inside: tuple[str, ...], depth: int) -> JSON:
+        """What is left of a schema, or of a list of some; `inside` are the references that led here."""
+        nonlocal left
+        if isinstance(node, list):
+            return [written(each, inside, depth) for each in node]
+        if not isinstance(node, dict):
+            return node
+        if depth > _MAX_DEPTH:
+            return _outline(node)
+        left -= bool(inside)
+        target = named(node.get("$ref"), inside, depth)
+        if target is False:
+            return False
+        found: Schema = dict(target) if isinstance(target, dict) else {}
+        for key, value in node.items():
+            if key in _NAMED and isinstance(value, dict):
+                found[key] = {name: written(each, inside, depth + 1) for name, each in value.items()}
+            elif key not in _DROPPED and not key.startswith("$"):
+                found[key] = value if key in _VALUES else written(value, inside, depth + 1)
+        return found
+
+    def named(reference: JSON, inside: tuple[str, ...], depth: int) -> JSON:
+        """What a reference names; it stands in the reference's place, beside the keys there."""
+        if not isinstance(reference, str):
+            return None
+        target = _resolved(root, reference)
+        if reference in inside or left <= 0:
+            return _outline(target) if isinstance(target, dict) else None
+        return written(target, (*inside, reference), depth + 1)
+
+    found = written(root, (), 0)
+    return found if isinstance(found, dict) else {}
+
+
+def _outline(node: Schema) -> Schema:
+    """What can be said of a schema without looking into it."""
+    found: Schema = {key: node[key] for key in _OUTLINE if key in node}
+    if "type" not in found and isinstance(node.get("properties"), dict):
+        found["type"] = "object"
+    return found
+
+
+def _resolved(root: Schema, reference: str) -> JSON:
+    """What a reference within the document names; None where it leads nowhere or out of it."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    found: JSON = root
+    for part in reference.split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        try:
+            found = found[int(name)] if isinstance(found, list) else found[name] if isinstance(found, dict) else None
+        except (LookupError, ValueError):
+            return None
+    return found
 
 
 def members(node: Schema, key: str) -> list[Schema]:

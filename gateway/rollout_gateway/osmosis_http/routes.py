@@ -1,0 +1,196 @@
+"""The two HTTP dialects of trainers that exist.
+
+`POST /rollout`, the synchronous one, answers with the end of the rollout. `POST /v1/rollout/init`, the asynchronous one,
+answers at once, and the rollout calls back when it has ended.
+"""
+
+from dataclasses import replace
+from typing import Final
+
+import grpc
+import msgspec
+from fastapi import APIRouter
+from osmosis.rollout.v1.rollout_service_pb2 import (
+    GetServerInfoRequest,
+    GetServerInfoResponse,
+    ListToolsRequest,
+    RunRolloutRequest,
+    StartRolloutRequest,
+)
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from rollout_gateway.calls import CallMetadata, Rollouts, call_metadata, unless_hung_up
+from rollout_gateway.http.request_body import RequestBodies
+from rollout_gateway.json_body import read_body
+from rollout_gateway.key_check import STRANGER, KeyCheck
+from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE, InitBody, RolloutBody
+from rollout_gateway.osmosis_http.conversion import FIELDS, init_fields, init_request, run_request
+from rollout_gateway.osmosis_http.outcome import rollout_response
+from rollout_gateway.osmosis_http.tool_schema import function_tool
+from rollout_gateway.osmosis_http.trace import read_trace
+from rollout_gateway.rest import openapi as shown
+from rollout_gateway.rest.proto_json import response_json
+from rollout_gateway.status import Fields, Problem, answer_failed_call, logged_problem, problem
+
+_JSON: Final = "application/json"
+_SERVICE: Final = "rollout-server"
+
+_START_ERRORS: Final[shown.Responses] = {
+    **shown.dialect_errors(400, 401, 404, 409, 413, 429, 500, 503),
+    **shown.dialect_errors(422, schema="InvalidBodyResponse"),
+}
+_ENDED: Final = shown.json_response("RolloutResponse", "The rollout ended, well or not: see `status`.")
+_ACCEPTED: Final = shown.json_response("InitResponse", "The rollout was accepted, now or before.")
+_TOOLS: Final[shown.Responses] = {200: shown.json_response("ToolsResponse"), **shown.dialect_errors(401, 404, 503)}
+_HEALTH: Final[shown.Responses] = {
+    200: shown.json_response("HealthResponse"),
+    503: shown.json_response("UnhealthyResponse", "The rollout server is not available."),
+}
+_KEYED_HEALTH: Final[shown.Responses] = {
+    **_HEALTH,
+    401: shown.json_response("ErrorResponse", "This is not one of the server's keys."),
+    404: shown.json_response("ErrorResponse", "The server demands no key."),
+}
+_BODY: Final = shown.raw_body(RolloutBody, {"example": EXAMPLE})
+_INIT_BODY: Final = shown.raw_body(InitBody, {"example": INIT_EXAMPLE})
+
+
+def synchronous_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
+    """The routes of the synchronous dialect."""
+    router = APIRouter(tags=["synchronous dialect"], default_response_class=JSONResponse)
+
+    @router.post("/rollout", responses={200: _ENDED, **_START_ERRORS}, openapi_extra=_BODY)
+    async def run_rollout(request: Request) -> Response:
+        """Runs a rollout and answers when it has ended.
+
+        While it runs, the same id with the same payload attaches to it. Hanging up detaches; with nobody attached the
+        rollout is cancelled after a grace time.
+        """
+        return await _run(request, rollouts, intake)
+
+    @router.get("/tools", responses=_TOOLS)
+    async def list_tools(request: Request, agent: str = "") -> Response:
+        """The tools of an agent, the default one if none is named."""
+        metadata, seconds = _metadata(request, rollouts), rollouts.settings.call_seconds
+        found = await rollouts.stub.ListTools(ListToolsRequest(agent=agent), metadata=metadata, timeout=seconds)
+        return Response(response_json(found), media_type=_JSON)
+
+    @router.get("/health", responses=_HEALTH)
+    async def open_health(request: Request) -> Response:
+        """Whether rollouts can be run. Open also where a key is demanded elsewhere."""
+        try:
+            return _health(await _server(rollouts, call_metadata(request)))
+        except grpc.aio.AioRpcError as error:
+            return _unhealthy(error)
+
+    return router
+
+
+def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: RequestBodies) -> APIRouter:
+    """The routes of the asynchronous dialect."""
+    router = APIRouter(tags=["asynchronous dialect"], default_response_class=JSONResponse)
+    answers: shown.Responses = {202: _ACCEPTED, **_START_ERRORS}
+
+    @router.post("/v1/rollout/init", status_code=202, responses=answers, openapi_extra=_INIT_BODY)
+    async def init_rollout(request: Request) -> Response:
+        """Accepts a rollout and answers with the tools that its model is to be told.
+
+        When the rollout has ended, POST {server_url}/v1/rollout/completed tells how. A repeated request gets the same
+        answer and starts nothing.
+        """
+        return await _init(request, rollouts, intake)
+
+    @router.get("/platform/health", responses=_KEYED_HEALTH)
+    async def keyed_health(request: Request) -> Response:
+        """Whether rollouts can be run, and whether the request's key is one of the server's."""
+        metadata = call_metadata(request)
+        try:
+            server = await _server(rollouts, metadata)
+            if not server.keys_required:
+                return Problem(404, "Not found").response()
+            await keys.demand(metadata)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in STRANGER:
+                return Problem(401, "Invalid or missing API key", {"www-authenticate": "Bearer"}).response()
+            return _unhealthy(error)
+        return _health(server)
+
+    return router
+
+
+def _metadata(request: Request, rollouts: Rollouts) -> CallMetadata:
+    """The synchronous dialect can stay open where a key is demanded: callers without one then use the gateway's."""
+    return call_metadata(request, rollouts.settings.synchronous_key)
+
+
+async def _run(request: Request, rollouts: Rollouts, intake: RequestBodies) -> Response:
+    metadata, settings = _metadata(request, rollouts), rollouts.settings
+
+    def parse(content: bytes) -> tuple[RunRolloutRequest, bool]:
+        parsed = read_body(content, RolloutBody, settings.max_metadata_bytes)
+        return run_request(parsed, settings), parsed.body.metadata.debug_trace is True
+
+    call, traced = await intake.read(request, metadata, parse)
+
+    async def run() -> tuple[str, bytes]:
+        uid, outcome = await rollouts.run(call, metadata)
+        trace = await read_trace(rollouts, uid, metadata) if traced else None
+        return uid, rollout_response(call.start.spec.rollout_id, outcome, trace)
+
+    try:
+        uid, answer = await unless_hung_up(request, run())
+    except grpc.aio.AioRpcError as error:
+        return answer_failed_call(error, request.state.request_id, FIELDS)
+    # Before the answer: a client that has it may use the id anew at once.
+    await rollouts.acknowledge(uid, metadata)
+    return Response(answer, media_type=_JSON, headers={"x-rollout-uid": uid})
+
+
+async def _init(request: Request, rollouts: Rollouts, intake: RequestBodies) -> Response:
+    metadata = call_metadata(request)
+
+    def parse(content: bytes) -> tuple[StartRolloutRequest, Fields]:
+        parsed = read_body(content, InitBody, rollouts.settings.max_metadata_bytes)
+        return init_request(parsed), init_fields(parsed.body)
+
+    start, fields = await intake.read(request, metadata, parse)
+    try:
+        # Without a deadline of ours: it would end the call and not the rollout, which an agent may take long to set up.
+        accepted = await rollouts.stub.StartRollout(start, metadata=metadata)
+    except grpc.aio.AioRpcError as error:
+        found = logged_problem(error, request.state.request_id, fields)
+        if not isinstance(
+            found.detail, str
+        ):  # each fault once: several fields of the request come from one of the body
+            found = replace(found, detail=list({(each["loc"], each["msg"]): each for each in found.detail}.values()))
+        return found.response()
+    # The id is that of the rollout that was found; the request's, for a server that does not tell it.
+    rollout_id = accepted.rollout.spec.rollout_id or start.spec.rollout_id
+    answer = {"rollout_id": rollout_id, "tools": [function_tool(tool) for tool in accepted.tools]}
+    return Response(msgspec.json.encode(answer), 202, {"x-rollout-uid": accepted.rollout.uid}, _JSON)
+
+
+async def _server(rollouts: Rollouts, metadata: CallMetadata) -> GetServerInfoResponse:
+    return await rollouts.stub.GetServerInfo(
+        GetServerInfoRequest(), metadata=metadata, timeout=rollouts.settings.call_seconds
+    )
+
+
+def _health(server: GetServerInfoResponse) -> Response:
+    if server.draining:
+        return JSONResponse({"status": "draining", "service": _SERVICE}, 503)
+    return JSONResponse(
+        {
+            "status": "healthy",
+            "service": _SERVICE,
+            "agent_loop": server.default_agent,
+            "active_rollouts": server.running + server.queued,
+            "completed_rollouts": server.finished,
+        }
+    )
+
+
+def _unhealthy(error: grpc.aio.AioRpcError) -> Response:
+    found = problem(error)
+    return JSONResponse({"status": "unhealthy", "service": _SERVICE, "detail": found.detail}, 503)
