@@ -101,7 +101,7 @@ docs: setup ## Write the tables of settings in docs/
 	$(BIN)/python deploy/settings_tables.py
 
 transformers4: .venv-transformers4/.ready ## Run the tests of tokens on the last transformers before 5
-	PYTHONPATH=generated:server ROLLOUT_EXAMPLES=few .venv-transformers4/bin/python -m pytest -n auto --dist worksteal tests/tokens -p no:cacheprovider
+	PYTHONPATH=generated:server ROLLOUT_EXAMPLES=few .venv-transformers4/bin/python -m pytest -n auto --dist worksteal tests/edge/tokens -p no:cacheprovider
 
 deploy-checks: setup ## Lint the Dockerfile and validate the compose file and the Kubernetes manifests
 	$(BIN)/hadolint Dockerfile
@@ -122,9 +122,9 @@ check: environments ## Everything that a landing needs
 
 mutants: .venv-mutants/.ready ## Mutate the core and list what no test noticed (half an hour)
 	rm -rf build/mutants && mkdir -p build/mutants/rollout_server build/mutants/tests
-	touch build/mutants/rollout_server/__init__.py build/mutants/tests/__init__.py
+	touch build/mutants/rollout_server/__init__.py
 	cp -r server/rollout_server/core build/mutants/rollout_server/
-	cp -r tests/core build/mutants/tests/
+	cp -r tests/__init__.py tests/core tests/support build/mutants/tests/
 	cd build/mutants && export PATH="$(CURDIR)/.venv-mutants/bin:$$PATH" PYTHONPATH="$(CURDIR)/build/mutants" \
 		PYTHONDONTWRITEBYTECODE=1 ROLLOUT_EXAMPLES=few && cp tests/core/mutants.toml . \
 		&& cosmic-ray init mutants.toml mutants.sqlite && cr-filter-operators mutants.sqlite mutants.toml \
@@ -132,13 +132,14 @@ mutants: .venv-mutants/.ready ## Mutate the core and list what no test noticed (
 		&& cr-report --surviving-only --show-diff mutants.sqlite
 
 mutants-tokens: setup .venv-mutants/.ready ## Mutate the renderer and list what no test noticed (an hour)
-	rm -rf build/mutants-tokens && mkdir -p build/mutants-tokens/tests && ln -sfn ../../shared build/shared
+	rm -rf build/mutants-tokens && mkdir -p build/mutants-tokens/tests/edge && ln -sfn ../../shared build/shared
 	cp -r server/rollout_server build/mutants-tokens/
-	cp -r tests/__init__.py tests/tokens build/mutants-tokens/tests/
+	cp -r tests/__init__.py tests/support tests/golden build/mutants-tokens/tests/
+	cp -r tests/edge/__init__.py tests/edge/tokens build/mutants-tokens/tests/edge/
 	cd build/mutants-tokens && export PATH="$(CURDIR)/.venv-mutants/bin:$$PATH" PYTHONPATH="$(CURDIR)/build/mutants-tokens" \
-		PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false && cp tests/tokens/mutants.toml . \
+		PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false && cp tests/edge/tokens/mutants.toml . \
 		&& cosmic-ray init mutants.toml mutants.sqlite && cr-filter-operators mutants.sqlite mutants.toml \
-		&& { $(CURDIR)/$(BIN)/python -m tests.tokens.forks serve forks.sock >forks.log 2>&1 & } && trap "kill $$!" EXIT \
+		&& { $(CURDIR)/$(BIN)/python -m tests.edge.tokens.forks serve forks.sock >forks.log 2>&1 & } && trap "kill $$!" EXIT \
 		&& cosmic-ray baseline mutants.toml && cosmic-ray exec mutants.toml mutants.sqlite \
 		&& cosmic-ray baseline mutants.toml && cr-report --surviving-only --show-diff mutants.sqlite
 

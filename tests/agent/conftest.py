@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.runtime.world import World
+from tests.support.runtime_harness import World
 
 
 @pytest.fixture

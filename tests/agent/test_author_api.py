@@ -23,7 +23,7 @@ from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run.run import AgentMistake
 
-from tests.runtime.world import EPOCH, FOREVER, Say, World, a_spec, assert_internal, call, outcome_of
+from tests.support.runtime_harness import EPOCH, FOREVER, Say, World, a_spec, assert_internal, call, outcome_of
 
 
 @tool

@@ -14,8 +14,8 @@ from rollout_server.core.outcome import Stop
 from rollout_server.runtime.ports import AgentProtocol
 from rollout_server.runtime.tools.executor import ToolExecutor
 
-from tests.runtime.jumping import JumpingLoop
-from tests.runtime.world import Say, World, call, contents, outcome_of
+from tests.support.jumping_loop import JumpingLoop
+from tests.support.runtime_harness import Say, World, call, contents, outcome_of
 
 NUMBER = {"type": "number"}
 TOOLS = {

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from rollout_server.local_stack import LocalStack, LoopThread
 
-from tests.authors import wrong
-from tests.authors.theatre import Honest, Theatre
+from tests.authoring import wrong
+from tests.authoring.theatre import Honest, Theatre
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from rollout_server.app import Server
 from rollout_server.authoring.author_traceback import mistake_in
 from rollout_server.runtime.run.lifecycle import AgentFailed
 
-from tests.rpc.asking import settings
+from tests.support.start_requests import settings
 
 
 class Shelf(BaseModel):
@@ -248,7 +248,7 @@ def test_it_is_told_at_its_own_line(define: Callable[[], None], says: str) -> No
         define()
     mistake = mistake_in(caught.value, "agent.py")
     assert says in str(mistake)
-    assert mistake.file.endswith("tests/authors/test_definitions.py")
+    assert mistake.file.endswith("tests/authoring/test_definitions.py")
     wrong = untyped if define is parameter_without_a_type else define
     lines, first = inspect.getsourcelines(wrong)
     assert first <= mistake.line < first + len(lines)

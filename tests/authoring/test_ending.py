@@ -10,7 +10,7 @@ from rollout_client import AsyncClient
 from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.system.processes import ANY_PORTS, Logged, environment, serve, started
+from tests.support.processes import ANY_PORTS, Logged, environment, serve, started
 
 STUBBORN = """
 import asyncio, contextlib, logging, time

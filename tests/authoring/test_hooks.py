@@ -13,8 +13,8 @@ from rollout_server import Agent
 from rollout_server.runtime.aio.threads import Threads
 from rollout_server.runtime.run.lifecycle import AgentFailed, start_agents
 
-from tests.authors.theatre import place
-from tests.runtime.jumping import JumpingLoop
+from tests.authoring.theatre import place
+from tests.support.jumping_loop import JumpingLoop
 
 here = sys.modules[__name__]
 

@@ -14,8 +14,8 @@ import pytest
 from rollout_client import RolloutError
 from rollout_server.local_stack import ScriptedModel
 
-from tests.authors import wrong
-from tests.authors.theatre import Theatre, place
+from tests.authoring import wrong
+from tests.authoring.theatre import Theatre, place
 
 
 @dataclass(frozen=True)

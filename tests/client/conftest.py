@@ -15,9 +15,9 @@ from rollout_server.testing.trainer import StrictTrainer
 
 from tests.client.cutting import Line
 from tests.client.scripted import Stage, scripted
-from tests.client.tools import calculator_tools
-from tests.rpc.agents import Gated, Measured
-from tests.rpc.asking import settings
+from tests.support.agents import Gated, Measured
+from tests.support.calculator_tools import calculator_tools
+from tests.support.start_requests import settings
 
 QUICK = Retry(patience=20, first=0.01, longest=0.1)
 IMPATIENT = Retry(patience=0.25, first=0.01, longest=0.1)

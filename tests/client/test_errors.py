@@ -35,8 +35,8 @@ from rollout_server.app import Server
 
 from tests.client.conftest import IMPATIENT, World
 from tests.client.scripted import DETAILS, Held, Refusal, Stage
-from tests.rpc.agents import Idle
-from tests.rpc.asking import settings
+from tests.support.agents import Idle
+from tests.support.start_requests import settings
 
 
 async def test_wrong_fields_are_named(world: World, client: AsyncClient) -> None:

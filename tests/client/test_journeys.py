@@ -26,7 +26,7 @@ from rollout_client import (
 from rollout_client.spec import rollout_spec
 
 from tests.client.conftest import CALCULATOR_EVENTS, QUESTION, World
-from tests.rpc.caller import until
+from tests.support.server_client import until
 
 FINISHED = pb.ROLLOUT_STATE_FINISHED
 

@@ -13,8 +13,8 @@ from rollout_server.app import Server
 from tests.client.conftest import CALCULATOR_EVENTS, IMPATIENT, QUICK, World
 from tests.client.cutting import Line
 from tests.client.scripted import UID, Held, Refusal, Stage, event, finished, ran, rollout, watched
-from tests.rpc.agents import Idle
-from tests.rpc.asking import settings
+from tests.support.agents import Idle
+from tests.support.start_requests import settings
 
 ALL = list(range(1, CALCULATOR_EVENTS + 1))
 SLOW = Retry(patience=20, first=0.01, longest=5)

@@ -24,7 +24,7 @@ from rollout_server.core.record import (
 )
 from rollout_server.core.replay import replay
 
-from .rollouts import (
+from tests.support.machine_records import (
     CALL,
     USER,
     answered,

@@ -13,7 +13,7 @@ from rollout_server.core.outcome import Stop, Warned
 from rollout_server.core.record import Answered, Ended, Record, SegmentOpened
 from rollout_server.core.replay import replay
 
-from .rollouts import (
+from tests.support.machine_records import (
     answered,
     asks,
     assert_refused,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from tests.tokens.reading import tokenizer_of
+from tests.support.tokenizers import tokenizer_of
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"
 EVERYTHING = os.environ.get("ROLLOUT_EXACT") == "all"

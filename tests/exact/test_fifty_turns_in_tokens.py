@@ -22,10 +22,10 @@ from rollout_server.testing.checks.renderer import PlainRenderer
 from rollout_server.testing.script import tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.completions.talk import equal
 from tests.exact.conversations import Conversation, Guided, written
 from tests.exact.families import EVERYTHING, Family, families
 from tests.exact.library import by_library, sayable
+from tests.support.talking_agent import equal
 
 KIND = "mixed"
 # Without ROLLOUT_EXACT=all, each tokenizer with its own template.

@@ -27,7 +27,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.system.processes import ANY_PORTS, COMMAND, environment
+from tests.support.processes import ANY_PORTS, COMMAND, environment
 
 SECRET = "hush-this-is-a-secret"
 CALLER, ADMIN = new_key(), new_key()

@@ -10,9 +10,9 @@ from rollout_gateway.osmosis_http.async_body import INIT_EXAMPLE
 from rollout_gateway.osmosis_http.sync_body import EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 
-from tests.gateway.running import Gateway, http_client, serving
-from tests.gateway.scripted_server import Refusal
-from tests.gateway.transcripts import client_exchange, needs_transcripts
+from tests.support.gateways import Gateway, http_client, serving
+from tests.support.scripted_server import Refusal
+from tests.support.transcripts import client_exchange, needs_transcripts
 
 Code = grpc.StatusCode
 

@@ -18,16 +18,16 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_gateway.standalone_settings import WrongOptions, load_options
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.gateway.alone import Alone, alone
-from tests.gateway.certificates import Authority
-from tests.gateway.fleets import Place, fleets
-from tests.gateway.running import http_client
+from tests.gateway.fleet.fleets import Place, fleets
 from tests.gateway.wires import wire
-from tests.rpc.asking import NOWHERE
-from tests.rpc.caller import until
-from tests.system.bodies import body, rpc
-from tests.system.gate import GatedModel
-from tests.system.processes import Serving, command, serve
+from tests.support.bodies import body, rpc
+from tests.support.certificates import Authority
+from tests.support.gated_model import GatedModel
+from tests.support.gateway_process import Alone, alone
+from tests.support.gateways import http_client
+from tests.support.processes import Serving, command, serve
+from tests.support.server_client import until
+from tests.support.start_requests import NOWHERE
 from tests.system.test_shutdown import taken
 
 

@@ -10,7 +10,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 from rollout_gateway.osmosis_http.sync_conversion import FIELDS
 from rollout_gateway.status import HTTP_STATUS, body_location, problem
 
-from tests.gateway.scripted_server import Refusal
+from tests.support.scripted_server import Refusal
 
 Code = grpc.StatusCode
 

@@ -35,11 +35,11 @@ from rollout_server.exposure import knows_its_callers, log_exposure
 from rollout_server.settings import Settings
 from yarl import URL
 
-from tests.gateway.running import http_client
-from tests.rpc.asking import start, target
-from tests.system.bodies import TOKENIZER, body
-from tests.system.processes import Serving, environment, started
-from tests.trainer.raw_trainer import COMPLETION, RawTrainer, answer, raw_trainer
+from tests.support.bodies import TOKENIZER, body
+from tests.support.gateways import http_client
+from tests.support.http_trainer import COMPLETION, RawTrainer, answer, raw_trainer
+from tests.support.processes import Serving, environment, started
+from tests.support.start_requests import start, target
 
 SUFFIX = "/v1/chat/completions"
 CANARY = "canary-7731"

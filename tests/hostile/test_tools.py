@@ -22,7 +22,7 @@ from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 from rollout_server.runtime.tools.policy import CPU_SECONDS, MEMORY_BYTES, ToolPolicy
 from rollout_server.runtime.tools.resources import ToolResources
 
-from tests.tools.test_processes import gone, numbers_in, parent_of, wait_until_gone
+from tests.edge.tools.test_processes import gone, numbers_in, parent_of, wait_until_gone
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="subreapers and prctl are Linux's")
 ROOT = Path(__file__).parents[2]

@@ -41,8 +41,8 @@ from rollout_server.runtime.run.tool_calls import _AT_ONCE
 from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from tests.completions.raw_trainer import RawTrainer, serving
-from tests.trainer.raw_trainer import Act, answer, raw_trainer
+from tests.support.grpc_trainer import RawTrainer, serving
+from tests.support.http_trainer import Act, answer, raw_trainer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MOST = Limits().calls_read

@@ -19,9 +19,9 @@ from rollout_server.testing.script import Script
 from rollout_server.testing.trainer import StrictTrainer
 from typer.testing import CliRunner, Result
 
-from tests.client.tools import calculator_tools
-from tests.rpc.asking import settings
-from tests.system.processes import environment
+from tests.support.calculator_tools import calculator_tools
+from tests.support.processes import environment
+from tests.support.start_requests import settings
 
 Invoke = Callable[..., Awaitable[Result]]
 TOY = ("--tokenizer", "toy=toy")

@@ -21,8 +21,8 @@ from rollout_server.inspection.token_text import pieces
 from rollout_server.inspection.transcript import transcript_of
 from rollout_server.testing.script import Script, ScriptedReply
 
-from tests.client.exported import outcome_of, rollouts, span
-from tests.inspect.conftest import TOY, Invoke, Played, saved
+from tests.inspection.conftest import TOY, Invoke, Played, saved
+from tests.support.random_rollouts import outcome_of, rollouts, span
 
 EVIL = "\x1b[31mred\x1b]0;title\x07\r\x9b2J\u202egnp.exe\u2028\ue000 ⏎ ⟨U+001B⟩\nM      0│ forged\n"
 anything = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from([EVIL, "\n", "\ufffd", ""])

@@ -23,9 +23,9 @@ from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer
 
-from tests.client.exported import outcome_of, span
-from tests.inspect.conftest import TOY, Invoke, Played, saved
-from tests.system.processes import command, environment
+from tests.inspection.conftest import TOY, Invoke, Played, saved
+from tests.support.processes import command, environment
+from tests.support.random_rollouts import outcome_of, span
 
 ADD = (tool_call("c1", "add", '{"a": 5, "b": 3}'),)
 CUT = Script((ScriptedReply(content="Adding.", tool_calls=ADD, cut=True), ScriptedReply(content="8")))

@@ -16,7 +16,7 @@ from rollout_server.inspection.terminal import Look, lines
 from rollout_server.inspection.text import as_json
 from rollout_server.inspection.transcript import transcript_of
 
-from tests.client.exported import rollouts
+from tests.support.random_rollouts import rollouts
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),

@@ -15,10 +15,10 @@ from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.client.tools import calculator_tools
-from tests.gateway.certificates import Authority
-from tests.inspect.conftest import TOY, Invoke
-from tests.rpc.asking import settings
+from tests.inspection.conftest import TOY, Invoke
+from tests.support.calculator_tools import calculator_tools
+from tests.support.certificates import Authority
+from tests.support.start_requests import settings
 
 KEY = "hush-hush-hush-hush"
 PLAIN: dict[str, Any] = {

@@ -11,7 +11,7 @@ import httpx
 from rollout_client import Target
 
 from tests.journeys.place import Person, Place, until
-from tests.system.bodies import QUESTION, TOKENIZER
+from tests.support.bodies import QUESTION, TOKENIZER
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 DIALECT_SAMPLING = {"temperature": 0.7, "max_tokens": 512, "logprobs": True}

@@ -22,11 +22,11 @@ from rollout_server.settings import Settings
 from rollout_server.testing.checks.dialect import TrainerDialect
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.client.tools import calculator_tools
-from tests.gateway.plain import Sse
-from tests.gateway.running import http_client
-from tests.rpc.agents import Gated, Measured
-from tests.system.bodies import TOKENIZER
+from tests.support.agents import Gated, Measured
+from tests.support.bodies import TOKENIZER
+from tests.support.calculator_tools import calculator_tools
+from tests.support.gateways import http_client
+from tests.support.rest_gateway import Sse
 
 ADMIN = "root"
 QUICK = Retry(patience=5, first=0.01, longest=0.1)

@@ -13,7 +13,7 @@ import pytest_asyncio
 from rollout_server.testing.checks.dialect import TrainerDialect
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.gateway.plain import Sse
+from tests.support.rest_gateway import Sse
 from tests.system.conftest import World, open_world
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

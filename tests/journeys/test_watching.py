@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.plain import Frame, Sse
 from tests.journeys.faces import STARTS, Begun, Wanted, synchronous_body
 from tests.journeys.place import Person, Place, until
+from tests.support.rest_gateway import Frame, Sse
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

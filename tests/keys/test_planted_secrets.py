@@ -28,11 +28,11 @@ from rollout_server.runtime.start_request import StartRequest
 from rollout_server.settings import Settings
 
 from tests.keys.test_callers import bearing, raw_call
-from tests.outcome.grpc_receiver import Answer, GrpcReceiver, grpc_receiver
-from tests.rpc.asking import start, target
-from tests.rpc.caller import Refusal
-from tests.system.processes import Serving, serve
-from tests.trainer.raw_trainer import Act, RawTrainer, answer, closed, raw_trainer, reset
+from tests.support.http_trainer import Act, RawTrainer, answer, closed, raw_trainer, reset
+from tests.support.outcome_receiver import Answer, GrpcReceiver, grpc_receiver
+from tests.support.processes import Serving, serve
+from tests.support.server_client import Refusal
+from tests.support.start_requests import start, target
 
 MARK = "mArKeR"
 API_KEY, ADMIN_KEY, FILED_KEY = f"{MARK}-api", f"{MARK}-admin", f"{MARK}-filed"

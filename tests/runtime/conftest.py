@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
 
-from tests.runtime.jumping import JumpingLoop
-from tests.runtime.world import World
+from tests.support.jumping_loop import JumpingLoop
+from tests.support.runtime_harness import World
 
 
 def pytest_asyncio_loop_factories(

@@ -13,7 +13,7 @@ from rollout_server.runtime.ports import Credentials, PackedOutcome
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import StartRequest
 
-from tests.runtime.world import Say, Script, World, a_spec, wait
+from tests.support.runtime_harness import Say, Script, World, a_spec, wait
 
 RECEIVER = Target("http://receiver:9001", Dialect.HTTP_PLAIN)
 YES = DeliveryAcknowledged()

@@ -12,7 +12,7 @@ from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.record import Note
 from rollout_server.runtime.run.run import AgentMistake
 
-from tests.runtime.world import (
+from tests.support.runtime_harness import (
     FOREVER,
     SECRET,
     Say,

@@ -7,7 +7,7 @@ from rollout_server import Limits
 from rollout_server.core.outcome import Stop
 from rollout_server.core.spec import Dialect, Target
 
-from tests.runtime.world import Say, World, a_wish, outcome_of
+from tests.support.runtime_harness import Say, World, a_wish, outcome_of
 
 PLAIN = Target("http://trainer:8081", Dialect.HTTP_PLAIN)
 

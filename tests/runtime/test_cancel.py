@@ -14,7 +14,7 @@ from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.test_stopping import STALLS, Stalling
-from tests.runtime.world import FOREVER, ME, Looping, Say, World, call, outcome_of
+from tests.support.runtime_harness import FOREVER, ME, Looping, Say, World, call, outcome_of
 
 ALL = Selection(ME)
 BLOCKED = Say(seconds=FOREVER)

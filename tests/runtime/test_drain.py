@@ -11,7 +11,7 @@ from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.test_ends import Stubborn
-from tests.runtime.world import FOREVER, ME, Looping, Say, World, check_log, outcome_of
+from tests.support.runtime_harness import FOREVER, ME, Looping, Say, World, check_log, outcome_of
 
 
 def assert_interrupted(outcome: Outcome) -> None:

@@ -13,7 +13,7 @@ from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.run.run import RolloutEnded
 from rollout_server.runtime.start_request import Capacity
 
-from tests.runtime.world import (
+from tests.support.runtime_harness import (
     FOREVER,
     ME,
     Looping,

@@ -18,7 +18,7 @@ from rollout_server.runtime.rollout import RolloutState
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.test_roster import ALL, BLOCKED
-from tests.runtime.world import (
+from tests.support.runtime_harness import (
     EPOCH,
     FOREVER,
     ME,

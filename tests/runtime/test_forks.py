@@ -12,7 +12,7 @@ from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.record import Asked, Ended, Forked, GivenUp
 from rollout_server.runtime.run.run import AgentMistake
 
-from tests.runtime.world import FOREVER, Say, World, assert_internal, call, contents, outcome_of
+from tests.support.runtime_harness import FOREVER, Say, World, assert_internal, call, contents, outcome_of
 
 HELP = {"role": "user", "content": "Help."}
 CALLED = {

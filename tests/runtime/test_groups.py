@@ -24,7 +24,7 @@ from rollout_server.runtime.request import Request
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity, StartRequest
 
-from tests.runtime.world import FOREVER, ME, Looping, Say, Script, World, a_spec, outcome_of
+from tests.support.runtime_harness import FOREVER, ME, Looping, Say, Script, World, a_spec, outcome_of
 
 ALL = Selection(ME)
 

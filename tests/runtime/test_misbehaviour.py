@@ -9,8 +9,8 @@ import pytest
 from rollout_server import Agent, Limits, Run, tool
 from rollout_server.core.outcome import Category, Failure, Stop
 
-from tests.runtime.jumping import JumpingLoop
-from tests.runtime.world import (
+from tests.support.jumping_loop import JumpingLoop
+from tests.support.runtime_harness import (
     FOREVER,
     Say,
     World,

@@ -19,9 +19,9 @@ from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity
 
-from tests.runtime.receiver import DOWN, RECEIVER, YES, Noting, Receiver, owing, until
+from tests.runtime.outcome_receivers import DOWN, RECEIVER, YES, Noting, Receiver, owing, until
 from tests.runtime.test_ends import Stubborn
-from tests.runtime.world import (
+from tests.support.runtime_harness import (
     FOREVER,
     ME,
     Say,

@@ -14,8 +14,8 @@ from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Caller, Capacity
 
-from tests.runtime.receiver import DOWN, Receiver, owing, until
-from tests.runtime.world import ADMIN, FOREVER, ME, OTHER, Say, World, a_wish, outcome_of
+from tests.runtime.outcome_receivers import DOWN, Receiver, owing, until
+from tests.support.runtime_harness import ADMIN, FOREVER, ME, OTHER, Say, World, a_wish, outcome_of
 
 BLOCKED = Say(seconds=FOREVER)
 STRANGERS = (OTHER, Caller(""), Caller("ME"), Caller("me "), Caller("m"))

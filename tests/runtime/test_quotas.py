@@ -15,7 +15,7 @@ from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Caller, Capacity, Quota, StartRequest
 
 from tests.runtime.test_groups import Groups
-from tests.runtime.world import Looping, Say, World, a_spec, call, outcome_of
+from tests.support.runtime_harness import Looping, Say, World, a_spec, call, outcome_of
 
 KIB = 2**10
 

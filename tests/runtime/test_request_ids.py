@@ -15,7 +15,7 @@ from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity, StartRequest
 
 from tests.runtime.test_roster import ALL, BLOCKED, Other
-from tests.runtime.world import (
+from tests.support.runtime_harness import (
     ME,
     Looping,
     Say,

@@ -14,7 +14,7 @@ from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 
-from tests.runtime.world import FOREVER, ME, Looping, Say, World, a_wish, outcome_of
+from tests.support.runtime_harness import FOREVER, ME, Looping, Say, World, a_wish, outcome_of
 
 BLOCKED = Say(seconds=FOREVER)
 

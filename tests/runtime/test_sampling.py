@@ -18,7 +18,7 @@ from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run.arguments import overridden
 from rollout_server.runtime.run.run import AgentMistake, Reply, Run
 
-from tests.runtime.world import Say, World, outcome_of
+from tests.support.runtime_harness import Say, World, outcome_of
 
 NewWorld = Callable[..., World]
 WHOLE = Sampling(0.7, 0.9, 512, ("END",), True, '{"seed": 18446744073709551617, "penalty": 1e999}')

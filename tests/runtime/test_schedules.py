@@ -20,9 +20,9 @@ from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 
-from tests.runtime.jumping import JumpingLoop
-from tests.runtime.receiver import DOWN, RECEIVER, YES, Receiver
-from tests.runtime.world import FOREVER, ME, Say, Script, World, a_wish, call, wait
+from tests.runtime.outcome_receivers import DOWN, RECEIVER, YES, Receiver
+from tests.support.jumping_loop import JumpingLoop
+from tests.support.runtime_harness import FOREVER, ME, Say, Script, World, a_wish, call, wait
 
 CAPACITY = Capacity(running=2, queued=3, finished=3, finished_seconds=20)
 

@@ -9,7 +9,7 @@ from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.record import DriftFound
 from rollout_server.core.spec import DriftPolicy
 
-from tests.runtime.world import FOREVER, USER, Looping, Say, World, call, contents, outcome_of, wait
+from tests.support.runtime_harness import FOREVER, USER, Looping, Say, World, call, contents, outcome_of, wait
 
 CALLS = (call("echo", text="hello"),)
 AGAIN = Say("again", CALLS)

@@ -19,7 +19,7 @@ from rollout_server.runtime.tools.resources import ToolLimits, ToolResources
 from rollout_server.runtime.tools.task import GRACE_SECONDS
 from rollout_server.tool import Image
 
-from tests.runtime.world import FOREVER, Say, World, call, contents, outcome_of, wait
+from tests.support.runtime_harness import FOREVER, Say, World, call, contents, outcome_of, wait
 
 
 def with_tools(*tools: Tool, seconds: float | None = None) -> Agent:

@@ -14,8 +14,8 @@ from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.record import ToolReturned, ToolStarted
 from rollout_server.runtime.tools.executor import ToolExecutor
 
-from tests.runtime.jumping import JumpingLoop
-from tests.runtime.world import Say, World, call, contents, outcome_of, wait
+from tests.support.jumping_loop import JumpingLoop
+from tests.support.runtime_harness import Say, World, call, contents, outcome_of, wait
 
 
 @tool

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.engines.model import Generated, TooLong, ToyModel, calls_of
+from tests.support.engine_model import Generated, TooLong, ToyModel, calls_of
 
 MODEL = "toy-model"
 Handler = Callable[[web.Request], Awaitable[web.Response]]

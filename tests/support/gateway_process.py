@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.system.processes import Logged, environment, started
+from tests.support.processes import Logged, environment, started
 
 _LISTENING = re.compile(r"gateway on (https?)://127\.0\.0\.1:(\d+), before (.*)")
 

@@ -15,7 +15,7 @@ from rollout_gateway.osmosis_http.sync_body import EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 from starlette.types import ASGIApp
 
-from tests.gateway.scripted_server import ScriptedServer
+from tests.support.scripted_server import ScriptedServer
 
 # Every client loads the system's authorities otherwise, which takes longer than most tests.
 _TRUSTS_NOBODY = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

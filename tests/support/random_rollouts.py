@@ -14,7 +14,7 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure, Metrics, Outcome, RewardResult, Stop
 from rollout_server.edge.wire.outcome import outcome_to_proto
 
-from tests.core.rollouts import draw_turn
+from tests.support.machine_records import draw_turn
 
 LEAST = -1e30
 ENDS = (Stop("stop"), Stop("max_tokens", truncated=True), Failure(Category.NETWORK, "the trainer is away", 2, None))

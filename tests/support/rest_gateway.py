@@ -22,8 +22,8 @@ from rollout_gateway.app import create_app
 from rollout_gateway.settings import GatewaySettings
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tests.gateway.running import http_client, listening
-from tests.gateway.scripted_server import UID, Refusal, ScriptedServer
+from tests.support.gateways import http_client, listening
+from tests.support.scripted_server import UID, Refusal, ScriptedServer
 
 KEY = "the-server-key"
 BODY: dict[str, Any] = {

@@ -33,7 +33,7 @@ from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Caller, Capacity, StartRequest
 
-from tests.core.rollouts import shown_outcome
+from tests.support.machine_records import shown_outcome
 
 ME = Caller("me")
 OTHER = Caller("other")

@@ -18,8 +18,8 @@ from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_server.agent import Agent
 from rollout_server.app import Server
 
-from tests.rpc.agents import Idle
-from tests.rpc.asking import settings
+from tests.support.agents import Idle
+from tests.support.start_requests import settings
 
 REQUEST_ID = "x-request-id"
 CHANNEL_OPTIONS = (

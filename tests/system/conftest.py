@@ -16,7 +16,7 @@ from rollout_server.settings import Settings
 from rollout_server.testing.model.calculator import CalculatorModel, Model
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.system.bodies import TOKENIZER
+from tests.support.bodies import TOKENIZER
 
 
 @dataclass(frozen=True)

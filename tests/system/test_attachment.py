@@ -10,9 +10,9 @@ import httpx
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
-from tests.system.bodies import body, rpc
+from tests.support.bodies import body, rpc
+from tests.support.gated_model import GatedModel
 from tests.system.conftest import Open, World
-from tests.system.gate import GatedModel
 
 Asking = asyncio.Task[httpx.Response]
 

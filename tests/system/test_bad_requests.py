@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from tests.system.bodies import body
+from tests.support.bodies import body
+from tests.support.gated_model import GatedModel
 from tests.system.conftest import World, open_world
-from tests.system.gate import GatedModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

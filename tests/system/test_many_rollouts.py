@@ -22,7 +22,7 @@ from rollout_server.testing.model.calculator import CalculatorModel
 from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.tool import tool
 
-from tests.system.bodies import body, rpc, run, start_request, tool_texts
+from tests.support.bodies import body, rpc, run, start_request, tool_texts
 from tests.system.conftest import Open, World
 
 MANY = 200

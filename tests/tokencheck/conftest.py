@@ -10,7 +10,7 @@ from rollout_server.tokencheck.check import Subject, check
 from rollout_server.tokencheck.conversation import CheckConversation
 from rollout_server.tokencheck.verdict import TemplateReport
 
-from tests.tokens.reading import tokenizer_of
+from tests.support.tokenizers import tokenizer_of
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"
 TOY_TEMPLATE = (TOY_TOKENIZER / "chat_template.jinja").read_text(encoding="utf-8")

@@ -18,8 +18,8 @@ from rollout_server.tokencheck.template import Template
 from rollout_server.tokencheck.template_traits import ArgumentsTrait, Dated, traits
 from rollout_server.tokencheck.verdict import TemplateFault, TemplateReport, plain
 
+from tests.support.tokenizers import tokenizer_of
 from tests.tokencheck.conftest import checked, family
-from tests.tokens.reading import tokenizer_of
 
 Verdicts = Callable[[str], TemplateReport]
 FAMILIES = ("toy", "qwen2.5", "qwen3", "llama3", "deepseek-v3", "gpt-oss", "mistral-small-3.2", "phi-3.5")

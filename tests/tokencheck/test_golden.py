@@ -15,8 +15,8 @@ from rollout_server.tokencheck.model_output import Writing
 from rollout_server.tokencheck.reference_tokens import ReferenceReader
 from rollout_server.tokencheck.template import RenderedConversation, Template
 
+from tests.support.tokenizers import tokenizer_of
 from tests.tokencheck.conftest import SHARED, family
-from tests.tokens.reading import tokenizer_of
 
 VECTORS = sorted((SHARED / "vectors").glob("*.jsonl")) or [SHARED / "vectors" / "qwen2.5-instruct.jsonl"]
 # What the messages do not tell: how arguments were spelled, with which stop it ended, what the template left out.

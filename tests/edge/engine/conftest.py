@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 from rollout_client import AsyncClient
 
-from tests.engines.rolling import connected
+from tests.edge.engine.rolling import connected
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

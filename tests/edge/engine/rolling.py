@@ -16,8 +16,8 @@ from rollout_server.calculator import add, multiply
 from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from tests.engines.model import Generated
-from tests.engines.served import MODEL, Engine
+from tests.support.engine_model import Generated
+from tests.support.engines import MODEL, Engine
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>'
 # Written as no template writes it: the engine renders what its parser kept, which is not what was sampled.

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rollout_client import AsyncClient, samples
 
-from tests.engines.model import ToyModel
-from tests.engines.rolling import SQUEEZED, check_once, check_whole, roll, warned
-from tests.engines.served import Engine, SglangEngine, VllmEngine, serving
+from tests.edge.engine.rolling import SQUEEZED, check_once, check_whole, roll, warned
+from tests.support.engine_model import ToyModel
+from tests.support.engines import Engine, SglangEngine, VllmEngine, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODES: dict[str, dict[str, Any]] = {

@@ -13,9 +13,9 @@ from aiohttp import web
 from osmosis.rollout.v1 import outcome_pb2
 from rollout_client import AsyncClient, samples
 
-from tests.engines.model import ToyModel
-from tests.engines.rolling import CALL, DONE, check_whole, only, roll, target, warned
-from tests.engines.served import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
+from tests.edge.engine.rolling import CALL, DONE, check_whole, only, roll, target, warned
+from tests.support.engine_model import ToyModel
+from tests.support.engines import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
 
 Kind = Callable[[ToyModel], Engine]
 Answer = dict[str, Any]

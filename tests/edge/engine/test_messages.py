@@ -9,8 +9,7 @@ import pytest
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
 from rollout_client import AsyncClient, samples
 
-from tests.engines.model import ToyModel
-from tests.engines.rolling import (
+from tests.edge.engine.rolling import (
     CALL,
     DONE,
     SQUEEZED,
@@ -22,7 +21,8 @@ from tests.engines.rolling import (
     target,
     warned,
 )
-from tests.engines.served import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
+from tests.support.engine_model import ToyModel
+from tests.support.engines import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 both = pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])

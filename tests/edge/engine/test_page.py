@@ -14,11 +14,11 @@ from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
 
-from tests.engines.model import ToyModel
-from tests.engines.rolling import CALL, DONE
-from tests.engines.served import VllmEngine, serving
+from tests.edge.engine.rolling import CALL, DONE
+from tests.support.engine_model import ToyModel
+from tests.support.engines import VllmEngine, serving
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "engines.md").read_text()
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "engines.md").read_text()
 
 
 async def snippet(engine: str, **settings: Any) -> tuple[int | None, str, str]:

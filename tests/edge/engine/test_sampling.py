@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from rollout_client import AsyncClient
 
-from tests.engines.model import ToyModel
-from tests.engines.rolling import only, roll, target, warned
-from tests.engines.served import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
+from tests.edge.engine.rolling import only, roll, target, warned
+from tests.support.engine_model import ToyModel
+from tests.support.engines import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

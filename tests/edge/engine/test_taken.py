@@ -8,9 +8,9 @@ import pytest
 from rollout_client import AsyncClient, Conflict, InvalidRequest, Target
 from rollout_server.edge.engine.routes import Routes
 
-from tests.engines.model import ToyModel
-from tests.engines.rolling import DONE, roll, target
-from tests.engines.served import OpenaiEngine, VllmEngine, serving
+from tests.edge.engine.rolling import DONE, roll, target
+from tests.support.engine_model import ToyModel
+from tests.support.engines import OpenaiEngine, VllmEngine, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 URL = "http://127.0.0.1:9"

@@ -9,9 +9,9 @@ import pytest
 from osmosis.rollout.v1 import outcome_pb2
 from rollout_client import AsyncClient, NotPossible, samples
 
-from tests.engines.model import ToyModel
-from tests.engines.rolling import CALL, DONE, SQUEEZED, THOUGHT, TWO_CALLS, check_whole, only, roll, warned
-from tests.engines.served import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
+from tests.edge.engine.rolling import CALL, DONE, SQUEEZED, THOUGHT, TWO_CALLS, check_whole, only, roll, warned
+from tests.support.engine_model import ToyModel
+from tests.support.engines import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 both = pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])

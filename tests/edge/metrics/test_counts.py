@@ -19,7 +19,7 @@ from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Caller, Capacity
 
-from tests.metrics.counted import ADD, Counted, call, calling, done, failing, ledger_tokens, outcome_of, read, said
+from tests.edge.metrics.counted import ADD, Counted, call, calling, done, failing, ledger_tokens, outcome_of, read, said
 
 
 class Wordy(Agent):

@@ -12,7 +12,7 @@ from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.entry import Selection
 from rollout_server.runtime.start_request import Caller, StartRequest
 
-from tests.metrics.counted import TARGET, USER, Counted, call, calling, done, failing, outcome_of, read, said
+from tests.edge.metrics.counted import TARGET, USER, Counted, call, calling, done, failing, outcome_of, read, said
 
 SECRET = "hunter2"
 

@@ -7,8 +7,8 @@ import asyncio
 from rollout_server.edge.loop_lag import LoopLag
 from rollout_server.edge.metrics.observer import MetricsObserver
 
-from tests.metrics.counted import read
-from tests.runtime.jumping import JumpingLoop
+from tests.edge.metrics.counted import read
+from tests.support.jumping_loop import JumpingLoop
 
 
 async def test_a_loop_that_is_on_time_has_no_lag() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rollout_server.edge.metrics.observer import CONTENT_TYPE, MetricsObserver
 from rollout_server.edge.metrics.server import serve_metrics
 
-from tests.metrics.counted import Exposed
+from tests.edge.metrics.counted import Exposed
 
 
 def fetch(port: int, path: str = "/metrics") -> tuple[str, str]:

@@ -25,8 +25,8 @@ from rollout_server.runtime.start_request import StartRequest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.metrics.counted import USER, Exposed, ledger_tokens, outcome_of, read
-from tests.targets.table import Table
+from tests.edge.metrics.counted import USER, Exposed, ledger_tokens, outcome_of, read
+from tests.support.resolver import Table
 
 NAME = "trainer.internal"
 ROLLOUTS = 5

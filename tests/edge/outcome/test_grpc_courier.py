@@ -21,13 +21,13 @@ from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.runtime.delivery import DeliveryAcknowledged, DeliveryRefused, DeliveryUnsettled, Receipt
 from rollout_server.runtime.ports import PackedOutcome
 
-from tests.outcome.grpc_receiver import Answer, grpc_receiver
+from tests.support.outcome_receiver import Answer, grpc_receiver
 
 SECRET = "sk-outcome-0123456789abcdef"
 BODY = pb.DeliverOutcomeRequest(
     delivery_key="u1/outcome", rollout=rollout_service_pb2.Rollout(uid="u1", caller="ü")
 ).SerializeToString()
-PROTO = Path(__file__).parents[2] / "protos/osmosis/rollout/v1/outcome_service.proto"
+PROTO = Path(__file__).parents[3] / "protos/osmosis/rollout/v1/outcome_service.proto"
 CODES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 
 Make = Callable[..., GrpcCourier]

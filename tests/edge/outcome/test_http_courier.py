@@ -17,7 +17,7 @@ from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
 from rollout_server.runtime.delivery import DeliveryAcknowledged, DeliveryRefused, DeliveryUnsettled, Receipt
 from rollout_server.runtime.ports import PackedOutcome
 
-from tests.trainer.raw_trainer import Act, answer, closed, endless, head, raw_trainer, reset, silence
+from tests.support.http_trainer import Act, answer, closed, endless, head, raw_trainer, reset, silence
 
 SECRET = "sk-outcome-0123456789abcdef"
 BODY = '{"rollout_id": "r/1", "final_messages": ["ü", 1.10, 18446744073709551617]}'.encode()

@@ -16,10 +16,10 @@ from rollout_server.calculator import Calculator
 from rollout_server.testing.script import Fault, Script
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.outcome.grpc_receiver import Answer, Delivered, GrpcReceiver, grpc_receiver
-from tests.rpc.agents import Idle
-from tests.rpc.asking import metadata, start, target
-from tests.rpc.caller import Caller, refusal, serving, until
+from tests.support.agents import Idle
+from tests.support.outcome_receiver import Answer, Delivered, GrpcReceiver, grpc_receiver
+from tests.support.server_client import Caller, refusal, serving, until
+from tests.support.start_requests import metadata, start, target
 
 TOOLS = [
     {

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from osmosis.rollout.v1 import message_pb2, spec_pb2
 
-from tests.rpc.asking import chat, json_message, seconds, target
+from tests.support.start_requests import chat, json_message, seconds, target
 
 Changes: TypeAlias = dict[str, Any]
 Messages: TypeAlias = list[message_pb2.Message]

@@ -12,8 +12,8 @@ from rollout_server.agent import Agent
 from rollout_server.calculator import Calculator
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.rpc.agents import Gated, Idle, Measured
-from tests.rpc.caller import Caller, serving
+from tests.support.agents import Gated, Idle, Measured
+from tests.support.server_client import Caller, serving
 
 OpenServer: TypeAlias = Callable[..., Awaitable[Caller]]
 

@@ -10,10 +10,20 @@ import pytest_asyncio
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1 import spec_pb2
 
-from tests.rpc.agents import Gated, Idle
-from tests.rpc.asking import json_message, seconds, spec, start, target
-from tests.rpc.bad_fields import IDENTITY, MESSAGES, METADATA_BYTES, NUMBERS, OBJECTS, TARGETS, WORDS, Changes, Messages
-from tests.rpc.caller import Caller, Refusal, refusal, serving
+from tests.edge.rpc.bad_fields import (
+    IDENTITY,
+    MESSAGES,
+    METADATA_BYTES,
+    NUMBERS,
+    OBJECTS,
+    TARGETS,
+    WORDS,
+    Changes,
+    Messages,
+)
+from tests.support.agents import Gated, Idle
+from tests.support.server_client import Caller, Refusal, refusal, serving
+from tests.support.start_requests import json_message, seconds, spec, start, target
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,10 +11,10 @@ import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.runtime.registry.registry import RolloutRegistry
 
-from tests.rpc.agents import Gated, Idle
-from tests.rpc.asking import start
-from tests.rpc.caller import Caller, until
-from tests.rpc.conftest import OpenServer
+from tests.edge.rpc.conftest import OpenServer
+from tests.support.agents import Gated, Idle
+from tests.support.server_client import Caller, until
+from tests.support.start_requests import start
 
 
 async def test_ten_thousand_calls_at_the_same_time_are_all_answered(caller: Caller) -> None:

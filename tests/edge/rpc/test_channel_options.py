@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOURCES = [path for folder in ("server", "gateway") for path in sorted((ROOT / folder).rglob("*.py"))]
 OPTIONS = {option for path in SOURCES for option in re.findall(r'"(grpc\.[a-z0-9_.]+)",', path.read_text())}
 LIBRARY = Path(cygrpc.__file__).read_bytes()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
-from tests.rpc.agents import Gated
-from tests.rpc.asking import seconds, start
-from tests.rpc.caller import Caller, Stream, first
+from tests.support.agents import Gated
+from tests.support.server_client import Caller, Stream, first
+from tests.support.start_requests import seconds, start
 
 
 def held(request_id: str = "id", *, grace: float | None) -> pb.StartRolloutRequest:

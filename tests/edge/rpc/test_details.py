@@ -9,10 +9,10 @@ from rollout_server.calculator import Calculator
 from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.rpc.agents import Gated, Quoting
-from tests.rpc.asking import json_message, metadata, start, target
-from tests.rpc.caller import Caller, View, kinds
-from tests.rpc.conftest import OpenServer
+from tests.edge.rpc.conftest import OpenServer
+from tests.support.agents import Gated, Quoting
+from tests.support.server_client import Caller, View, kinds
+from tests.support.start_requests import json_message, metadata, start, target
 
 SCRIPT = Script(
     (

@@ -9,9 +9,9 @@ import pytest
 from osmosis.rollout.v1 import event_pb2, message_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
-from tests.rpc.agents import Idle
-from tests.rpc.asking import chat, json_message, start
-from tests.rpc.caller import Caller, serving
+from tests.support.agents import Idle
+from tests.support.server_client import Caller, serving
+from tests.support.start_requests import chat, json_message, start
 
 DEPTHS = range(880, 1000)
 

@@ -10,9 +10,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from tests.rpc.agents import Gated
-from tests.rpc.asking import start
-from tests.rpc.caller import Caller, first, settled
+from tests.support.agents import Gated
+from tests.support.server_client import Caller, first, settled
+from tests.support.start_requests import start
 
 SERVICE = "osmosis.rollout.v1.RolloutService"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -12,9 +12,9 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.rpc.agents import Gated
-from tests.rpc.asking import HELLO, chat, json_message, metadata, seconds, spec, start, target
-from tests.rpc.caller import Caller, first, refusal
+from tests.support.agents import Gated
+from tests.support.server_client import Caller, first, refusal
+from tests.support.start_requests import HELLO, chat, json_message, metadata, seconds, spec, start, target
 
 UNTIL_RECEIVED = pb.REQUEST_MEMORY_UNTIL_RECEIVED
 

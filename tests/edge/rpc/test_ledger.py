@@ -12,9 +12,9 @@ from rollout_server.testing.model.scenarios import SCENARIOS
 from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.rpc.asking import json_message, start, target
-from tests.rpc.caller import Caller
-from tests.rpc.ledger_laws import lawful, same_sample
+from tests.edge.rpc.ledger_laws import lawful, same_sample
+from tests.support.server_client import Caller
+from tests.support.start_requests import json_message, start, target
 
 HEALTHY = (
     "add_then_multiply",

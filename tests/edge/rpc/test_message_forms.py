@@ -11,8 +11,8 @@ from osmosis.rollout.v1 import message_pb2
 from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.edge.wire.message import message_from_proto, message_to_proto, messages_from_proto
 
-from tests.rpc.asking import chat, json_message
-from tests.rpc.json_texts import message_texts, plain_message_texts, valid
+from tests.edge.rpc.json_texts import message_texts, plain_message_texts, valid
+from tests.support.start_requests import chat, json_message
 
 EXAMPLES = settings(max_examples=40, deadline=None)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

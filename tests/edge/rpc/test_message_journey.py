@@ -12,11 +12,11 @@ from osmosis.rollout.v1 import event_pb2, message_pb2, outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.calculator import Calculator
 
-from tests.rpc.agents import Idle
-from tests.rpc.asking import HELLO, chat, json_message, start, target
-from tests.rpc.caller import Caller, serving
-from tests.rpc.json_texts import message_texts, values
-from tests.rpc.raw_trainer import RawTrainer
+from tests.edge.rpc.json_texts import message_texts, values
+from tests.edge.rpc.text_trainer import RawTrainer
+from tests.support.agents import Idle
+from tests.support.server_client import Caller, serving
+from tests.support.start_requests import HELLO, chat, json_message, start, target
 
 NASTY = (
     '{"role":"user"}',

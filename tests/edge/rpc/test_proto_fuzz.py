@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.calculator import Calculator
 
-from tests.rpc.agents import Idle
-from tests.rpc.asking import spec, start
-from tests.rpc.caller import Caller, Refusal, serving, until
+from tests.support.agents import Idle
+from tests.support.server_client import Caller, Refusal, serving, until
+from tests.support.start_requests import spec, start
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

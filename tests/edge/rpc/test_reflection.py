@@ -11,7 +11,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.rpc.caller import CHANNEL_OPTIONS, Caller
+from tests.support.server_client import CHANNEL_OPTIONS, Caller
 
 SERVICE = "osmosis.rollout.v1.RolloutService"
 

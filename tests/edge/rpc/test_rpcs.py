@@ -10,10 +10,10 @@ import rollout_server
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.core.limits import Limits
 
-from tests.rpc.agents import Gated, Idle
-from tests.rpc.asking import seconds, start
-from tests.rpc.caller import Caller, kinds, refusal
-from tests.rpc.conftest import OpenServer
+from tests.edge.rpc.conftest import OpenServer
+from tests.support.agents import Gated, Idle
+from tests.support.server_client import Caller, kinds, refusal
+from tests.support.start_requests import seconds, start
 
 UNKNOWN = "0123456789abcdef0123"
 

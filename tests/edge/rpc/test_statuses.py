@@ -10,10 +10,10 @@ import grpc
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
-from tests.rpc.agents import Breaking, Crumbling, Gated, Idle
-from tests.rpc.asking import metadata, seconds, start
-from tests.rpc.caller import REQUEST_ID, Caller, Refusal, first, refusal
-from tests.rpc.conftest import OpenServer
+from tests.edge.rpc.conftest import OpenServer
+from tests.support.agents import Breaking, Crumbling, Gated, Idle
+from tests.support.server_client import REQUEST_ID, Caller, Refusal, first, refusal
+from tests.support.start_requests import metadata, seconds, start
 
 UNKNOWN = "0123456789abcdef0123"
 

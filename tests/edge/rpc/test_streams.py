@@ -10,10 +10,10 @@ from osmosis.rollout.v1 import event_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.rpc.agents import Gated, Measured, Urging
-from tests.rpc.asking import metadata, seconds, start, target
-from tests.rpc.caller import DETAILS, Caller, Stream, first, kinds, refusal
-from tests.rpc.conftest import OpenServer
+from tests.edge.rpc.conftest import OpenServer
+from tests.support.agents import Gated, Measured, Urging
+from tests.support.server_client import DETAILS, Caller, Stream, first, kinds, refusal
+from tests.support.start_requests import metadata, seconds, start, target
 
 TWO_TURNS = [
     "accepted",

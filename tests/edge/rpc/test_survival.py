@@ -13,10 +13,10 @@ from osmosis.rollout.v1 import outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.app import Server
 
-from tests.rpc.agents import Gated, Idle
-from tests.rpc.asking import metadata, seconds, settings, start
-from tests.rpc.caller import CHANNEL_OPTIONS, DETAILS, Caller, first, refusal, settled, until
-from tests.rpc.cutting import Line
+from tests.edge.rpc.cutting import Line
+from tests.support.agents import Gated, Idle
+from tests.support.server_client import CHANNEL_OPTIONS, DETAILS, Caller, first, refusal, settled, until
+from tests.support.start_requests import metadata, seconds, settings, start
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 GARBAGE = {

@@ -30,8 +30,8 @@ from rollout_server.edge.rpc.tls import ClientTls, ServerTls, channel_credential
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.start_request import Caller
 
-from tests.rpc.agents import Idle
-from tests.rpc.caller import CHANNEL_OPTIONS
+from tests.support.agents import Idle
+from tests.support.server_client import CHANNEL_OPTIONS
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 SERVER_LOG = "rollout_server.edge.rpc.tls"

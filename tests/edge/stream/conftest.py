@@ -20,8 +20,8 @@ from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer
 
-from tests.completions.talk import Talk, noop
-from tests.stream.trainer import Trainer
+from tests.edge.stream.trainer import Trainer
+from tests.support.talking_agent import Talk, noop
 
 TURNS = 3
 OPTIONS = (

@@ -10,9 +10,9 @@ from osmosis.rollout.v1 import outcome_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as rpb
 from osmosis.rollout.v1 import trainer_service_pb2 as pb
 
-from tests.rpc.caller import Refusal, until
-from tests.stream.conftest import TURNS, OpenPlace, Place
-from tests.stream.trainer import FULL, Line, Trainer, kind, start
+from tests.edge.stream.conftest import TURNS, OpenPlace, Place
+from tests.edge.stream.trainer import FULL, Line, Trainer, kind, start
+from tests.support.server_client import Refusal, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -15,9 +15,9 @@ from osmosis.rollout.v1 import rollout_service_pb2 as rpb
 from osmosis.rollout.v1 import trainer_service_pb2 as pb
 from rollout_server.edge.api_keys import entry_of, new_key
 
-from tests.rpc.caller import Refusal
-from tests.stream.conftest import TURNS, OpenPlace, Place
-from tests.stream.trainer import FULL, Line, Trainer, kind, start
+from tests.edge.stream.conftest import TURNS, OpenPlace, Place
+from tests.edge.stream.trainer import FULL, Line, Trainer, kind, start
+from tests.support.server_client import Refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

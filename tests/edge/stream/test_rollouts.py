@@ -14,8 +14,8 @@ from osmosis.rollout.v1 import rollout_service_pb2 as rpb
 from osmosis.rollout.v1 import trainer_service_pb2 as pb
 from rollout_client import samples
 
-from tests.stream.conftest import TURNS, Place
-from tests.stream.trainer import FULL, Book, Trainer, kind, start
+from tests.edge.stream.conftest import TURNS, Place
+from tests.edge.stream.trainer import FULL, Book, Trainer, kind, start
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

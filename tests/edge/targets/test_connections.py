@@ -13,7 +13,7 @@ from rollout_server.edge.targets.resolver import CheckedLookup, refusal_of
 from rollout_server.edge.targets.rules import TargetRefused, TargetRules
 from yarl import URL
 
-from tests.targets.table import Table
+from tests.support.resolver import Table
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub, add_HealthServicer_to_ser
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRefused, TargetRules
 
-from tests.targets.table import Table
+from tests.support.resolver import Table
 
 NO_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 

@@ -17,9 +17,9 @@ from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from tests.tokens.reading import tokenizer_of
+from tests.support.tokenizers import tokenizer_of
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "tokenizers"
 FAMILIES = (
     "toy",
     "qwen2.5",

@@ -1,8 +1,8 @@
 """Pytest in forks of one process, for mutation testing of the renderer: what takes seconds to load is loaded once.
 
-`python -m tests.tokens.forks serve SOCKET` waits in the directory of the tests, `python -m tests.tokens.forks run SOCKET ARGS...`
-runs pytest there with these arguments and ends with its exit status. Nothing of the project is imported before a fork, so
-each run sees the sources as they are then.
+`python -m tests.edge.tokens.forks serve SOCKET` waits in the directory of the tests, `python -m tests.edge.tokens.forks run
+SOCKET ARGS...` runs pytest there with these arguments and ends with its exit status. Nothing of the project is imported before
+a fork, so each run sees the sources as they are then.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _keep_tokenizers() -> None:
 def _compile_tests(main: Any) -> int:
     """Leaves the tests compiled, and of the sources those that are not mutated."""
     sys.dont_write_bytecode = False
-    status = int(main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/tokens"]))
+    status = int(main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/edge/tokens"]))
     shutil.rmtree(_MUTATED / "__pycache__", ignore_errors=True)
     return status
 

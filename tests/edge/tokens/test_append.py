@@ -8,7 +8,7 @@ from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.runtime.ports import RolloutFailed
 
-from tests.tokens.conftest import FAMILIES, TOOLS, answered, call, packed
+from tests.edge.tokens.conftest import FAMILIES, TOOLS, answered, call, packed
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 DEVELOPER = {"role": "developer", "content": "Be brief."}

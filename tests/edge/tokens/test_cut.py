@@ -13,7 +13,7 @@ from rollout_server.edge.tokens.template_probe import StopToken, probe
 from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, text_after_answer
 from rollout_server.runtime.ports import RolloutFailed
 
-from tests.tokens.conftest import call, packed
+from tests.edge.tokens.conftest import call, packed
 
 Fields = Mapping[str, Any]
 STOP = "<stop>"

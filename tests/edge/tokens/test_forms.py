@@ -9,7 +9,7 @@ from rollout_server.core.ledger import pack_tokens
 from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.rendering_form import Arguments, CountingMethod, RenderingForm, Tools, parsed
 
-from tests.tokens.conftest import TOOLS, Plain, answered, call, packed
+from tests.edge.tokens.conftest import TOOLS, Plain, answered, call, packed
 
 ASKED = {"role": "user", "content": "What is 5 + 3?"}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [call('{"a": 5, "b": 3}')]}

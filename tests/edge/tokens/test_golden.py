@@ -11,7 +11,7 @@ from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.renderer import Renderer
 
-from tests.tokens.conftest import SHARED, answered, packed, shared
+from tests.edge.tokens.conftest import SHARED, answered, packed, shared
 
 VECTORS = sorted((SHARED / "vectors").glob("*.jsonl")) or [SHARED / "vectors" / "qwen2.5-instruct.jsonl"]
 

@@ -107,11 +107,11 @@ async def ask(address: str, home: Path, *names: tuple[str, str]) -> list[str]:
     environment = {"HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     code = (
-        "import asyncio, json, sys; from tests.tokens.test_hub import answers;"
+        "import asyncio, json, sys; from tests.edge.tokens.test_hub import answers;"
         "print(json.dumps(asyncio.run(answers(json.loads(sys.argv[1])))))"
     )
     pipe = asyncio.subprocess.PIPE
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", code, json.dumps(names)), env=environment, cwd=root, stdout=pipe, stderr=pipe
     )

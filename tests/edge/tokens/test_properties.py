@@ -15,7 +15,7 @@ from rollout_server.core.ledger import pack_tokens
 from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.runtime.ports import RolloutFailed
 
-from tests.tokens.conftest import FAMILIES, TOOLS, Plain, answered, call, packed
+from tests.edge.tokens.conftest import FAMILIES, TOOLS, Plain, answered, call, packed
 
 PIECES = (
     *(

@@ -5,7 +5,7 @@ from typing import Any
 from rollout_server.edge.tokens.short_form import ShortFormProof, shortened
 from rollout_server.edge.tokens.template_literals import Literals, literals
 
-from tests.tokens.conftest import call
+from tests.edge.tokens.conftest import call
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "Five and three?" * 100}

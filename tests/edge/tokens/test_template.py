@@ -16,7 +16,7 @@ from rollout_server.edge.tokens.sandbox import remember
 from rollout_server.edge.tokens.tokenizer import Frame
 from rollout_server.runtime.ports import RolloutFailed
 
-from tests.tokens.conftest import FAMILIES, SHARED, TOOLS, call, shared
+from tests.edge.tokens.conftest import FAMILIES, SHARED, TOOLS, call, shared
 
 ASKED: dict[str, Any] = {"role": "user", "content": "What is 5 + 3?"}
 DATE = datetime(2026, 2, 3, 4, 5, 6, 7)

@@ -19,7 +19,7 @@ from rollout_server.edge.tools.pool import PoolLimits, ProcessPool
 from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 from rollout_server.runtime.tools.resources import ToolResources
 
-from tests.tools import offered
+from tests.edge.tools import offered
 
 TOOLS = tuple(value for value in vars(offered).values() if hasattr(value, "policy"))
 
@@ -159,10 +159,10 @@ def test_a_process_ends_with_its_server(tmp_path: Path) -> None:
     marks = tmp_path / "marks"
     program = f"""
 import asyncio
-from tests.tools.test_processes import Bench
+from tests.edge.tools.test_processes import Bench
 asyncio.run(Bench()("spin", marks={str(marks)!r}))
 """
-    server = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2])
+    server = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[3])
     (number,) = numbers_in(marks)
     server.kill()
     server.wait()
@@ -218,7 +218,7 @@ async def test_a_process_that_died_while_it_was_idle_is_replaced(run: Bench) -> 
 def test_a_process_gets_the_variables_that_it_needs_and_those_that_its_tool_names() -> None:
     program = """
 import asyncio
-from tests.tools.test_processes import Bench
+from tests.edge.tools.test_processes import Bench
 print(asyncio.run(Bench()("environment")).text)
 """
     keys = {
@@ -230,7 +230,7 @@ print(asyncio.run(Bench()("environment")).text)
     keys |= {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"}
     done = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         env=os.environ | keys,
         capture_output=True,
         text=True,

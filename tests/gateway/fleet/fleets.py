@@ -12,8 +12,8 @@ from rollout_gateway.channel import open_channel
 from rollout_gateway.fleet.fleet import Fleet
 
 from tests.gateway.wires import Wire, wire
-from tests.rpc.agents import Gated, Idle
-from tests.rpc.caller import Caller, serving
+from tests.support.agents import Gated, Idle
+from tests.support.server_client import Caller, serving
 
 
 @dataclass(frozen=True)

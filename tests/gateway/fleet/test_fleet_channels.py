@@ -16,9 +16,9 @@ from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub, add_
 from rollout_gateway.channel import ChannelTls, open_channel
 from rollout_gateway.pem_files import KeyPair
 
-from tests.gateway.certificates import Authority, replace
-from tests.gateway.scripted_server import ScriptedServer
-from tests.rpc.caller import refusal, until
+from tests.support.certificates import Authority, replace
+from tests.support.scripted_server import ScriptedServer
+from tests.support.server_client import refusal, until
 
 Code = grpc.StatusCode
 INFO = pb.GetServerInfoRequest()

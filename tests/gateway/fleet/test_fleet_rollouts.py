@@ -15,11 +15,11 @@ from osmosis.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServic
 from rollout_gateway.channel import open_channel
 from rollout_gateway.fleet.fleet import Fleet
 
-from tests.gateway.fleets import Fleets, fleets
-from tests.gateway.scripted_server import ScriptedServer
-from tests.rpc.agents import Idle
-from tests.rpc.asking import start
-from tests.rpc.caller import refusal, until
+from tests.gateway.fleet.fleets import Fleets, fleets
+from tests.support.agents import Idle
+from tests.support.scripted_server import ScriptedServer
+from tests.support.server_client import refusal, until
+from tests.support.start_requests import start
 
 Code = grpc.StatusCode
 

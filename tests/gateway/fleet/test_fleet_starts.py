@@ -14,9 +14,9 @@ from rollout_gateway.channel import open_channel
 from rollout_gateway.fleet.fleet import Fleet, stub_of
 from rollout_gateway.fleet.members import Member, ranked
 
-from tests.gateway.fleets import Fleets, Place, fleets
-from tests.rpc.asking import start
-from tests.rpc.caller import refusal, until
+from tests.gateway.fleet.fleets import Fleets, Place, fleets
+from tests.support.server_client import refusal, until
+from tests.support.start_requests import start
 
 Code = grpc.StatusCode
 

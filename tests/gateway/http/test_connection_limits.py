@@ -18,7 +18,7 @@ from rollout_gateway.settings import GatewaySettings
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tests.gateway.scripted_server import ScriptedServer
+from tests.support.scripted_server import ScriptedServer
 
 LIMITS = ConnectionLimits(url_bytes=200, fields=10, field_bytes=1000)
 GET = b"GET /health HTTP/1.1\r\nhost: gateway\r\n"

@@ -17,9 +17,9 @@ from rollout_gateway.http.deadlines import honour_deadline
 from rollout_gateway.settings import GatewaySettings
 from starlette.requests import Request
 
-from tests.gateway.running import Gateway, http_client
-from tests.gateway.scripted_server import ScriptedServer
-from tests.rpc.caller import refusal
+from tests.support.gateways import Gateway, http_client
+from tests.support.scripted_server import ScriptedServer
+from tests.support.server_client import refusal
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -27,8 +27,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from tests.gateway.running import Gateway, http_client, listening, serving
-from tests.gateway.scripted_server import Refusal, ScriptedServer
+from tests.support.gateways import Gateway, http_client, listening, serving
+from tests.support.scripted_server import Refusal, ScriptedServer
 
 STRANGER = Refusal(grpc.StatusCode.UNAUTHENTICATED, "Invalid or missing API key")
 HEAD = "POST {} HTTP/1.1\r\nhost: gateway\r\n"

@@ -21,9 +21,9 @@ from rollout_gateway.pem_files import KeyPair
 from rollout_gateway.settings import GatewaySettings
 from rollout_server.http import HttpServer
 
-from tests.gateway.certificates import Authority, replace
-from tests.gateway.scripted_server import ScriptedServer
-from tests.rpc.caller import until
+from tests.support.certificates import Authority, replace
+from tests.support.scripted_server import ScriptedServer
+from tests.support.server_client import until
 
 LOOK_SECONDS = 0.02
 

@@ -11,7 +11,7 @@ from rollout_gateway.osmosis_http.async_conversion import init_fields, init_requ
 from rollout_gateway.osmosis_http.sync_body import EXAMPLE, InvalidBody, parse_rollout
 from rollout_gateway.status import body_location
 
-from tests.gateway.transcripts import exchanges, needs_transcripts, scenarios
+from tests.support.transcripts import exchanges, needs_transcripts, scenarios
 
 LIMIT = 1 << 20
 REQUIRED = ("rollout_id", "server_url", "messages", "completion_params")

@@ -11,8 +11,8 @@ from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 from rollout_gateway.osmosis_http.outcome import completed_body
 
-from tests.gateway.scripted_server import json_messages, stopped
-from tests.gateway.transcripts import exchanges, needs_transcripts, scenarios, without_nulls
+from tests.support.scripted_server import json_messages, stopped
+from tests.support.transcripts import exchanges, needs_transcripts, scenarios, without_nulls
 
 
 def told(outcome: outcome_pb2.Outcome, rollout_id: str = "r") -> dict[str, Any]:

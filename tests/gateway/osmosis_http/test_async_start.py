@@ -16,10 +16,10 @@ from rollout_gateway.osmosis_http.async_body import INIT_EXAMPLE
 from rollout_gateway.osmosis_http.sync_body import EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 
-from tests.gateway.client_models import ClientAnswer
-from tests.gateway.running import Gateway, serving
-from tests.gateway.scripted_server import UID, Refusal
-from tests.gateway.transcripts import exchanges, needs_transcripts, scenarios, without_nulls
+from tests.gateway.osmosis_http.client_models import ClientAnswer
+from tests.support.gateways import Gateway, serving
+from tests.support.scripted_server import UID, Refusal
+from tests.support.transcripts import exchanges, needs_transcripts, scenarios, without_nulls
 
 Code = grpc.StatusCode
 UNAUTHENTICATED: Final = Refusal(Code.UNAUTHENTICATED, "Invalid or missing API key")

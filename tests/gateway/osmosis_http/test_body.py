@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from rollout_gateway.osmosis_http.sync_body import EXAMPLE, InvalidBody
 
-from tests.gateway.bodies import body, locations, parse, spliced
-from tests.gateway.transcripts import client_exchange, needs_transcripts, scenarios
+from tests.gateway.osmosis_http.bodies import body, locations, parse, spliced
+from tests.support.transcripts import client_exchange, needs_transcripts, scenarios
 
 
 def assistant(name: str = "add", **changes: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.gateway.bodies import locations, parse, spliced
+from tests.gateway.osmosis_http.bodies import locations, parse, spliced
 
 blank = st.sampled_from(["", " ", "\n", "\t ", " \r\n "])
 string = st.one_of(

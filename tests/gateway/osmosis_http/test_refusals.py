@@ -13,9 +13,9 @@ from rollout_gateway.http.request_boundary import RequestBoundary
 from rollout_gateway.osmosis_http.sync_body import EXAMPLE
 from starlette.types import Receive, Scope, Send
 
-from tests.gateway.running import Gateway
-from tests.gateway.scripted_server import Refusal
-from tests.gateway.transcripts import client_exchange, needs_transcripts, scenarios
+from tests.support.gateways import Gateway
+from tests.support.scripted_server import Refusal
+from tests.support.transcripts import client_exchange, needs_transcripts, scenarios
 
 Code = grpc.StatusCode
 

@@ -7,7 +7,7 @@ from rollout_gateway.message_json import message_json
 from rollout_gateway.osmosis_http.outcome import rollout_answer
 from rollout_gateway.osmosis_http.sync_conversion import tools_answer
 
-from tests.gateway.scripted_server import json_messages, stopped
+from tests.support.scripted_server import json_messages, stopped
 
 
 def answer(outcome: outcome_pb2.Outcome, **more: Any) -> dict[str, Any]:

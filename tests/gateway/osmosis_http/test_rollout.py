@@ -9,9 +9,9 @@ import pytest
 from osmosis.rollout.v1 import event_pb2, message_pb2, outcome_pb2
 from rollout_gateway.osmosis_http.sync_body import EXAMPLE
 
-from tests.gateway.running import Gateway
-from tests.gateway.scripted_server import UID, Refusal, stopped
-from tests.gateway.transcripts import client_exchange, needs_transcripts, without_nulls
+from tests.support.gateways import Gateway
+from tests.support.scripted_server import UID, Refusal, stopped
+from tests.support.transcripts import client_exchange, needs_transcripts, without_nulls
 
 Code = grpc.StatusCode
 

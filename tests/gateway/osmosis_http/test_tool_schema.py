@@ -12,8 +12,8 @@ from osmosis.rollout.v1.message_pb2 import Tool
 from pydantic import BaseModel, Field, JsonValue, create_model
 from rollout_gateway.osmosis_http.tool_schema import function_tool
 
-from tests.gateway.client_models import ClientTool
-from tests.gateway.transcripts import client_exchange, needs_transcripts, scenarios, without_nulls
+from tests.gateway.osmosis_http.client_models import ClientTool
+from tests.support.transcripts import client_exchange, needs_transcripts, scenarios, without_nulls
 
 
 def shaped(schema: Any, **fields: Any) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from rollout_gateway.key_check import KeyCheck
 from rollout_gateway.rest.event_routes import StreamLimits, events_router
 from rollout_gateway.settings import GatewaySettings
 
-from tests.gateway.plain import Plain, PlainServer, Sse, event, listening, plain_gateway, scripted
-from tests.gateway.running import http_client
-from tests.gateway.scripted_server import UID, Refusal, stopped
+from tests.support.gateways import http_client
+from tests.support.rest_gateway import Plain, PlainServer, Sse, event, listening, plain_gateway, scripted
+from tests.support.scripted_server import UID, Refusal, stopped
 
 Code = grpc.StatusCode
 COUNT = 7

@@ -12,10 +12,10 @@ import pytest
 from rollout_gateway.app import create_app
 from rollout_gateway.channel import open_channel
 
-from tests.gateway.fleets import Place, fleets
-from tests.gateway.plain import Sse
-from tests.gateway.running import http_client, listening
-from tests.rpc.asking import HELLO, NOWHERE
+from tests.gateway.fleet.fleets import Place, fleets
+from tests.support.gateways import http_client, listening
+from tests.support.rest_gateway import Sse
+from tests.support.start_requests import HELLO, NOWHERE
 
 TOKENIZER = {"name": "toy"}
 

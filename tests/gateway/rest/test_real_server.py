@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.plain import Sse
-from tests.system.bodies import QUESTION, TOKENIZER, rpc, start_request
+from tests.support.bodies import QUESTION, TOKENIZER, rpc, start_request
+from tests.support.gated_model import GatedModel
+from tests.support.rest_gateway import Sse
 from tests.system.conftest import World, open_world
-from tests.system.gate import GatedModel
 
 SECRET = "hush-this-is-a-secret"
 NOWHERE = "http://127.0.0.1:9"

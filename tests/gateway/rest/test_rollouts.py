@@ -16,8 +16,8 @@ from osmosis.rollout.v1 import message_pb2, outcome_pb2, spec_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_gateway.settings import GatewaySettings
 
-from tests.gateway.plain import KEY, Plain, plain_gateway
-from tests.gateway.scripted_server import UID, Refusal
+from tests.support.rest_gateway import KEY, Plain, plain_gateway
+from tests.support.scripted_server import UID, Refusal
 
 Code = grpc.StatusCode
 PATH = f"/v1/rollouts/{UID}"

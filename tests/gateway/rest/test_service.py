@@ -19,9 +19,9 @@ from rollout_gateway.http.request_boundary import RequestBoundary
 from rollout_gateway.settings import GatewaySettings
 from starlette.types import Receive, Scope, Send
 
-from tests.gateway.plain import BODY, KEY, Plain, listening, plain_gateway, until
-from tests.gateway.running import http_client
-from tests.gateway.scripted_server import UID, Refusal
+from tests.support.gateways import http_client
+from tests.support.rest_gateway import BODY, KEY, Plain, listening, plain_gateway, until
+from tests.support.scripted_server import UID, Refusal
 
 Code = grpc.StatusCode
 KNOWN = {"authorization": f"Bearer {KEY}"}

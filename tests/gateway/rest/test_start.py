@@ -13,8 +13,8 @@ from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
-from tests.gateway.plain import BODY, KEY, Plain, plain_gateway
-from tests.gateway.scripted_server import UID, Refusal
+from tests.support.rest_gateway import BODY, KEY, Plain, plain_gateway
+from tests.support.scripted_server import UID, Refusal
 
 Code = grpc.StatusCode
 SECRETS = ("hush-completions", "hush-outcome", "hush-tools")

@@ -22,8 +22,8 @@ from rollout_server.edge.trainer.grpc_client import GrpcTrainerClient, TurnCall
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.runtime.ports import RolloutFailed
 
-from tests.completions.raw_trainer import BASE_UNKNOWN, Act, Fault, RawTrainer, info, serving
-from tests.completions.talk import Talk, connected, noop
+from tests.support.grpc_trainer import BASE_UNKNOWN, Act, Fault, RawTrainer, info, serving
+from tests.support.talking_agent import Talk, connected, noop
 
 TURNS = 4
 ANSWER = (56, 264, 13, 793)

@@ -24,9 +24,9 @@ from rollout_server.testing.script import Fault, FaultKind, Script, ScriptedRepl
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.client.trainer.toy import END, ToyModel, decode, encode
-from tests.completions.test_message_mode import rewriting
-from tests.trainer.raw_trainer import Act, RawTrainer, answer, raw_trainer
+from tests.edge.trainer.grpc.test_message_mode import rewriting
+from tests.support.http_trainer import Act, RawTrainer, answer, raw_trainer
+from tests.support.toy_model import END, ToyModel, decode, encode
 
 MODES = pytest.mark.parametrize("mode", ["tokens", "messages"])
 BRANCH, SUBAGENT = token_pb2.SEGMENT_KIND_BRANCH, token_pb2.SEGMENT_KIND_SUBAGENT

@@ -19,7 +19,7 @@ from rollout_server.testing.script import Lie, Script, ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.completions.talk import equal, warned
+from tests.support.talking_agent import equal, warned
 
 QUESTION = {"role": "user", "content": "Please calculate 5 plus 3, then multiply by 2."}
 DRIFT = outcome_pb2.FAILURE_CATEGORY_TOKEN_DRIFT

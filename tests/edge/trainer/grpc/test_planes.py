@@ -11,8 +11,8 @@ from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
 from rollout_client import AsyncClient
 
-from tests.completions.raw_trainer import RawTrainer, serving
-from tests.completions.test_token_mode import answer, client, roll, toy
+from tests.edge.trainer.grpc.test_token_mode import answer, client, roll, toy
+from tests.support.grpc_trainer import RawTrainer, serving
 
 __all__ = ["answer", "client", "toy"]
 

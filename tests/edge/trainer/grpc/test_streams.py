@@ -19,8 +19,8 @@ from rollout_server.testing.script import Fault, FaultKind, Lie, Script, Scripte
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.client.trainer.severed import Cut, SeveredLine
-from tests.completions.talk import equal
+from tests.support.severed_connection import Cut, SeveredLine
+from tests.support.talking_agent import equal
 
 MODES = {"tokens": spec_pb2.TOKEN_MODE_TOKENS, "messages": spec_pb2.TOKEN_MODE_MESSAGES}
 TEXT = "Please calculate 5 plus 3, then multiply by 2."

@@ -15,8 +15,8 @@ from rollout_client import AsyncClient, TrainingSample, samples
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer
 
-from tests.completions.raw_trainer import BASE_UNKNOWN, Fault, RawTrainer, info, serving
-from tests.completions.talk import Talk, connected, warned
+from tests.support.grpc_trainer import BASE_UNKNOWN, Fault, RawTrainer, info, serving
+from tests.support.talking_agent import Talk, connected, warned
 
 TURNS = 4
 DRIFT = outcome_pb2.FAILURE_CATEGORY_TOKEN_DRIFT

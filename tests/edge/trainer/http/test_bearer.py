@@ -12,8 +12,8 @@ from rollout_server.edge.trainer.http_errors import TRAINER_TEXT
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.runtime.ports import Credentials
 
-from tests.trainer.asking import Asking
-from tests.trainer.raw_trainer import answer, closed, raw_trainer
+from tests.edge.trainer.http.asking import Asking
+from tests.support.http_trainer import answer, closed, raw_trainer
 
 # Loops differ in how connections break; these need one loop only.
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])

@@ -12,9 +12,9 @@ from rollout_server.core.outcome import Category
 from rollout_server.edge.trainer.chat_completion import ChatCompletion
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 
-from tests.trainer.answers import GOOD, check, with_text
-from tests.trainer.asking import Asking
-from tests.trainer.raw_trainer import answer, raw_trainer
+from tests.edge.trainer.http.answers import GOOD, check, with_text
+from tests.edge.trainer.http.asking import Asking
+from tests.support.http_trainer import answer, raw_trainer
 
 IDS = ("token_ids", "prompt_token_ids")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollout_server.core.ledger import MAX_TOKEN_ID
 from rollout_server.edge.trainer.chat_completion import ChatCompletion
 
-from tests.trainer.answers import GOOD, MESSAGE, check, with_text
+from tests.edge.trainer.http.answers import GOOD, MESSAGE, check, with_text
 
 FIELD = re.compile(r"choices|token_ids|prompt_token_ids|logprobs|usage|message|finish_reason")
 

@@ -16,8 +16,8 @@ from rollout_server.edge.trainer.chat_completion import RequestWriter
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.sampling_parameters import masked_parameters
 
-from tests.trainer.asking import Asking
-from tests.trainer.raw_trainer import answer, raw_trainer
+from tests.edge.trainer.http.asking import Asking
+from tests.support.http_trainer import answer, raw_trainer
 
 OWN = ("model", "rollout_id", "messages", "temperature", "top_p", "max_tokens", "stop", "logprobs", "response_mask")
 TEXTS = (

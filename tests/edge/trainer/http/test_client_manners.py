@@ -16,8 +16,8 @@ from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.retry import CompletionFetch, fetch_once
 from rollout_server.runtime.ports import RolloutFailed
 
-from tests.trainer.asking import Asking
-from tests.trainer.raw_trainer import COMPLETION, Act, answer, endless, raw_trainer, silence
+from tests.edge.trainer.http.asking import Asking
+from tests.support.http_trainer import COMPLETION, Act, answer, endless, raw_trainer, silence
 
 Connect = Callable[[HttpSettings], HttpClient]
 

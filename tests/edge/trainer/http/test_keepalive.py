@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpSettings
 
-from tests.trainer.raw_trainer import COMPLETION, head
+from tests.support.http_trainer import COMPLETION, head
 
 Connect = Callable[[HttpSettings], HttpClient]
 IDLE_SECONDS = 1.0

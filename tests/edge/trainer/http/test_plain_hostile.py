@@ -13,8 +13,8 @@ from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
 from rollout_server.edge.trainer.retry import RetryPolicy
 
-from tests.trainer.asking import Asking
-from tests.trainer.raw_trainer import Act, answer, endless, raw_trainer
+from tests.edge.trainer.http.asking import Asking
+from tests.support.http_trainer import Act, answer, endless, raw_trainer
 
 Connect = Callable[[HttpSettings], HttpClient]
 MESSAGE = b'{"role": "assistant", "content": "8"}'

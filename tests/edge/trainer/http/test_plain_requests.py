@@ -16,9 +16,9 @@ from rollout_server.edge.trainer.chat_completion import RequestWriter
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter, plain_parameters
 
-from tests.trainer.asking import MORE, QUESTION, Asking
-from tests.trainer.raw_trainer import answer, raw_trainer
-from tests.trainer.test_chat_requests import JSON_VALUES, TEXTS, messages, parsed
+from tests.edge.trainer.http.asking import MORE, QUESTION, Asking
+from tests.edge.trainer.http.test_chat_requests import JSON_VALUES, TEXTS, messages, parsed
+from tests.support.http_trainer import answer, raw_trainer
 
 # Loops differ in how connections break; these need one loop only.
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])

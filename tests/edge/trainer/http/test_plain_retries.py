@@ -15,8 +15,8 @@ from rollout_server.edge.trainer.http_client import HttpClient, HttpResponse, Ht
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
 from rollout_server.edge.trainer.retry import RetryPolicy, pause
 
-from tests.trainer.asking import Asking
-from tests.trainer.raw_trainer import (
+from tests.edge.trainer.http.asking import Asking
+from tests.support.http_trainer import (
     COMPLETION,
     Act,
     RawTrainer,

@@ -15,7 +15,7 @@ from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
 from rollout_server.testing.trainer import StrictTrainer
 
-QWEN = Path(__file__).resolve().parents[3] / "shared" / "tokenizers" / "qwen2.5"
+QWEN = Path(__file__).resolve().parents[5] / "shared" / "tokenizers" / "qwen2.5"
 pytestmark = pytest.mark.skipif(not QWEN.is_dir(), reason="needs ../shared/tokenizers/qwen2.5 beside the repository")
 
 

@@ -16,7 +16,7 @@ from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, Htt
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, fetch_once
 from rollout_server.runtime.ports import RolloutFailed
 
-from tests.trainer.raw_trainer import COMPLETION, Act, answer, closed, endless, head, raw_trainer, reset, silence
+from tests.support.http_trainer import COMPLETION, Act, answer, closed, endless, head, raw_trainer, reset, silence
 
 Connect = Callable[[HttpSettings], HttpClient]
 TAKEN = "may have been generated"

@@ -11,8 +11,8 @@ import pytest
 from rollout_server.core.outcome import Category
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 
-from tests.trainer.asking import Asking
-from tests.trainer.raw_trainer import Act, answer, raw_trainer
+from tests.edge.trainer.http.asking import Asking
+from tests.support.http_trainer import Act, answer, raw_trainer
 
 # Loops differ in how connections break; these need one loop only.
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
