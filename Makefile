@@ -134,7 +134,7 @@ mutants: .venv-mutants/.ready ## Mutate the core and list what no test noticed (
 mutants-tokens: setup .venv-mutants/.ready ## Mutate the renderer and list what no test noticed (an hour)
 	rm -rf build/mutants-tokens && mkdir -p build/mutants-tokens/tests/edge && ln -sfn ../../shared build/shared
 	cp -r server/rollout_server build/mutants-tokens/
-	cp -r tests/__init__.py tests/support tests/golden build/mutants-tokens/tests/
+	cp -r tests/__init__.py tests/support build/mutants-tokens/tests/
 	cp -r tests/edge/__init__.py tests/edge/tokens build/mutants-tokens/tests/edge/
 	cd build/mutants-tokens && export PATH="$(CURDIR)/.venv-mutants/bin:$$PATH" PYTHONPATH="$(CURDIR)/build/mutants-tokens" \
 		PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false && cp tests/edge/tokens/mutants.toml . \

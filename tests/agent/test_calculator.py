@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 from rollout_server.calculator import Calculator
@@ -14,6 +13,7 @@ from rollout_server.core.outcome import Stop
 from rollout_server.runtime.ports import AgentProtocol
 from rollout_server.runtime.tools.executor import ToolExecutor
 
+from tests.support.golden import SYNC
 from tests.support.jumping_loop import JumpingLoop
 from tests.support.runtime_harness import Say, World, call, contents, outcome_of
 
@@ -24,7 +24,6 @@ TOOLS = {
     "multiply": ("Multiply two numbers", "First number", "Second number"),
     "divide": ("Divide two numbers", "Numerator", "Denominator (cannot be zero)"),
 }
-RECORDED = Path(__file__).parents[3] / "shared" / "transcripts" / "sync" / "tools.json"
 
 
 def told(agent: AgentProtocol) -> list[dict[str, JSON]]:
@@ -55,10 +54,9 @@ def test_the_tools_are_those_of_the_protocol_in_its_order() -> None:
         )
 
 
-@pytest.mark.skipif(not RECORDED.exists(), reason="needs ../shared/transcripts")
 @pytest.mark.parametrize("delay", [0, 0.5])
 def test_the_tools_are_those_that_were_recorded(delay: float) -> None:
-    (exchange,) = json.loads(RECORDED.read_text())["exchanges"]
+    (exchange,) = json.loads((SYNC / "tools.json").read_text())["exchanges"]
     assert json.dumps(told(Calculator(delay))) == json.dumps(exchange["response"]["tools"])
 
 

@@ -12,7 +12,7 @@ from rollout_gateway.settings import GatewaySettings
 
 from tests.support.gateways import Gateway, http_client, serving
 from tests.support.scripted_server import Refusal
-from tests.support.transcripts import client_exchange, needs_transcripts
+from tests.support.transcripts import client_exchange
 
 Code = grpc.StatusCode
 
@@ -96,7 +96,6 @@ async def test_without_a_server_all_is_503_and_no_address_is_shown(address: str)
     assert tools.json() == rollout.json() == init.json() == {"detail": "The rollout server is not available"}
 
 
-@needs_transcripts
 async def test_tools_are_those_of_the_transcript(gateway: Gateway) -> None:
     recorded = client_exchange("tools")["response"]
     for each in recorded["tools"]:

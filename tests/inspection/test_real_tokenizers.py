@@ -6,7 +6,7 @@ import pytest
 from rollout_server.inspection.token_text import pieces
 from transformers import AutoTokenizer
 
-from tests.edge.tokens.conftest import FAMILIES, directory
+from tests.support.tokenizers import FAMILIES, directory
 
 TEXT = "  Hello  wörld 👩‍💻🏳️‍🌈 \n\n\tдва  三 ﷽ \u202e e\u0301 <b> don 't . \x1b[0m 1234567 �end"
 

@@ -1,17 +1,12 @@
-"""The golden transcripts beside the repository; tests that need them skip where they are not."""
+"""The golden transcripts, read as the gateway's tests compare them."""
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.support.golden import GOLDEN
 
-TRANSCRIPTS = Path(__file__).resolve().parents[3] / "shared" / "transcripts"
-
-needs_transcripts = pytest.mark.skipif(
-    not TRANSCRIPTS.is_dir(), reason="../shared/transcripts is not beside this clone"
-)
+TRANSCRIPTS = GOLDEN / "transcripts"
 
 
 def exchanges(scenario: str, dialect: str = "sync") -> list[dict[str, Any]]:

@@ -17,20 +17,8 @@ from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from tests.support.tokenizers import tokenizer_of
+from tests.support.tokenizers import directory, real_tokenizer, tokenizer_of
 
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "tokenizers"
-FAMILIES = (
-    "toy",
-    "qwen2.5",
-    "qwen3-instruct",
-    "qwen3",
-    "llama3",
-    "deepseek-v3",
-    "gpt-oss",
-    "mistral-small-3.2",
-    "phi-3.5",
-)
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
@@ -47,26 +35,11 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def shared(name: str) -> Path:
-    """A file of the shared test data; skips the test where there is none."""
-    path = SHARED / name
-    if not path.exists():
-        pytest.skip(f"needs ../shared/tokenizers/{name} beside the repository")
-    return path
-
-
-def directory(family: str) -> Path:
-    """The tokenizer of a family; `qwen3-instruct` is qwen3 with another template."""
-    if family == "toy":
-        return TOY_TOKENIZER
-    return shared("qwen3" if family == "qwen3-instruct" else family)
-
-
 def template(family: str) -> str | None:
     """What a family's template is, where it is not its tokenizer's own."""
     if family != "qwen3-instruct":
         return None
-    return shared("qwen3/templates/qwen3_instruct_2507.jinja").read_text(encoding="utf-8")
+    return real_tokenizer("qwen3/templates/qwen3_instruct_2507.jinja").read_text(encoding="utf-8")
 
 
 @dataclass

@@ -8,7 +8,8 @@ from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.runtime.ports import RolloutFailed
 
-from tests.edge.tokens.conftest import FAMILIES, TOOLS, answered, call, packed
+from tests.edge.tokens.conftest import TOOLS, answered, call, packed
+from tests.support.tokenizers import FAMILIES
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 DEVELOPER = {"role": "developer", "content": "Be brief."}

@@ -11,7 +11,7 @@ from rollout_server.core.ledger import pack_tokens
 from rollout_server.edge.tokens.encoding import Encoded, GrowingEncoder, common_prefix, composes
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from tests.edge.tokens.conftest import FAMILIES
+from tests.support.tokenizers import FAMILIES
 
 PIECES = (
     "<|im_end|>",

@@ -11,16 +11,15 @@ from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.renderer import Renderer
 
-from tests.edge.tokens.conftest import SHARED, answered, packed, shared
-
-VECTORS = sorted((SHARED / "vectors").glob("*.jsonl")) or [SHARED / "vectors" / "qwen2.5-instruct.jsonl"]
+from tests.edge.tokens.conftest import answered, packed
+from tests.support.tokenizers import VECTORS, real_tokenizer
 
 
 @pytest.mark.parametrize("path", VECTORS, ids=lambda path: path.stem)
 async def test_golden_boundaries(tokenizers, path: Path) -> None:
-    header, *rows = map(json.loads, shared(f"vectors/{path.name}").read_text(encoding="utf-8").splitlines())
-    tools = json.loads(shared("vectors/tools.json").read_text(encoding="utf-8"))
-    at = shared(header["tokenizer"])
+    header, *rows = map(json.loads, real_tokenizer(f"vectors/{path.name}").read_text(encoding="utf-8").splitlines())
+    tools = json.loads(real_tokenizer("vectors/tools.json").read_text(encoding="utf-8"))
+    at = real_tokenizer(header["tokenizer"])
     loaded = await tokenizers({"m": at}, templates={"m": at / header["template"]}).load(TokenizerName("m"))
     for row in rows:
         date = datetime.fromisoformat(header["rendered_on"])

@@ -15,7 +15,8 @@ from rollout_server.core.ledger import pack_tokens
 from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.runtime.ports import RolloutFailed
 
-from tests.edge.tokens.conftest import FAMILIES, TOOLS, Plain, answered, call, packed
+from tests.edge.tokens.conftest import TOOLS, Plain, answered, call, packed
+from tests.support.tokenizers import FAMILIES
 
 PIECES = (
     *(

@@ -17,7 +17,8 @@ from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.runtime.ports import RolloutFailed
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from tests.edge.tokens.conftest import FAMILIES, TOOLS, answered, call, packed
+from tests.edge.tokens.conftest import TOOLS, answered, call, packed
+from tests.support.tokenizers import FAMILIES
 
 ASKED = {"role": "user", "content": "What is 5 + 3?"}
 SAID = {"role": "assistant", "content": "Eight."}

@@ -11,7 +11,7 @@ from rollout_gateway.osmosis_http.async_conversion import init_fields, init_requ
 from rollout_gateway.osmosis_http.sync_body import EXAMPLE, InvalidBody, parse_rollout
 from rollout_gateway.status import body_location
 
-from tests.support.transcripts import exchanges, needs_transcripts, scenarios
+from tests.support.transcripts import exchanges, scenarios
 
 LIMIT = 1 << 20
 REQUIRED = ("rollout_id", "server_url", "messages", "completion_params")
@@ -309,7 +309,6 @@ def test_fields_of_the_contract_are_told_in_the_bodys_words(path: str, place: tu
     assert body_location(path, init_fields(parse(body()).body)) == ("body", *place)
 
 
-@needs_transcripts
 def test_every_recorded_body_is_valid_that_was_taken() -> None:
     for scenario in scenarios("", "init"):
         for exchange in exchanges(scenario, "init"):
@@ -318,7 +317,6 @@ def test_every_recorded_body_is_valid_that_was_taken() -> None:
                 assert [json.loads(text) for text in parsed.messages] == exchange["request"]["messages"]
 
 
-@needs_transcripts
 @pytest.mark.parametrize("scenario", [*scenarios("invalid_body_", "init"), "metadata_too_large"])
 def test_every_recorded_invalid_body_is_refused_at_the_recorded_place(scenario: str) -> None:
     (exchange,) = exchanges(scenario, "init")

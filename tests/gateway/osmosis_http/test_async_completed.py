@@ -12,7 +12,7 @@ from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 from rollout_gateway.osmosis_http.outcome import completed_body
 
 from tests.support.scripted_server import json_messages, stopped
-from tests.support.transcripts import exchanges, needs_transcripts, scenarios, without_nulls
+from tests.support.transcripts import exchanges, scenarios, without_nulls
 
 
 def told(outcome: outcome_pb2.Outcome, rollout_id: str = "r") -> dict[str, Any]:
@@ -35,7 +35,6 @@ def outcome_of(body: dict[str, Any]) -> outcome_pb2.Outcome:
     return outcome
 
 
-@needs_transcripts
 def test_recorded_callbacks_come_out_as_recorded() -> None:
     recorded = [each for scenario in scenarios("", "init") for each in exchanges(scenario, "init")]
     bodies = [each["request"] for each in recorded if each["path"] == "/v1/rollout/completed"]

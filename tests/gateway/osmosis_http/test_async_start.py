@@ -19,7 +19,7 @@ from rollout_gateway.settings import GatewaySettings
 from tests.gateway.osmosis_http.client_models import ClientAnswer
 from tests.support.gateways import Gateway, serving
 from tests.support.scripted_server import UID, Refusal
-from tests.support.transcripts import exchanges, needs_transcripts, scenarios, without_nulls
+from tests.support.transcripts import exchanges, scenarios, without_nulls
 
 Code = grpc.StatusCode
 UNAUTHENTICATED: Final = Refusal(Code.UNAUTHENTICATED, "Invalid or missing API key")
@@ -48,7 +48,6 @@ async def test_a_rollout_is_accepted_and_nothing_is_waited_for(gateway: Gateway)
     assert gateway.server.requests == gateway.server.acknowledged == []
 
 
-@needs_transcripts
 async def test_every_recorded_request_is_answered_as_recorded(gateway: Gateway) -> None:
     recorded = [each for scenario in scenarios("", "init") for each in exchanges(scenario, "init")]
     accepted = [each for each in recorded if each["to"] == "server" and each["status"] == 202]
@@ -155,7 +154,6 @@ async def test_a_stranger_hears_of_the_key_and_not_of_the_body(
     assert gateway.server.starts == []
 
 
-@needs_transcripts
 @pytest.mark.parametrize("scenario", scenarios("invalid_body_", "init"))
 async def test_recorded_invalid_bodies_are_422_and_call_nobody(gateway: Gateway, scenario: str) -> None:
     (exchange,) = exchanges(scenario, "init")

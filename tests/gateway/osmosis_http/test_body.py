@@ -5,7 +5,7 @@ import pytest
 from rollout_gateway.osmosis_http.sync_body import EXAMPLE, InvalidBody
 
 from tests.gateway.osmosis_http.bodies import body, locations, parse, spliced
-from tests.support.transcripts import client_exchange, needs_transcripts, scenarios
+from tests.support.transcripts import client_exchange, scenarios
 
 
 def assistant(name: str = "add", **changes: Any) -> dict[str, Any]:
@@ -26,7 +26,6 @@ def test_the_example_is_valid_and_defaults_are_those_of_the_page() -> None:
     assert parse(EXAMPLE).body.sampling_params.temperature == 0.7
 
 
-@needs_transcripts
 @pytest.mark.parametrize("scenario", scenarios("invalid_body_"))
 def test_every_recorded_invalid_body_is_refused_at_the_recorded_place(scenario: str) -> None:
     exchange = client_exchange(scenario)
@@ -37,7 +36,6 @@ def test_every_recorded_invalid_body_is_refused_at_the_recorded_place(scenario: 
         assert locations(exchange["request"]) == [tuple(each["loc"]) for each in exchange["response"]["detail"]]
 
 
-@needs_transcripts
 def test_every_other_recorded_body_is_valid() -> None:
     for scenario in scenarios(""):
         exchange = client_exchange(scenario)

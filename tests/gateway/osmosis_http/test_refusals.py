@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from tests.support.gateways import Gateway
 from tests.support.scripted_server import Refusal
-from tests.support.transcripts import client_exchange, needs_transcripts, scenarios
+from tests.support.transcripts import client_exchange, scenarios
 
 Code = grpc.StatusCode
 
@@ -97,7 +97,6 @@ async def test_a_fault_of_the_gateway_shows_nothing(caplog: pytest.LogCaptureFix
     assert "inside" in caplog.text
 
 
-@needs_transcripts
 @pytest.mark.parametrize("scenario", scenarios("invalid_body_"))
 async def test_recorded_invalid_bodies_are_422_and_call_nobody(gateway: Gateway, scenario: str) -> None:
     exchange = client_exchange(scenario)

@@ -11,7 +11,7 @@ from rollout_gateway.osmosis_http.sync_body import EXAMPLE
 
 from tests.support.gateways import Gateway
 from tests.support.scripted_server import UID, Refusal, stopped
-from tests.support.transcripts import client_exchange, needs_transcripts, without_nulls
+from tests.support.transcripts import client_exchange, without_nulls
 
 Code = grpc.StatusCode
 
@@ -110,7 +110,6 @@ async def test_an_outcome_is_answered_though_it_could_not_be_acknowledged(gatewa
     assert (await gateway.post()).status_code == 200
 
 
-@needs_transcripts
 async def test_the_trace_is_that_of_the_transcript(gateway: Gateway) -> None:
     exchange = client_exchange("debug_trace")
     entries = exchange["response"]["extra_fields"]["trace"]

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, JsonValue, create_model
 from rollout_gateway.osmosis_http.tool_schema import function_tool
 
 from tests.gateway.osmosis_http.client_models import ClientTool
-from tests.support.transcripts import client_exchange, needs_transcripts, scenarios, without_nulls
+from tests.support.transcripts import client_exchange, scenarios, without_nulls
 
 
 def shaped(schema: Any, **fields: Any) -> dict[str, Any]:
@@ -29,7 +29,6 @@ def prop(schema: Any, **more: Any) -> dict[str, Any]:
     return dict(shaped({"type": "object", "properties": {"p": schema}, **more})["properties"]["p"])
 
 
-@needs_transcripts
 def test_the_calculators_tools_come_out_as_recorded() -> None:
     for scenario in scenarios("", "init"):
         answer = client_exchange(scenario, "init")

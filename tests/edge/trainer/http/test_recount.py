@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,8 +14,10 @@ from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
 from rollout_server.testing.trainer import StrictTrainer
 
-QWEN = Path(__file__).resolve().parents[5] / "shared" / "tokenizers" / "qwen2.5"
-pytestmark = pytest.mark.skipif(not QWEN.is_dir(), reason="needs ../shared/tokenizers/qwen2.5 beside the repository")
+from tests.support.tokenizers import REAL_TOKENIZERS, needs_real
+
+QWEN = REAL_TOKENIZERS / "qwen2.5"
+pytestmark = needs_real("qwen2.5")
 
 
 @pytest.fixture
