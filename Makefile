@@ -11,10 +11,10 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs, each of which would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments demo up down test bench bench-tokens bench-dialects mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 deploy-checks docs protos release-protos lock clean
+.PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 deploy-checks docs protos release-protos lock clean
 
 help: ## Show the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -46,6 +46,7 @@ lock: ## Resolve the lock files anew
 	$(UV) requirements/protos.in -o requirements/protos.lock
 	$(UV) requirements/oldest.in -o requirements/oldest.lock
 	$(UV) requirements/transformers4.in -o requirements/transformers4.lock
+	$(UV) --no-deps requirements/trl.in -o requirements/trl.lock
 	$(UV) pyproject.toml --extra server -c requirements/dev.lock -o deploy/server.lock
 	echo hatchling | $(UV) - -c requirements/dev.lock -o deploy/build.lock
 
@@ -64,8 +65,16 @@ up: setup ## Start a server and a strict trainer in the background (HTTP_PORT=, 
 down: setup ## Stop them
 	@$(LOCAL) down
 
-test: setup .venv-protos/.ready ## Run all tests
-	$(BIN)/python -m pytest -n auto --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+
+test-quick: setup ## Run the tests of core, runtime and agents (under a minute)
+	$(PYTEST) -m "not thorough" tests/core tests/runtime tests/agent
+
+test: setup .venv-protos/.ready .venv-trl/.ready ## Test all that users are promised (8 minutes on two cores)
+	$(PYTEST) -m "not thorough"
+
+test-all: setup .venv-protos/.ready .venv-trl/.ready ## Run all tests, bursts, fuzzers and every chat template too
+	$(PYTEST)
 
 bench: setup ## Measure CPU per turn against a floor server
 	$(BIN)/python -m bench
@@ -109,11 +118,11 @@ deploy-checks: setup ## Lint the Dockerfile and validate the compose file and th
 	$(BIN)/kubernetes-validate --strict --quiet $(MANIFESTS)
 
 environments: ## Make all environments that `check` needs, at the same time
-	@$(MAKE) --no-print-directory -j4 $(VENV)/.ready .venv-protos/.ready .venv-oldest/.ready .venv-transformers4/.ready
+	@$(MAKE) --no-print-directory -j5 $(VENV)/.ready .venv-protos/.ready .venv-oldest/.ready .venv-transformers4/.ready .venv-trl/.ready
 
-check: environments ## Everything that a landing needs
+check: environments ## Everything that a landing needs (25 minutes on two cores)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target types transformers4 oldest format lint deploy-checks
-	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-all
 
 .venv-mutants/.ready:
 	$(PYTHON) -m venv .venv-mutants
@@ -144,4 +153,4 @@ mutants-tokens: setup .venv-mutants/.ready ## Mutate the renderer and list what 
 		&& cosmic-ray baseline mutants.toml && cr-report --surviving-only --show-diff mutants.sqlite
 
 clean: ## Remove environments and caches
-	rm -rf .venv .venv-protos .venv-oldest .venv-transformers4 .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv .venv-protos .venv-oldest .venv-transformers4 .venv-trl .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -16,6 +16,7 @@ from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
 from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.runtime.ports import RolloutFailed
 from rollout_server.testing.checks.renderer import PlainRenderer, UnrenderableError
 from rollout_server.testing.checks.token_mode_check import GivenPrompt, PromptPiece, TokenModeCheck
 from rollout_server.testing.script import tool_call
@@ -71,6 +72,10 @@ async def play(loaded: LoadedTokenizer, plain: PlainRenderer, conversation: Conv
         messages += [reply.message, *exchange.heard()]
         reason = "length" if reply.cut else "stop"
         last = Answered(turn, packed([reply.message])[0], reason, pack_tokens(ids))
+        if plain.text(messages, TOOLS) == plain.text([*messages[:asked], *messages[asked + 1 :]], TOOLS):
+            with pytest.raises(RolloutFailed, match="no place"):  # the template leaves out an answer that says nothing
+                await predicting.predict(packed(messages), last, asked)
+            return turn - 1
         predicted = await predicting.predict(packed(messages), last, asked)
         appended = await appending.append(packed(messages), last, asked)
         assert predicted.mask_length == len(plain.prompt(messages, TOOLS)) - len(before) - len(ids), turn
