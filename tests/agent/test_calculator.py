@@ -15,7 +15,7 @@ from rollout_server.runtime.tools.executor import ToolExecutor
 
 from tests.support.golden import SYNC
 from tests.support.jumping_loop import JumpingLoop
-from tests.support.runtime_harness import Say, World, call, contents, outcome_of
+from tests.support.runtime_harness import RuntimeHarness, Say, call, contents, outcome_of
 
 NUMBER = {"type": "number"}
 TOOLS = {
@@ -107,7 +107,7 @@ async def test_what_a_call_is_answered(wanted: ToolCall, said: str) -> None:
 def test_a_delayed_calculator_answers_the_same_later() -> None:
     async def play() -> None:
         calls = tuple(call("add", f"c{b}", a=5, b=b) for b in range(3))
-        outcome = await outcome_of(World(Calculator(delay=30)).start(Say("", calls), Say("done")))
+        outcome = await outcome_of(RuntimeHarness(Calculator(delay=30)).start(Say("", calls), Say("done")))
         assert contents(outcome, "tool") == ["5", "6", "7"]
         assert outcome.metrics.tool_ms == pytest.approx(30_000)
 
@@ -123,7 +123,7 @@ def test_a_delay_that_is_none_is_refused(delay: float) -> None:
 
 async def rewarded(answer: str, metadata: Mapping[str, JSON], *before: Say) -> float | None:
     says = [*before, Say(message=json.dumps({"role": "assistant", "content": answer}))]
-    outcome = await outcome_of(World(Calculator()).start(*says, metadata_json=json.dumps(metadata)))
+    outcome = await outcome_of(RuntimeHarness(Calculator()).start(*says, metadata_json=json.dumps(metadata)))
     assert outcome.end == Stop("stop")
     return outcome.verdict.reward
 
@@ -195,12 +195,14 @@ async def test_the_text_parts_of_an_answer_count_together() -> None:
     parts = json.dumps(
         {"role": "assistant", "content": [{"type": "text", "text": "#### 1"}, {"type": "text", "text": "6"}]}
     )
-    outcome = await outcome_of(World(Calculator()).start(Say(message=parts), metadata_json='{"ground_truth": 16}'))
+    outcome = await outcome_of(
+        RuntimeHarness(Calculator()).start(Say(message=parts), metadata_json='{"ground_truth": 16}')
+    )
     assert outcome.verdict.reward == 1.0
 
 
 async def test_the_whole_calculation() -> None:
-    rollout = World(Calculator()).start(
+    rollout = RuntimeHarness(Calculator()).start(
         Say("I'll calculate that for you.", (call("add", "call_1", a=5, b=3),)),
         Say("Continuing the calculation.", (call("multiply", "call_2", a=8, b=2),)),
         Say("5 plus 3 equals 8. Multiplying 8 by 2 gives 16.\n#### 16"),

@@ -26,7 +26,7 @@ CALCULATOR_EVENTS = 13
 
 
 @dataclass(frozen=True)
-class World:
+class ServerAndTrainer:
     """A server of the calculator and two small agents, and its trainer."""
 
     server: Server
@@ -56,18 +56,18 @@ class World:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
+async def world() -> AsyncIterator[ServerAndTrainer]:
     """Everything real, in this event loop."""
     gated, measured = Gated(), Measured()
     async with (
         Server([Calculator(), gated, measured], settings()) as server,
         StrictTrainer(tools=calculator_tools()) as trainer,
     ):
-        yield World(server, trainer, gated, measured)
+        yield ServerAndTrainer(server, trainer, gated, measured)
 
 
 @pytest.fixture
-async def line(world: World) -> AsyncIterator[Line]:
+async def line(world: ServerAndTrainer) -> AsyncIterator[Line]:
     """A line to the server that a test may cut."""
     async with Line(world.port) as line:
         yield line
@@ -81,7 +81,7 @@ async def far(line: Line) -> AsyncIterator[AsyncClient]:
 
 
 @pytest.fixture
-async def client(world: World) -> AsyncIterator[AsyncClient]:
+async def client(world: ServerAndTrainer) -> AsyncIterator[AsyncClient]:
     """A client beside the server."""
     async with AsyncClient(world.address, retry=QUICK) as client:
         yield client

@@ -18,7 +18,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_gateway.standalone_settings import WrongOptions, load_options
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.gateway.fleet.fleets import Place, fleets
+from tests.gateway.fleet.fleets import FleetMember, fleets
 from tests.gateway.wires import wire
 from tests.support.bodies import body, rpc
 from tests.support.certificates import Authority
@@ -32,7 +32,7 @@ from tests.system.test_shutdown import taken
 
 
 @dataclass
-class World:
+class StandaloneGateway:
     """A server process, a gateway process before it, TLS on both ways, and a trainer that waits for the test."""
 
     server: Serving
@@ -74,7 +74,7 @@ def grace() -> str:
 
 
 @pytest.fixture
-async def world(tmp_path: Path, grace: str) -> AsyncIterator[World]:
+async def world(tmp_path: Path, grace: str) -> AsyncIterator[StandaloneGateway]:
     async with AsyncExitStack() as stack:
         inside, outside, gate = Authority(), Authority(), GatedModel()
         server = await stack.enter_async_context(serve(cwd=tmp_path))
@@ -90,11 +90,11 @@ async def world(tmp_path: Path, grace: str) -> AsyncIterator[World]:
         arguments += ["--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--detach-grace-seconds", grace]
         gateway = await stack.enter_async_context(alone(*arguments, cwd=tmp_path))
         trainer = await stack.enter_async_context(StrictTrainer(model=gate, tools_from=server.url))
-        yield World(server, gateway, trainer, gate, outside.client(), stack)
+        yield StandaloneGateway(server, gateway, trainer, gate, outside.client(), stack)
         gate.open()
 
 
-async def test_who_hangs_up_and_comes_back_in_time_gets_the_result(world: World) -> None:
+async def test_who_hangs_up_and_comes_back_in_time_gets_the_result(world: StandaloneGateway) -> None:
     left = await world.hung_up()
     again = await world.ask()
     world.gate.open()
@@ -107,7 +107,7 @@ async def test_who_hangs_up_and_comes_back_in_time_gets_the_result(world: World)
 
 
 @pytest.mark.parametrize("grace", ["0.3"])
-async def test_who_hangs_up_for_good_has_it_cancelled(world: World) -> None:
+async def test_who_hangs_up_for_good_has_it_cancelled(world: StandaloneGateway) -> None:
     left = await world.hung_up()
 
     async def is_over() -> bool:
@@ -123,7 +123,7 @@ async def test_who_hangs_up_for_good_has_it_cancelled(world: World) -> None:
 class Asked:
     """A gateway process with a request under way."""
 
-    place: Place
+    place: FleetMember
     gateway: Alone
     client: httpx.AsyncClient
     asking: asyncio.Task[httpx.Response]

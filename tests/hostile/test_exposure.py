@@ -37,7 +37,7 @@ from yarl import URL
 
 from tests.support.bodies import TOKENIZER, body
 from tests.support.gateways import http_client
-from tests.support.http_trainer import COMPLETION, RawTrainer, answer, raw_trainer
+from tests.support.http_trainer import COMPLETION, HttpTrainer, answer, raw_trainer
 from tests.support.processes import Serving, environment, started
 from tests.support.start_requests import start, target
 
@@ -103,7 +103,7 @@ class Wire:
         self.trainer, self.client = self.runner.run(self._open())
         self.port = int(self.trainer.url.rpartition(":")[2])
 
-    async def _open(self) -> tuple[RawTrainer, HttpClient]:
+    async def _open(self) -> tuple[HttpTrainer, HttpClient]:
         trainer = await self.stack.enter_async_context(raw_trainer(answer()))
         lookup = CheckedLookup(TargetRules(), self.resolver)
         self.stack.push_async_callback(lookup.close)

@@ -13,7 +13,7 @@ from rollout_server.runtime.ports import Credentials, PackedOutcome
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import StartRequest
 
-from tests.support.runtime_harness import Say, Script, World, a_spec, wait
+from tests.support.runtime_harness import RuntimeHarness, Say, Script, a_spec, wait
 
 RECEIVER = Target("http://receiver:9001", Dialect.HTTP_PLAIN)
 YES = DeliveryAcknowledged()
@@ -74,7 +74,7 @@ class Noting:
         self.attempts.append((rollout.uid, attempt, round(milliseconds, 3)))
 
 
-def owing(world: World, request_id: str = "", *, key: str = "", **fields: object) -> StartRequest:
+def owing(world: RuntimeHarness, request_id: str = "", *, key: str = "", **fields: object) -> StartRequest:
     """A wish whose outcome is to be delivered to `RECEIVER`, with the credential `key`."""
     spec = a_spec(**{"outcome": RECEIVER, **fields})
     world.scripts.setdefault(spec.rollout_id, Script(Say("8")))

@@ -18,9 +18,9 @@ from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run.arguments import overridden
 from rollout_server.runtime.run.run import AgentMistake, Reply, Run
 
-from tests.support.runtime_harness import Say, World, outcome_of
+from tests.support.runtime_harness import RuntimeHarness, Say, outcome_of
 
-NewWorld = Callable[..., World]
+NewWorld = Callable[..., RuntimeHarness]
 WHOLE = Sampling(0.7, 0.9, 512, ("END",), True, '{"seed": 18446744073709551617, "penalty": 1e999}')
 
 

@@ -38,7 +38,7 @@ BASE_UNKNOWN = Fault(grpc.StatusCode.FAILED_PRECONDITION, "no base", (info("BASE
 
 
 @dataclass
-class RawTrainer(completion_service_pb2_grpc.CompletionServiceServicer):
+class GrpcTrainer(completion_service_pb2_grpc.CompletionServiceServicer):
     """Answers every turn with the ids of `answer`. `faults` come first, one for each call; `lies` by turn, before it answers.
 
     One that is `silent` never answers; `asked` and `left` tell when a call of it came and was given up.
@@ -108,7 +108,7 @@ async def abort(context: Context, fault: Fault) -> None:
 
 
 @asynccontextmanager
-async def serving(trainer: RawTrainer) -> AsyncIterator[RawTrainer]:
+async def serving(trainer: GrpcTrainer) -> AsyncIterator[GrpcTrainer]:
     server = grpc.aio.server()
     completion_service_pb2_grpc.add_CompletionServiceServicer_to_server(trainer, server)
     port = server.add_insecure_port("127.0.0.1:0")

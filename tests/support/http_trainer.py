@@ -37,7 +37,7 @@ Act: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitabl
 
 
 @dataclass
-class RawTrainer:
+class HttpTrainer:
     """Does the k-th of `acts` about its k-th request; about more requests the last one again."""
 
     acts: tuple[Act, ...]
@@ -84,9 +84,9 @@ async def read_request(reader: asyncio.StreamReader, connection: int = 1) -> Req
 
 
 @contextlib.asynccontextmanager
-async def raw_trainer(*acts: Act, listener: socket.socket | None = None) -> AsyncIterator[RawTrainer]:
+async def raw_trainer(*acts: Act, listener: socket.socket | None = None) -> AsyncIterator[HttpTrainer]:
     """Serves on a port of its own, or on a socket that is bound already."""
-    trainer = RawTrainer(acts or (answer(),))
+    trainer = HttpTrainer(acts or (answer(),))
     bound = listener or socket.create_server(("127.0.0.1", 0))
     server = await asyncio.start_server(trainer.serve, sock=bound, limit=2**26, backlog=1024)
     trainer.url = f"http://127.0.0.1:{bound.getsockname()[1]}"

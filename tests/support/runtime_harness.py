@@ -98,7 +98,7 @@ class Script:
         return self
 
 
-class World:
+class RuntimeHarness:
     """A roster whose rollouts have scripts. The clocks are the loop's."""
 
     def __init__(

@@ -13,7 +13,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.calculator import Calculator
 
 from tests.edge.rpc.json_texts import message_texts, values
-from tests.edge.rpc.text_trainer import RawTrainer
+from tests.edge.rpc.text_trainer import TextTrainer
 from tests.support.agents import Idle
 from tests.support.server_client import Caller, serving
 from tests.support.start_requests import HELLO, chat, json_message, start, target
@@ -65,7 +65,7 @@ def test_a_trainers_answer_comes_out_as_the_trainer_wrote_it(vendor: list[str]) 
     text = f'{{ "content":"8" ,"role": "assistant",{keys}}}'
 
     async def journey() -> None:
-        async with serving(Calculator()) as caller, RawTrainer([text]) as trainer:
+        async with serving(Calculator()) as caller, TextTrainer([text]) as trainer:
             rollout = await caller.play(start(completions=target(trainer.url)))
             assert [message.json for message in rollout.outcome.messages] == [HELLO, text]
             events = await caller.events(rollout.uid, detail=event_pb2.EVENT_DETAIL_MESSAGES)
@@ -78,7 +78,7 @@ def test_a_trainers_answer_comes_out_as_the_trainer_wrote_it(vendor: list[str]) 
 
 async def test_an_answer_with_half_a_surrogate_pair_is_malformed(caller: Caller) -> None:
     for answer in ('{"role":"assistant","content":"\\ud800"}', '{"role":"assistant","vendor":"\\udc00"}'):
-        async with RawTrainer([answer]) as trainer:
+        async with TextTrainer([answer]) as trainer:
             outcome = (await caller.play(start(agent="calculator", completions=target(trainer.url)))).outcome
         assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_VALIDATION
         assert "turn 1" in outcome.failure.message
@@ -90,7 +90,7 @@ async def test_an_answer_goes_back_to_its_trainer_as_it_was_written(caller: Call
         f'{{"vendor":1e2,"role":"assistant", "content":"x","tool_calls":[{call}]}}',
         '{"role":"assistant","content":"y"}',
     ]
-    async with RawTrainer(texts) as trainer:
+    async with TextTrainer(texts) as trainer:
         rollout = await caller.play(start(agent="calculator", completions=target(trainer.url)))
         assert rollout.outcome.stop.reason == "stop"
         messages = [message.json for message in rollout.outcome.messages]
@@ -110,7 +110,7 @@ async def test_a_part_in_json_with_half_a_surrogate_pair_comes_back(caller: Call
 async def test_a_typed_rollout_is_answered_typed_where_it_can_be(caller: Caller) -> None:
     vendor = '{"role":"assistant","content":"8","vendor_score":0.5}'
     for answer, form in (('{"role":"assistant","content":"8"}', "chat"), (vendor, "json")):
-        async with RawTrainer([answer]) as trainer:
+        async with TextTrainer([answer]) as trainer:
             request = start(agent="calculator", messages=[chat("user", "Hi.")], completions=target(trainer.url))
             rollout = await caller.play(request)
         assert list(rollout.spec.messages) == [chat("user", "Hi.")]

@@ -10,7 +10,7 @@ from aiohttp import web
 
 
 @dataclass
-class RawTrainer:
+class TextTrainer:
     """Answers its k-th request with the k-th message, as the text that it is; the last one again and again."""
 
     messages: list[str]

@@ -50,7 +50,7 @@ class Held(Agent):
 
 
 @dataclass
-class Place:
+class StreamServer:
     """A server, a channel to it, and what it is told in settings."""
 
     server: Server
@@ -80,7 +80,7 @@ class Place:
         return await self.get(uid)
 
 
-OpenPlace = Callable[..., Awaitable[Place]]
+OpenPlace = Callable[..., Awaitable[StreamServer]]
 
 
 @pytest.fixture(scope="session")
@@ -88,7 +88,7 @@ def toy() -> Any:
     return AutoTokenizer.from_pretrained(TOY_TOKENIZER)
 
 
-async def opened(stack: AsyncExitStack, toy: Any, **changes: Any) -> Place:
+async def opened(stack: AsyncExitStack, toy: Any, **changes: Any) -> StreamServer:
     """Starts a server, with settings by name."""
     ports: dict[str, Any] = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False}
     tokens: dict[str, Any] = {"tokenizers": {"t": TOY_TOKENIZER}, "tokenizers_offline": True}
@@ -98,7 +98,7 @@ async def opened(stack: AsyncExitStack, toy: Any, **changes: Any) -> Place:
     address = f"127.0.0.1:{server.grpc_port}"
     channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=OPTIONS))
     answer = list(toy.encode("Yes.<|im_end|>", add_special_tokens=False))
-    return Place(server, channel, held, answer)
+    return StreamServer(server, channel, held, answer)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -109,14 +109,14 @@ async def open_place(toy: Any) -> AsyncIterator[OpenPlace]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def common(toy: Any) -> AsyncIterator[Place]:
+async def common(toy: Any) -> AsyncIterator[StreamServer]:
     """A server with settings as they are."""
     async with AsyncExitStack() as stack:
         yield await opened(stack, toy, max_streams_of_caller=1000)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def place(common: Place) -> AsyncIterator[Place]:
+async def place(common: StreamServer) -> AsyncIterator[StreamServer]:
     """The same server, on which nobody else is and nothing runs."""
     common.held.gate = asyncio.Event()
     yield common

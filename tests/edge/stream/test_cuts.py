@@ -10,14 +10,14 @@ from osmosis.rollout.v1 import outcome_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as rpb
 from osmosis.rollout.v1 import trainer_service_pb2 as pb
 
-from tests.edge.stream.conftest import TURNS, OpenPlace, Place
+from tests.edge.stream.conftest import TURNS, OpenPlace, StreamServer
 from tests.edge.stream.trainer import FULL, Line, Trainer, kind, start
 from tests.support.server_client import Refusal, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def whole(place: Place, cut_after: int = 0, *, loses: bool = False) -> Trainer:
+async def whole(place: StreamServer, cut_after: int = 0, *, loses: bool = False) -> Trainer:
     """A rollout from start to end, with one cut on the way."""
     trainer = place.trainer(detail=FULL)
     trainer.cut_after, trainer.loses = cut_after, loses
@@ -27,7 +27,7 @@ async def whole(place: Place, cut_after: int = 0, *, loses: bool = False) -> Tra
 
 
 @pytest.mark.parametrize("loses", [False, True])
-async def test_cut_at_every_item_it_goes_on_without_losing_or_repeating(place: Place, loses: bool) -> None:
+async def test_cut_at_every_item_it_goes_on_without_losing_or_repeating(place: StreamServer, loses: bool) -> None:
     """`loses`: an item of the server at which it breaks did not arrive."""
     uncut = await whole(place, loses=loses)
     assert uncut.on_wire > 4 * TURNS
@@ -67,7 +67,7 @@ async def test_after_the_grace_time_the_stream_is_gone_and_its_rollouts_fail_whe
     assert (refusal.code, refusal.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "STREAM_EXPIRED")
 
 
-async def test_a_newer_connection_takes_the_stream_over(place: Place) -> None:
+async def test_a_newer_connection_takes_the_stream_over(place: StreamServer) -> None:
     trainer = place.trainer()
     trainer.automatic = False
     await trainer.put(start=start("r"))
@@ -83,7 +83,7 @@ async def test_a_newer_connection_takes_the_stream_over(place: Place) -> None:
     assert list(trainer.generated.values()) == [1] * TURNS
 
 
-async def test_an_ask_that_means_nothing_any_more_comes_without_content(place: Place) -> None:
+async def test_an_ask_that_means_nothing_any_more_comes_without_content(place: StreamServer) -> None:
     trainer = place.trainer()
     trainer.automatic = False
     await trainer.put(start=start("r"))
@@ -100,7 +100,9 @@ async def test_an_ask_that_means_nothing_any_more_comes_without_content(place: P
     assert [kind(item) for item in trainer.items if item.sequence] == [None, "outcome"]
 
 
-async def test_another_stream_takes_a_rollout_over_and_the_log_says_what_may_have_come_twice(place: Place) -> None:
+async def test_another_stream_takes_a_rollout_over_and_the_log_says_what_may_have_come_twice(
+    place: StreamServer,
+) -> None:
     former = place.trainer()
     former.automatic = False
     await former.put(start=start("r", request_id="k"))
@@ -123,7 +125,7 @@ async def test_another_stream_takes_a_rollout_over_and_the_log_says_what_may_hav
     assert [kind(i) for i in former.items[before:] if i.sequence] == ["started"]
 
 
-async def test_a_half_close_cancels_what_runs_and_tells_all_outcomes(place: Place) -> None:
+async def test_a_half_close_cancels_what_runs_and_tells_all_outcomes(place: StreamServer) -> None:
     trainer = place.trainer()
     trainer.automatic = False
     await trainer.put(start=start("r", count=3))
@@ -140,7 +142,9 @@ async def test_a_half_close_cancels_what_runs_and_tells_all_outcomes(place: Plac
     assert Refusal.of(caught.value).reason == "STREAM_EXPIRED"
 
 
-async def test_what_follows_a_group_waits_until_it_is_started_whichever_connection_brings_it(place: Place) -> None:
+async def test_what_follows_a_group_waits_until_it_is_started_whichever_connection_brings_it(
+    place: StreamServer,
+) -> None:
     trainer = place.trainer()
     await trainer.connect()
     await trainer.put(start=start("g", count=400, agent="held"))
@@ -152,7 +156,7 @@ async def test_what_follows_a_group_waits_until_it_is_started_whichever_connecti
     assert len({rollout.uid for rollout in trainer.started}) == 400
 
 
-async def test_nobody_is_attached_to_the_rollouts_of_a_cut_stream(place: Place) -> None:
+async def test_nobody_is_attached_to_the_rollouts_of_a_cut_stream(place: StreamServer) -> None:
     trainer = place.trainer()
     spec = start("r", agent="held")
     spec.rollout.spec.cancel_after_detach.FromMilliseconds(1)
@@ -198,13 +202,13 @@ async def test_a_drain_lets_rollouts_finish_refuses_others_and_then_ends_the_str
     assert late.code == grpc.StatusCode.UNAVAILABLE
 
 
-async def _hello(place: Place) -> grpc.aio.AioRpcError:
+async def _hello(place: StreamServer) -> grpc.aio.AioRpcError:
     line = Line(place.channel)
     await line.send(hello=pb.TrainHello(credit=1))
     return await line.refused()
 
 
-async def test_no_other_rpc_takes_the_dialect_of_streams(place: Place) -> None:
+async def test_no_other_rpc_takes_the_dialect_of_streams(place: StreamServer) -> None:
     spec = start("r").rollout.spec
     spec.completions.dialect = spec_pb2.DIALECT_STREAM
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -15,7 +15,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as rpb
 from osmosis.rollout.v1 import trainer_service_pb2 as pb
 from rollout_server.edge.api_keys import entry_of, new_key
 
-from tests.edge.stream.conftest import TURNS, OpenPlace, Place
+from tests.edge.stream.conftest import TURNS, OpenPlace, StreamServer
 from tests.edge.stream.trainer import FULL, Line, Trainer, kind, start
 from tests.support.server_client import Refusal
 
@@ -45,7 +45,7 @@ WRONG: Sequence[tuple[str, Sequence[dict[str, Any]], str]] = (
 
 
 @pytest.mark.parametrize(("items", "field"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
-async def test_items_out_of_order_are_invalid(place: Place, items: Sequence[dict[str, Any]], field: str) -> None:
+async def test_items_out_of_order_are_invalid(place: StreamServer, items: Sequence[dict[str, Any]], field: str) -> None:
     line = Line(place.channel)
     for item in items:
         await line.send(**item)
@@ -54,7 +54,7 @@ async def test_items_out_of_order_are_invalid(place: Place, items: Sequence[dict
     assert list(refusal.fields) == [field]
 
 
-async def test_no_message_at_all_is_invalid(place: Place) -> None:
+async def test_no_message_at_all_is_invalid(place: StreamServer) -> None:
     call: Any = place.channel.stream_stream("/osmosis.rollout.v1.TrainerService/Train")()
     await call.write(b"\xff\xff\xff")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -62,7 +62,7 @@ async def test_no_message_at_all_is_invalid(place: Place) -> None:
     assert Refusal.of(caught.value).fields.keys() == {"request"}
 
 
-async def test_after_a_wrong_item_the_stream_goes_on(place: Place) -> None:
+async def test_after_a_wrong_item_the_stream_goes_on(place: StreamServer) -> None:
     trainer = place.trainer()
     await trainer.put(start=start("r", agent="held"))
     await trainer.until(lambda t: len(t.started) == 1)
@@ -75,7 +75,7 @@ async def test_after_a_wrong_item_the_stream_goes_on(place: Place) -> None:
     assert trainer.outcomes[0].outcome.stop.reason == "stop"
 
 
-async def test_what_was_taken_before_is_skipped(place: Place) -> None:
+async def test_what_was_taken_before_is_skipped(place: StreamServer) -> None:
     trainer = place.trainer()
     await trainer.put(start=start("r"))
     await trainer.until(lambda t: len(t.started) == 1)
@@ -88,7 +88,7 @@ async def test_what_was_taken_before_is_skipped(place: Place) -> None:
 
 
 @pytest.mark.parametrize("last_seen", [0, 99])
-async def test_a_last_item_that_cannot_be_is_invalid(place: Place, last_seen: int) -> None:
+async def test_a_last_item_that_cannot_be_is_invalid(place: StreamServer, last_seen: int) -> None:
     """Another trainer's number, or one from before what was acknowledged."""
     trainer = place.trainer()
     await trainer.put(start=start("r"))
@@ -120,7 +120,7 @@ async def test_a_last_item_that_cannot_be_is_invalid(place: Place, last_seen: in
     ],
 )
 async def test_a_start_is_refused_as_start_rollout_would(
-    place: Place, wrong: pb.TrainStart, code: str, text: str
+    place: StreamServer, wrong: pb.TrainStart, code: str, text: str
 ) -> None:
     trainer = place.trainer()
     await trainer.put(start=start("good", agent="held"))
@@ -144,7 +144,7 @@ async def test_a_group_that_does_not_fit_is_not_begun(open_place: OpenPlace) -> 
     assert {rollout.spec.rollout_id for rollout in listed.rollouts} == {f"four/{k}" for k in range(4)}
 
 
-async def test_a_group_of_which_one_is_taken_otherwise_is_not_begun(place: Place) -> None:
+async def test_a_group_of_which_one_is_taken_otherwise_is_not_begun(place: StreamServer) -> None:
     trainer = place.trainer()
     await trainer.put(start=start("there", request_id="k/2", agent="held"))
     number = await trainer.put(start=start("gone", count=4, request_id="k", agent="held"))
@@ -186,7 +186,7 @@ async def test_starts_that_nobody_reads_are_refused_before_they_fill_the_memory(
     assert "wait to be told" in trainer.refused[0].message
 
 
-async def test_no_more_asks_are_under_way_than_there_is_credit(place: Place) -> None:
+async def test_no_more_asks_are_under_way_than_there_is_credit(place: StreamServer) -> None:
     trainer = place.trainer(credit=2)
     trainer.automatic = False
     # In message mode nothing is rendered first, so all five wait by the time that the first one is answered.
@@ -216,7 +216,7 @@ async def _first(trainer: Any) -> pb.TrainResponse:
     return item
 
 
-async def test_more_credit_lets_more_asks_out_and_an_ended_rollout_gives_its_own_back(place: Place) -> None:
+async def test_more_credit_lets_more_asks_out_and_an_ended_rollout_gives_its_own_back(place: StreamServer) -> None:
     trainer = place.trainer(credit=1)
     trainer.automatic = False
     await trainer.put(start=start("r", count=3))
@@ -232,7 +232,7 @@ async def test_more_credit_lets_more_asks_out_and_an_ended_rollout_gives_its_own
     assert len({ask.uid for ask in trainer.asks}) == 3
 
 
-async def test_a_cancel_that_is_wrong_is_refused(place: Place) -> None:
+async def test_a_cancel_that_is_wrong_is_refused(place: StreamServer) -> None:
     trainer = place.trainer()
     empty = await trainer.put(cancel=rpb.CancelRolloutsRequest())
     strange = await trainer.put(cancel=rpb.CancelRolloutsRequest(selection=rpb.Selection(callers=["somebody"])))
@@ -243,7 +243,7 @@ async def test_a_cancel_that_is_wrong_is_refused(place: Place) -> None:
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
-async def test_an_ask_that_is_put_off_comes_again(place: Place, code: grpc.StatusCode) -> None:
+async def test_an_ask_that_is_put_off_comes_again(place: StreamServer, code: grpc.StatusCode) -> None:
     trainer = place.trainer(credit=1)
     trainer.automatic = False
     await trainer.put(start=start("r"))
@@ -257,7 +257,7 @@ async def test_an_ask_that_is_put_off_comes_again(place: Place, code: grpc.Statu
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INVALID_ARGUMENT])
-async def test_any_other_rejection_ends_the_rollout(place: Place, code: grpc.StatusCode) -> None:
+async def test_any_other_rejection_ends_the_rollout(place: StreamServer, code: grpc.StatusCode) -> None:
     trainer = place.trainer()
     trainer.automatic = False
     spec = start("r")
@@ -371,7 +371,7 @@ async def test_rollouts_that_are_not_acknowledged_are_counted(open_place: OpenPl
     await trainer.until(lambda t: len(t.started) == 3)
 
 
-async def test_a_slow_reader_costs_no_memory_and_holds_up_no_other(place: Place) -> None:
+async def test_a_slow_reader_costs_no_memory_and_holds_up_no_other(place: StreamServer) -> None:
     slow = place.trainer(detail=FULL)
     await slow.put(start=start("noisy", agent="held", metadata_json='{"notes": 5000}'))
     await slow.connect()

@@ -14,7 +14,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as rpb
 from osmosis.rollout.v1 import trainer_service_pb2 as pb
 from rollout_client import samples
 
-from tests.edge.stream.conftest import TURNS, Place
+from tests.edge.stream.conftest import TURNS, StreamServer
 from tests.edge.stream.trainer import FULL, Book, Trainer, kind, start
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -28,7 +28,7 @@ def asked(count: int) -> Callable[[Trainer], bool]:
     return lambda trainer: len(trainer.asks) == count
 
 
-async def test_token_mode_both_sides_hold_the_same(place: Place) -> None:
+async def test_token_mode_both_sides_hold_the_same(place: StreamServer) -> None:
     trainer = place.trainer()
     await trainer.put(start=start("r"))
     await trainer.until(ended(1))
@@ -43,7 +43,7 @@ async def test_token_mode_both_sides_hold_the_same(place: Place) -> None:
     await trainer.acknowledge()
 
 
-async def test_message_mode_takes_the_trainers_prompt(place: Place, toy: Any) -> None:
+async def test_message_mode_takes_the_trainers_prompt(place: StreamServer, toy: Any) -> None:
     trainer = place.trainer()
     trainer.automatic = False
     await trainer.put(start=start("r", token_mode=spec_pb2.TOKEN_MODE_MESSAGES))
@@ -70,7 +70,7 @@ async def test_message_mode_takes_the_trainers_prompt(place: Place, toy: Any) ->
     assert sum(sample.response_mask) == TURNS * len(place.answer)
 
 
-async def test_a_group_is_announced_in_order_and_answered_in_any(place: Place) -> None:
+async def test_a_group_is_announced_in_order_and_answered_in_any(place: StreamServer) -> None:
     trainer = place.trainer()
     trainer.automatic = False
     await trainer.put(start=start("g", count=3, request_id="k", group_id="p"))
@@ -88,7 +88,7 @@ async def test_a_group_is_announced_in_order_and_answered_in_any(place: Place) -
 
 
 @pytest.mark.parametrize("detail", [event_pb2.EVENT_DETAIL_BASIC, FULL, event_pb2.EVENT_DETAIL_OUTCOME])
-async def test_events_come_in_order_and_before_the_outcome(place: Place, detail: int) -> None:
+async def test_events_come_in_order_and_before_the_outcome(place: StreamServer, detail: int) -> None:
     trainer = place.trainer(detail=detail)
     await trainer.put(start=start("r", count=2))
     await trainer.until(ended(2))
@@ -111,7 +111,7 @@ def _uid(item: pb.TrainResponse) -> str:
     return told.get(kind(item) or "", "")
 
 
-async def test_it_is_shown_as_any_rollout_and_received_when_acknowledged(place: Place) -> None:
+async def test_it_is_shown_as_any_rollout_and_received_when_acknowledged(place: StreamServer) -> None:
     trainer = place.trainer()
     trainer.automatic = False
     memory = rpb.REQUEST_MEMORY_UNTIL_RECEIVED
@@ -134,7 +134,7 @@ async def test_it_is_shown_as_any_rollout_and_received_when_acknowledged(place: 
     assert first == same != other
 
 
-async def test_a_trainer_that_forgot_is_sent_what_it_lacks(place: Place) -> None:
+async def test_a_trainer_that_forgot_is_sent_what_it_lacks(place: StreamServer) -> None:
     trainer = place.trainer()
     trainer.automatic = False
     await trainer.put(start=start("r"))
@@ -158,7 +158,7 @@ async def test_a_trainer_that_forgot_is_sent_what_it_lacks(place: Place) -> None
     assert trainer.outcomes[0].outcome.stop.reason == "stop"
 
 
-async def test_a_mismatch_is_named_by_the_ledger_that_is_shown(place: Place) -> None:
+async def test_a_mismatch_is_named_by_the_ledger_that_is_shown(place: StreamServer) -> None:
     trainer = place.trainer()
     trainer.automatic = False
     await trainer.put(start=start("r"))
@@ -178,7 +178,7 @@ async def test_a_mismatch_is_named_by_the_ledger_that_is_shown(place: Place) -> 
     assert f"since turn 1, from token {other} on" in trainer.outcomes[0].outcome.failure.message
 
 
-async def test_a_lie_ends_its_rollout_only(place: Place) -> None:
+async def test_a_lie_ends_its_rollout_only(place: StreamServer) -> None:
     trainer = place.trainer()
     trainer.automatic = False
     await trainer.put(start=start("r", count=2))
@@ -194,7 +194,7 @@ async def test_a_lie_ends_its_rollout_only(place: Place) -> None:
     assert trainer.rollout(good.uid).outcome.stop.reason == "stop"
 
 
-async def test_late_double_and_strange_answers_are_ignored(place: Place) -> None:
+async def test_late_double_and_strange_answers_are_ignored(place: StreamServer) -> None:
     trainer = place.trainer()
     trainer.automatic = False
     await trainer.put(start=start("r"))
@@ -211,7 +211,7 @@ async def test_late_double_and_strange_answers_are_ignored(place: Place) -> None
     assert b"rollout_stream_answers_ignored_total 3.0\n" in place.server.exposition()
 
 
-async def test_an_answer_for_a_turn_of_another_stream_is_nobodys(place: Place) -> None:
+async def test_an_answer_for_a_turn_of_another_stream_is_nobodys(place: StreamServer) -> None:
     """Turn keys are no secret among trainers, and prove nothing."""
     owner, other = place.trainer(), place.trainer()
     owner.automatic = False

@@ -17,7 +17,7 @@ from tests.support.server_client import Caller, serving
 
 
 @dataclass(frozen=True)
-class Place:
+class FleetMember:
     """A server, a channel of the test's own to it, and the wire by which others reach it."""
 
     caller: Caller
@@ -35,7 +35,7 @@ class Place:
 class Fleets:
     """Servers, and a fleet before them."""
 
-    places: Sequence[Place]
+    places: Sequence[FleetMember]
     fleet: Fleet
     stack: AsyncExitStack
 
@@ -43,11 +43,11 @@ class Fleets:
         """Another gateway's fleet before the same servers, told of them in another order."""
         return await _fleet(self.stack, [place.wire.address for place in reversed(self.places)])
 
-    async def all(self) -> Sequence[tuple[Place, pb.Rollout]]:
+    async def all(self) -> Sequence[tuple[FleetMember, pb.Rollout]]:
         """Everything that runs or ran, with its place."""
         return [(place, rollout) for place in self.places for rollout in await place.rollouts()]
 
-    def at(self, address: str) -> Place:
+    def at(self, address: str) -> FleetMember:
         """The place with this address."""
         (found,) = [place for place in self.places if place.wire.address == address]
         return found
@@ -66,5 +66,5 @@ async def fleets(count: int = 3, **settings: Any) -> AsyncIterator[Fleets]:
         for _ in range(count):
             gated = Gated()
             caller = await stack.enter_async_context(serving(gated, Idle(), **settings))
-            places.append(Place(caller, await stack.enter_async_context(wire(caller.server.grpc_port)), gated))
+            places.append(FleetMember(caller, await stack.enter_async_context(wire(caller.server.grpc_port)), gated))
         yield Fleets(places, await _fleet(stack, [place.wire.address for place in places]), stack)

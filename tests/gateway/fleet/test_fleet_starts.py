@@ -14,7 +14,7 @@ from rollout_gateway.channel import open_channel
 from rollout_gateway.fleet.fleet import Fleet, stub_of
 from rollout_gateway.fleet.members import Member, ranked
 
-from tests.gateway.fleet.fleets import Fleets, Place, fleets
+from tests.gateway.fleet.fleets import FleetMember, Fleets, fleets
 from tests.support.server_client import refusal, until
 from tests.support.start_requests import start
 
@@ -27,7 +27,7 @@ async def world() -> AsyncIterator[Fleets]:
         yield made
 
 
-def first_for(world: Fleets, request_id: str) -> Place:
+def first_for(world: Fleets, request_id: str) -> FleetMember:
     """The server to which a start belongs."""
     members = [Member(open_channel(place.wire.address)) for place in world.places]
     url = start(request_id).spec.completions.url
@@ -71,7 +71,7 @@ async def test_a_server_that_is_away_is_passed_over_and_the_duplicate_follows(wo
     assert not await first.rollouts()
 
 
-async def connected(fleet: Fleet, place: Place) -> None:
+async def connected(fleet: Fleet, place: FleetMember) -> None:
     """Waits until the fleet reaches a server again."""
     (member,) = [each for each in fleet._places.members if each.address == place.wire.address]
 

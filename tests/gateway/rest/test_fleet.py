@@ -12,7 +12,7 @@ import pytest
 from rollout_gateway.app import create_app
 from rollout_gateway.channel import open_channel
 
-from tests.gateway.fleet.fleets import Place, fleets
+from tests.gateway.fleet.fleets import FleetMember, fleets
 from tests.support.gateways import http_client, listening
 from tests.support.rest_gateway import Sse
 from tests.support.start_requests import HELLO, NOWHERE
@@ -24,7 +24,7 @@ TOKENIZER = {"name": "toy"}
 class Fronted:
     """Servers, and one gateway before them."""
 
-    places: Sequence[Place]
+    places: Sequence[FleetMember]
     http: httpx.AsyncClient
     host: str
     port: int

@@ -12,7 +12,7 @@ import pytest
 from tests.support.bodies import QUESTION, TOKENIZER, rpc, start_request
 from tests.support.gated_model import GatedModel
 from tests.support.rest_gateway import Sse
-from tests.system.conftest import World, open_world
+from tests.system.conftest import Service, open_world
 
 SECRET = "hush-this-is-a-secret"
 NOWHERE = "http://127.0.0.1:9"
@@ -37,14 +37,14 @@ def body(rollout_id: str, url: str, **changes: Any) -> dict[str, Any]:
     return whole | changes
 
 
-async def start(world: World, rollout_id: str, url: str | None = None, **changes: Any) -> str:
+async def start(world: Service, rollout_id: str, url: str | None = None, **changes: Any) -> str:
     """Starts a rollout; returns its uid."""
     reply = await world.http.post("/v1/rollouts", json=body(rollout_id, url or world.trainer.url, **changes))
     assert reply.status_code == 201, reply.text
     return str(reply.json()["rollout"]["uid"])
 
 
-async def finished(world: World, uid: str, view: str = "full") -> dict[str, Any]:
+async def finished(world: Service, uid: str, view: str = "full") -> dict[str, Any]:
     """Waits for a rollout's end."""
     while True:
         reply = await world.http.get(f"/v1/rollouts/{uid}", params={"wait": 30, "view": view})
@@ -54,7 +54,7 @@ async def finished(world: World, uid: str, view: str = "full") -> dict[str, Any]
             return rollout
 
 
-async def events(world: World, uid: str, query: str = "", last: str | None = None) -> Sse:
+async def events(world: Service, uid: str, query: str = "", last: str | None = None) -> Sse:
     """Opens a stream of events."""
     return await Sse.open("127.0.0.1", world.server.http_port, f"/v1/rollouts/{uid}/events{query}", last)
 

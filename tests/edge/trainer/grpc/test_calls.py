@@ -22,7 +22,7 @@ from rollout_server.edge.trainer.grpc_client import GrpcTrainerClient, TurnCall
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.runtime.ports import RolloutFailed
 
-from tests.support.grpc_trainer import BASE_UNKNOWN, Act, Fault, RawTrainer, info, serving
+from tests.support.grpc_trainer import BASE_UNKNOWN, Act, Fault, GrpcTrainer, info, serving
 from tests.support.talking_agent import Talk, connected, noop
 
 TURNS = 4
@@ -37,7 +37,7 @@ async def client() -> AsyncIterator[AsyncClient]:
         yield client
 
 
-async def roll(client: AsyncClient, trainer: RawTrainer, *, replays: bool = False, **spec: Any) -> outcome_pb2.Outcome:
+async def roll(client: AsyncClient, trainer: GrpcTrainer, *, replays: bool = False, **spec: Any) -> outcome_pb2.Outcome:
     fields = {"tokenizer": "t", "completions": Target(trainer.url, replays_turn_keys=replays), **spec}
     run = client.run(messages=[{"role": "user", "content": "Go."}], **fields)
     async for _ in run:
@@ -45,7 +45,7 @@ async def roll(client: AsyncClient, trainer: RawTrainer, *, replays: bool = Fals
     return (await client.get(run.uid, view="full")).outcome
 
 
-def before_turn_three(trainer: RawTrainer, faults: Sequence[Fault]) -> None:
+def before_turn_three(trainer: GrpcTrainer, faults: Sequence[Fault]) -> None:
     def prepare(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
         trainer.faults += faults
 
@@ -63,7 +63,7 @@ def before_turn_three(trainer: RawTrainer, faults: Sequence[Fault]) -> None:
 async def test_what_a_trainer_lacks_is_sent_once(
     client: AsyncClient, faults: list[Fault], attempts: list[tuple[bool, bool]]
 ) -> None:
-    async with serving(RawTrainer(ANSWER)) as trainer:
+    async with serving(GrpcTrainer(ANSWER)) as trainer:
         before_turn_three(trainer, faults)
         outcome = await roll(client, trainer)
     assert outcome.stop.reason == "stop"
@@ -73,7 +73,7 @@ async def test_what_a_trainer_lacks_is_sent_once(
 
 
 async def test_one_that_never_knows_the_tools_is_told_so(client: AsyncClient) -> None:
-    async with serving(RawTrainer(ANSWER)) as trainer:
+    async with serving(GrpcTrainer(ANSWER)) as trainer:
         before_turn_three(trainer, [TOOLS_UNKNOWN] * 5)
         outcome = await roll(client, trainer)
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_TRAINER_CLIENT
@@ -86,7 +86,7 @@ async def test_an_answer_that_is_too_large_is_not_generated_again(client: AsyncC
     def swell(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
         response.raw_text = "x" * LARGEST_ANSWER
 
-    async with serving(RawTrainer(ANSWER, lies={1: swell})) as trainer:
+    async with serving(GrpcTrainer(ANSWER, lies={1: swell})) as trainer:
         outcome = await roll(client, trainer, replays=replays)
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_VALIDATION
     assert f"answers of up to {LARGEST_ANSWER} bytes" in outcome.failure.message
@@ -97,7 +97,7 @@ async def test_an_answer_beyond_grpcs_own_limit_is_read(client: AsyncClient) -> 
     def swell(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
         response.planes.add(name="routing", dtype="uint8", values=bytes(8 * 1024 * 1024))
 
-    async with serving(RawTrainer(ANSWER, lies={1: swell})) as trainer:
+    async with serving(GrpcTrainer(ANSWER, lies={1: swell})) as trainer:
         outcome = await roll(client, trainer)
     assert (outcome.failure.message, outcome.stop.reason) == ("", "stop")
 
@@ -105,7 +105,7 @@ async def test_an_answer_beyond_grpcs_own_limit_is_read(client: AsyncClient) -> 
 async def test_a_trainer_that_wants_to_be_asked_after_the_end_is_not_asked(client: AsyncClient) -> None:
     later = error_details_pb2.RetryInfo(retry_delay=Duration(seconds=3600))
     fault = Fault(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (later,))
-    async with serving(RawTrainer(ANSWER, faults=[fault])) as trainer:
+    async with serving(GrpcTrainer(ANSWER, faults=[fault])) as trainer:
         outcome = await roll(client, trainer, limits={"time": 30})
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_RATE_LIMITED
     assert "wants to be asked again in 3600 s, which is longer than the rollout waits" in outcome.failure.message
@@ -129,7 +129,7 @@ async def test_being_put_off_does_not_use_up_the_retries(client: AsyncClient) ->
     now = error_details_pb2.RetryInfo(retry_delay=Duration(nanos=1000))
     put_off = Fault(grpc.StatusCode.UNAVAILABLE, details=(now,))
     plain = Fault(grpc.StatusCode.RESOURCE_EXHAUSTED)
-    async with serving(RawTrainer(ANSWER, faults=[*[put_off] * 4, plain, plain])) as trainer:
+    async with serving(GrpcTrainer(ANSWER, faults=[*[put_off] * 4, plain, plain])) as trainer:
         outcome = await roll(client, trainer)
     assert outcome.stop.reason == "stop"
     assert outcome.metrics.completion_attempts == TURNS + 6
@@ -157,7 +157,7 @@ def long_version(request: pb.CompleteRequest, response: pb.CompleteResponse) -> 
     ],
 )
 async def test_an_answer_that_cannot_be_taken_is_named(client: AsyncClient, lie: Act, named: str) -> None:
-    async with serving(RawTrainer(ANSWER, lies={2: lie})) as trainer:
+    async with serving(GrpcTrainer(ANSWER, lies={2: lie})) as trainer:
         outcome = await roll(client, trainer)
     assert (outcome.failure.category, outcome.failure.turn) == (outcome_pb2.FAILURE_CATEGORY_VALIDATION, 2)
     assert named in outcome.failure.message
@@ -166,7 +166,7 @@ async def test_an_answer_that_cannot_be_taken_is_named(client: AsyncClient, lie:
 
 @pytest.mark.parametrize("honest", [True, False])
 async def test_a_prompt_that_comes_as_ids_is_compared_too(client: AsyncClient, honest: bool) -> None:
-    async with serving(RawTrainer(ANSWER)) as trainer:
+    async with serving(GrpcTrainer(ANSWER)) as trainer:
 
         def show(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
             prompt = [token for span in trainer.spans[:-1] for token in span.token_ids]
@@ -182,7 +182,7 @@ async def test_a_prompt_that_comes_as_ids_is_compared_too(client: AsyncClient, h
 
 
 async def test_an_answer_of_no_tokens_is_one(client: AsyncClient) -> None:
-    async with serving(RawTrainer(())) as trainer:
+    async with serving(GrpcTrainer(())) as trainer:
         outcome = await roll(client, trainer)
     assert (outcome.failure.message, outcome.stop.reason) == ("", "stop")
     assert outcome.metrics.generated_tokens == 0
@@ -192,7 +192,7 @@ async def test_the_key_is_not_repeated_as_a_policy(client: AsyncClient) -> None:
     def name(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
         response.policy_version = SECRET if request.turn % 2 else "v2"
 
-    async with serving(RawTrainer(ANSWER, lies=dict.fromkeys((1, 2, 3), name))) as trainer:
+    async with serving(GrpcTrainer(ANSWER, lies=dict.fromkeys((1, 2, 3), name))) as trainer:
         outcome = await roll(client, trainer, credentials={"completions_bearer": SECRET})
     (warning,) = [each for each in outcome.warnings if each.code == "policy_stale"]
     assert SECRET not in warning.message
@@ -200,7 +200,7 @@ async def test_the_key_is_not_repeated_as_a_policy(client: AsyncClient) -> None:
 
 
 async def test_cancelling_a_rollout_cancels_its_call(client: AsyncClient) -> None:
-    async with serving(RawTrainer(ANSWER, silent=True)) as trainer:
+    async with serving(GrpcTrainer(ANSWER, silent=True)) as trainer:
         run = client.run(
             messages=[{"role": "user", "content": "Go."}], completions=trainer.url, tokenizer="t", rollout_id="x"
         )
@@ -222,7 +222,7 @@ async def listen(run: Any) -> None:
 async def test_one_that_forgot_who_wrote_what_is_agreed_with_from_there_on(client: AsyncClient) -> None:
     """A trainer that renders is told messages, not authors: after it forgot, all of its prompt is somebody else's."""
     seen: list[int] = []
-    async with serving(RawTrainer(ANSWER)) as trainer:
+    async with serving(GrpcTrainer(ANSWER)) as trainer:
 
         def render(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
             del trainer.spans[-1]

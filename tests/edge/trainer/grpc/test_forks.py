@@ -25,7 +25,7 @@ from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.edge.trainer.grpc.test_message_mode import rewriting
-from tests.support.http_trainer import Act, RawTrainer, answer, raw_trainer
+from tests.support.http_trainer import Act, HttpTrainer, answer, raw_trainer
 from tests.support.toy_model import END, ToyModel, decode, encode
 
 MODES = pytest.mark.parametrize("mode", ["tokens", "messages"])
@@ -347,7 +347,7 @@ async def test_branches_of_a_prompt_that_drifted(client: AsyncClient, tmp_path: 
             assert by_id[each.segment_id][: len(parent)] == parent
 
 
-def plainly(trainers: list[RawTrainer]) -> Act:
+def plainly(trainers: list[HttpTrainer]) -> Act:
     """Answers a conversation as the trainers of the asynchronous dialect do that say which ids the model saw."""
 
     async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -363,7 +363,7 @@ def plainly(trainers: list[RawTrainer]) -> Act:
 
 @pytest.mark.parametrize("does", ["branches", "compaction"])
 async def test_over_http_a_trainer_that_says_what_the_model_saw_is_believed(client: AsyncClient, does: str) -> None:
-    trainers: list[RawTrainer] = []
+    trainers: list[HttpTrainer] = []
     async with raw_trainer(plainly(trainers)) as trainer:
         trainers.append(trainer)
         url = spec_pb2.Target(url=trainer.url, dialect=spec_pb2.DIALECT_HTTP_PLAIN)

@@ -12,7 +12,7 @@ from osmosis.rollout.v1 import outcome_pb2, token_pb2
 from rollout_client import AsyncClient
 
 from tests.edge.trainer.grpc.test_token_mode import answer, client, roll, toy
-from tests.support.grpc_trainer import RawTrainer, serving
+from tests.support.grpc_trainer import GrpcTrainer, serving
 
 __all__ = ["answer", "client", "toy"]
 
@@ -29,7 +29,7 @@ async def test_planes_and_further_fields_are_kept(client: AsyncClient, answer: l
         response.planes.extend(planes)
         response.extra_json = extra
 
-    async with serving(RawTrainer(answer, lies={2: beside})) as trainer:
+    async with serving(GrpcTrainer(answer, lies={2: beside})) as trainer:
         outcome = await roll(client, trainer)
         uid = trainer.requests[0].uid
     assert (outcome.failure.message, outcome.stop.reason) == ("", "stop")
@@ -64,7 +64,7 @@ async def test_what_breaks_the_contract_is_named(
     def lie(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
         response.MergeFrom(pb.CompleteResponse(**fields(len(answer))))
 
-    async with serving(RawTrainer(answer, lies={2: lie})) as trainer:
+    async with serving(GrpcTrainer(answer, lies={2: lie})) as trainer:
         outcome = await roll(client, trainer)
     assert (outcome.failure.category, outcome.failure.turn) == (outcome_pb2.FAILURE_CATEGORY_VALIDATION, 2)
     assert text in outcome.failure.message

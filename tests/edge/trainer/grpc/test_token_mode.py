@@ -15,7 +15,7 @@ from rollout_client import AsyncClient, TrainingSample, samples
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer
 
-from tests.support.grpc_trainer import BASE_UNKNOWN, Fault, RawTrainer, info, serving
+from tests.support.grpc_trainer import BASE_UNKNOWN, Fault, GrpcTrainer, info, serving
 from tests.support.talking_agent import Talk, connected, warned
 
 TURNS = 4
@@ -39,7 +39,7 @@ async def client() -> AsyncIterator[AsyncClient]:
         yield client
 
 
-async def roll(client: AsyncClient, trainer: RawTrainer, **spec: Any) -> outcome_pb2.Outcome:
+async def roll(client: AsyncClient, trainer: GrpcTrainer, **spec: Any) -> outcome_pb2.Outcome:
     completions = spec.pop("completions", trainer.url)
     run = client.run(messages=[{"role": "user", "content": "Go."}], completions=completions, tokenizer="t", **spec)
     async for _ in run:
@@ -56,7 +56,7 @@ def only(outcome: outcome_pb2.Outcome) -> TrainingSample:
 async def test_only_what_is_new_travels_and_both_hold_the_same(
     client: AsyncClient, answer: list[int], toy: Any
 ) -> None:
-    async with serving(RawTrainer(answer)) as trainer:
+    async with serving(GrpcTrainer(answer)) as trainer:
         outcome = await roll(client, trainer)
     assert (outcome.stop.reason, warned(outcome)) == ("stop", [])
     sample = only(outcome)
@@ -81,7 +81,7 @@ async def test_only_what_is_new_travels_and_both_hold_the_same(
 async def test_a_trainer_that_forgot_the_base_gets_the_whole_history_once(
     client: AsyncClient, answer: list[int]
 ) -> None:
-    async with serving(RawTrainer(answer)) as trainer:
+    async with serving(GrpcTrainer(answer)) as trainer:
 
         def forget(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
             trainer.faults.append(BASE_UNKNOWN)
@@ -99,7 +99,7 @@ async def test_a_trainer_that_forgot_the_base_gets_the_whole_history_once(
 
 
 async def test_one_that_never_knows_a_base_is_not_asked_for_ever(client: AsyncClient, answer: list[int]) -> None:
-    async with serving(RawTrainer(answer)) as trainer:
+    async with serving(GrpcTrainer(answer)) as trainer:
 
         def forget(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
             trainer.faults += [BASE_UNKNOWN] * 5
@@ -115,7 +115,7 @@ async def test_one_that_never_knows_a_base_is_not_asked_for_ever(client: AsyncCl
 async def test_a_trainer_that_says_when_to_come_back_is_asked_again(
     client: AsyncClient, answer: list[int], code: grpc.StatusCode
 ) -> None:
-    async with serving(RawTrainer(answer, faults=[Fault(code, details=(NOW,))] * 5)) as trainer:
+    async with serving(GrpcTrainer(answer, faults=[Fault(code, details=(NOW,))] * 5)) as trainer:
         outcome = await roll(client, trainer)
     assert (outcome.stop.reason, warned(outcome)) == ("stop", [])
     assert len({request.turn_key for request in trainer.requests[:6]}) == 1
@@ -126,7 +126,7 @@ async def test_a_trainer_that_says_when_to_come_back_is_asked_again(
 async def test_a_lost_turn_is_asked_for_again_only_where_keys_are_replayed(
     client: AsyncClient, answer: list[int], replays: bool
 ) -> None:
-    async with serving(RawTrainer(answer, faults=[Fault(grpc.StatusCode.UNAVAILABLE)])) as trainer:
+    async with serving(GrpcTrainer(answer, faults=[Fault(grpc.StatusCode.UNAVAILABLE)])) as trainer:
         target = {"url": trainer.url, "replays_turn_keys": replays}
         outcome = await roll(client, trainer, completions=target_of(**target))
     if replays:
@@ -145,7 +145,7 @@ def target_of(url: str, replays_turn_keys: bool) -> Any:
 
 
 async def test_nobody_there_is_told_as_such(client: AsyncClient, answer: list[int]) -> None:
-    async with serving(RawTrainer(answer)) as trainer:
+    async with serving(GrpcTrainer(answer)) as trainer:
         pass
     outcome = await roll(client, trainer, limits={"time": 20})
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_NETWORK
@@ -164,7 +164,7 @@ async def test_nobody_there_is_told_as_such(client: AsyncClient, answer: list[in
 async def test_other_statuses_end_the_rollout_in_the_trainers_words_without_its_key(
     client: AsyncClient, answer: list[int], code: grpc.StatusCode, category: int
 ) -> None:
-    async with serving(RawTrainer(answer, faults=[Fault(code, "no: Bearer s3cr3t-s3cr3t", (info("X"),))])) as trainer:
+    async with serving(GrpcTrainer(answer, faults=[Fault(code, "no: Bearer s3cr3t-s3cr3t", (info("X"),))])) as trainer:
         outcome = await roll(client, trainer, credentials={"completions_bearer": "s3cr3t-s3cr3t"})
     assert trainer.authorizations == ["Bearer s3cr3t-s3cr3t"]
     assert outcome.failure.category == category
@@ -193,8 +193,8 @@ async def test_a_lie_about_tokens_ends_the_rollout_on_its_turn(
     client: AsyncClient, answer: list[int], lie: Any, shows: bool
 ) -> None:
     async with (
-        serving(RawTrainer(answer, lies={3: lie}, shows_ledger=shows)) as liar,
-        serving(RawTrainer(answer)) as honest,
+        serving(GrpcTrainer(answer, lies={3: lie}, shows_ledger=shows)) as liar,
+        serving(GrpcTrainer(answer)) as honest,
     ):
         outcome, other = await roll(client, liar), await roll(client, honest)
     assert (outcome.failure.category, outcome.failure.turn) == (DRIFT, 3)
@@ -208,7 +208,7 @@ async def test_a_lie_about_tokens_ends_the_rollout_on_its_turn(
 
 
 async def test_where_both_part_is_named_with_its_text(client: AsyncClient, answer: list[int]) -> None:
-    async with serving(RawTrainer(answer)) as trainer:
+    async with serving(GrpcTrainer(answer)) as trainer:
 
         def swap(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
             trainer.spans[0].token_ids[3] = trainer.spans[0].token_ids[2]
@@ -225,7 +225,7 @@ async def test_digests_that_are_missing_are_told_of(client: AsyncClient, answer:
     def leave_out(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
         response.ClearField(field)
 
-    async with serving(RawTrainer(answer, lies={2: leave_out})) as trainer:
+    async with serving(GrpcTrainer(answer, lies={2: leave_out})) as trainer:
         outcome = await roll(client, trainer)
     assert outcome.stop.reason == "stop"
     assert warned(outcome) == ["unverified"]
@@ -242,15 +242,15 @@ def older_policy(request: pb.CompleteRequest, response: pb.CompleteResponse) -> 
 
 
 async def test_what_is_odd_but_true_is_a_warning(client: AsyncClient, answer: list[int]) -> None:
-    async with serving(RawTrainer(answer, lies={2: shorten_logprobs})) as trainer:
+    async with serving(GrpcTrainer(answer, lies={2: shorten_logprobs})) as trainer:
         short = await roll(client, trainer)
     assert warned(short) == ["logprobs_missing"]
     assert only(short).logprobs is None
-    async with serving(RawTrainer(answer, lies=dict.fromkeys((1, 2, 3, 4), older_policy))) as trainer:
+    async with serving(GrpcTrainer(answer, lies=dict.fromkeys((1, 2, 3, 4), older_policy))) as trainer:
         stale = await roll(client, trainer)
     assert warned(stale) == ["policy_stale"]
     assert stale.warnings[0].turn == 3
-    async with serving(RawTrainer(answer)) as trainer:
+    async with serving(GrpcTrainer(answer)) as trainer:
         long = await roll(client, trainer, sampling={"max_tokens": len(answer) - 1})
     assert warned(long) == ["length_exceeded"] * TURNS
 
@@ -274,7 +274,7 @@ async def test_what_is_odd_but_true_is_a_warning(client: AsyncClient, answer: li
 async def test_an_answer_that_breaks_the_contract_is_named(
     client: AsyncClient, answer: list[int], change: Any, named: str
 ) -> None:
-    async with serving(RawTrainer(answer, lies={2: change})) as trainer:
+    async with serving(GrpcTrainer(answer, lies={2: change})) as trainer:
         outcome = await roll(client, trainer)
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_VALIDATION
     assert named in outcome.failure.message
@@ -287,7 +287,7 @@ async def test_an_answer_that_was_cut_is_closed_by_a_token_that_does_not_train(
     def cut(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
         response.finish_reason = "length"
 
-    async with serving(RawTrainer(answer[:-1], lies=dict.fromkeys(range(1, TURNS + 1), cut))) as trainer:
+    async with serving(GrpcTrainer(answer[:-1], lies=dict.fromkeys(range(1, TURNS + 1), cut))) as trainer:
         outcome = await roll(client, trainer)
     assert outcome.stop.truncated
     closing = [span for span in only(outcome).spans or () if span.reason == "closing"]

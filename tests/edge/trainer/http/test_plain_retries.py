@@ -19,7 +19,7 @@ from tests.edge.trainer.http.asking import Asking
 from tests.support.http_trainer import (
     COMPLETION,
     Act,
-    RawTrainer,
+    HttpTrainer,
     answer,
     closed,
     endless,
@@ -44,7 +44,7 @@ LOST: dict[str, Act] = {
 }
 
 
-def check_repeats(trainer: RawTrainer, count: int) -> None:
+def check_repeats(trainer: HttpTrainer, count: int) -> None:
     """All requests are the same one."""
     assert len(trainer.requests) == count
     first = trainer.requests[0]
