@@ -11,10 +11,10 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs, each of which would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments demo up down test bench bench-tokens bench-dialects mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 deploy-checks docs protos sync-client release-protos lock clean
+.PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 deploy-checks docs protos sync-client release-protos lock clean
 
 help: ## Show the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
@@ -50,6 +50,7 @@ lock: ## Resolve the lock files anew
 	$(UV) requirements/protos.in -o requirements/protos.lock
 	$(UV) requirements/oldest.in -o requirements/oldest.lock
 	$(UV) requirements/transformers4.in -o requirements/transformers4.lock
+	$(UV) --no-deps requirements/trl.in -o requirements/trl.lock
 	$(UV) pyproject.toml --extra server -c requirements/dev.lock -o deploy/server.lock
 	echo hatchling | $(UV) - -c requirements/dev.lock -o deploy/build.lock
 
@@ -68,8 +69,16 @@ up: setup ## Start a server and a strict trainer in the background (HTTP_PORT=, 
 down: setup ## Stop them
 	@$(LOCAL) down
 
-test: setup .venv-protos/.ready ## Run all tests
-	$(BIN)/python -m pytest -n auto --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+
+test-quick: setup ## Run the tests of core, runtime and agents (under a minute)
+	$(PYTEST) -m "not thorough" tests/core tests/runtime tests/agent
+
+test: setup .venv-protos/.ready .venv-trl/.ready ## Test all that users are promised (8 minutes on two cores)
+	$(PYTEST) -m "not thorough"
+
+test-all: setup .venv-protos/.ready .venv-trl/.ready ## Run all tests, bursts, fuzzers and every chat template too
+	$(PYTEST)
 
 bench: setup ## Measure CPU per turn against a floor server
 	$(BIN)/python -m bench
@@ -105,7 +114,7 @@ docs: setup ## Write the tables of settings in docs/
 	$(BIN)/python deploy/settings_tables.py
 
 transformers4: .venv-transformers4/.ready ## Run the tests of tokens on the last transformers before 5
-	PYTHONPATH=generated:server ROLLOUT_EXAMPLES=few .venv-transformers4/bin/python -m pytest -n auto --dist worksteal tests/tokens -p no:cacheprovider
+	PYTHONPATH=generated:server ROLLOUT_EXAMPLES=few .venv-transformers4/bin/python -m pytest -n auto --dist worksteal tests/edge/tokens -p no:cacheprovider
 
 deploy-checks: setup ## Lint the Dockerfile and validate the compose file and the Kubernetes manifests
 	$(BIN)/hadolint Dockerfile
@@ -113,11 +122,11 @@ deploy-checks: setup ## Lint the Dockerfile and validate the compose file and th
 	$(BIN)/kubernetes-validate --strict --quiet $(MANIFESTS)
 
 environments: ## Make all environments that `check` needs, at the same time
-	@$(MAKE) --no-print-directory -j4 $(VENV)/.ready .venv-protos/.ready .venv-oldest/.ready .venv-transformers4/.ready
+	@$(MAKE) --no-print-directory -j5 $(VENV)/.ready .venv-protos/.ready .venv-oldest/.ready .venv-transformers4/.ready .venv-trl/.ready
 
-check: environments ## Everything that a landing needs
+check: environments ## Everything that a landing needs (25 minutes on two cores)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target types transformers4 oldest format lint deploy-checks
-	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-all
 
 .venv-mutants/.ready:
 	$(PYTHON) -m venv .venv-mutants
@@ -126,9 +135,9 @@ check: environments ## Everything that a landing needs
 
 mutants: .venv-mutants/.ready ## Mutate the core and list what no test noticed (half an hour)
 	rm -rf build/mutants && mkdir -p build/mutants/rollout_server build/mutants/tests
-	touch build/mutants/rollout_server/__init__.py build/mutants/tests/__init__.py
+	touch build/mutants/rollout_server/__init__.py
 	cp -r server/rollout_server/core build/mutants/rollout_server/
-	cp -r tests/core build/mutants/tests/
+	cp -r tests/__init__.py tests/core tests/support build/mutants/tests/
 	cd build/mutants && export PATH="$(CURDIR)/.venv-mutants/bin:$$PATH" PYTHONPATH="$(CURDIR)/build/mutants" \
 		PYTHONDONTWRITEBYTECODE=1 ROLLOUT_EXAMPLES=few && cp tests/core/mutants.toml . \
 		&& cosmic-ray init mutants.toml mutants.sqlite && cr-filter-operators mutants.sqlite mutants.toml \
@@ -136,15 +145,16 @@ mutants: .venv-mutants/.ready ## Mutate the core and list what no test noticed (
 		&& cr-report --surviving-only --show-diff mutants.sqlite
 
 mutants-tokens: setup .venv-mutants/.ready ## Mutate the renderer and list what no test noticed (an hour)
-	rm -rf build/mutants-tokens && mkdir -p build/mutants-tokens/tests && ln -sfn ../../shared build/shared
+	rm -rf build/mutants-tokens && mkdir -p build/mutants-tokens/tests/edge && ln -sfn ../../shared build/shared
 	cp -r server/rollout_server build/mutants-tokens/
-	cp -r tests/__init__.py tests/tokens build/mutants-tokens/tests/
+	cp -r tests/__init__.py tests/support build/mutants-tokens/tests/
+	cp -r tests/edge/__init__.py tests/edge/tokens build/mutants-tokens/tests/edge/
 	cd build/mutants-tokens && export PATH="$(CURDIR)/.venv-mutants/bin:$$PATH" PYTHONPATH="$(CURDIR)/build/mutants-tokens" \
-		PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false && cp tests/tokens/mutants.toml . \
+		PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=false && cp tests/edge/tokens/mutants.toml . \
 		&& cosmic-ray init mutants.toml mutants.sqlite && cr-filter-operators mutants.sqlite mutants.toml \
-		&& { $(CURDIR)/$(BIN)/python -m tests.tokens.forks serve forks.sock >forks.log 2>&1 & } && trap "kill $$!" EXIT \
+		&& { $(CURDIR)/$(BIN)/python -m tests.edge.tokens.forks serve forks.sock >forks.log 2>&1 & } && trap "kill $$!" EXIT \
 		&& cosmic-ray baseline mutants.toml && cosmic-ray exec mutants.toml mutants.sqlite \
 		&& cosmic-ray baseline mutants.toml && cr-report --surviving-only --show-diff mutants.sqlite
 
 clean: ## Remove environments and caches
-	rm -rf .venv .venv-protos .venv-oldest .venv-transformers4 .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv .venv-protos .venv-oldest .venv-transformers4 .venv-trl .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

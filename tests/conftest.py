@@ -1,17 +1,43 @@
-"""What all suites share: random examples that may take their time, and a table at the end that says what each suite took."""
+"""What all suites share: which tests are thorough, examples that may take their time, and a table of what each suite took."""
 
 from __future__ import annotations
 
 import gc
+import os
+import re
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Libraries that say on stderr what no test failed for: PyTorch is not installed, a connection was closed.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+THOROUGH = re.compile(
+    r"""tests/(?:
+      hostile/test_(?:bursts|fuzz|http|templates|tools)\.py                       # attacks, each on a server of its own
+    | (?:edge/rpc/test_proto|gateway/test_openapi)_fuzz\.py                        # fuzzers
+    | edge/rpc/test_bursts\.py | system/test_many_rollouts\.py | .*::test_250_rollouts_at_once  # hundreds and thousands
+    | exact/test_fifty_turns\w*\.py::\w+\[(?!toy\]) | tokencheck/test_families\.py::\w+\[(?!toy\])  # large tokenizers
+    | exact/test_trl_templates\.py::\w+\[\w+_training\]                          # variants of templates
+    | test_bench\.py
+    )""",
+    re.VERBOSE,
+)
+"""Slow and rare: `make check` runs them, `make test` does not."""
+
 # How fast a machine is at the moment is no fault of what is tested.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is thorough."""
+    for item in items:
+        if THOROUGH.match(item.nodeid):
+            item.add_marker(pytest.mark.thorough)
 
 
 def pytest_collection_finish() -> None:
@@ -27,11 +53,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                place = Path(report.nodeid.partition("::")[0])
-                suite = place.parts[1] if len(place.parts) > 2 else place.stem
+                suite = _suite(Path(report.nodeid.partition("::")[0]))
                 seconds[suite] += report.duration
                 tests[suite] += report.when == "call"
     if len(seconds) > 1:
         terminalreporter.write_sep("=", "suites")
         for suite in sorted(seconds, key=lambda name: -seconds[name]):
             terminalreporter.write_line(f"{suite:32} {tests[suite]:5} tests {seconds[suite]:7.1f} s")
+
+
+def _suite(module: Path) -> str:
+    """The folder that a module stands in: of `edge` and `gateway` the room, else the package."""
+    if len(module.parts) <= 2:
+        return module.stem
+    return "/".join(module.parts[1:-1][: 2 if module.parts[1] in ("edge", "gateway") else 1])

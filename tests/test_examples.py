@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Invoke, here, invoke
-from tests.system.processes import environment
+from tests.support.processes import environment
 
 __all__ = ["here", "invoke"]
 

@@ -8,11 +8,9 @@ import pkgutil
 import subprocess
 import sys
 from array import array
-from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, MutableSet
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (ROOT / "server", ROOT / "gateway")
@@ -142,9 +140,12 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-every_module = pytest.mark.parametrize("name", MODULES)
 CORE = [name for name in MODULES if name.startswith("rollout_server.core")]
-core_modules = pytest.mark.parametrize("name", CORE)
+
+
+def offenders(found: Mapping[str, set[str]]) -> dict[str, list[str]]:
+    """The modules in which something was found, all of them, for a test's message."""
+    return {name: sorted(each) for name, each in found.items() if each}
 
 
 @cache
@@ -152,7 +153,8 @@ def tree(name: str) -> ast.Module:
     return ast.parse(MODULES[name].read_text(encoding="utf-8"))
 
 
-def imports(name: str) -> set[str]:
+@cache
+def imports(name: str) -> frozenset[str]:
     """What a module imports, anywhere in it; `from a import b` as "a.b"."""
     found: set[str] = set()
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
@@ -163,7 +165,7 @@ def imports(name: str) -> set[str]:
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*parents, *([node.module] if node.module else [])])
             found.update(f"{base}.{alias.name}" for alias in node.names)
-    return found
+    return frozenset(found)
 
 
 def within(name: str, package: str) -> bool:
@@ -196,12 +198,14 @@ def is_stub(name: str, imported: str) -> bool:
     return (in_edge and stub) or (within(name, JOURNAL) and within(imported, "osmosis.journal"))
 
 
-@every_module
-def test_every_module_has_a_room_and_imports_what_its_room_may(name: str) -> None:
-    where = room(name)
-    assert where is not None, f"{name} is in no room of the house"
-    wrong = {i for i in imports(name) if not is_allowed(i, ROOMS[where]) and not is_stub(name, i)}
-    assert wrong == set()
+def test_every_module_has_a_room_and_imports_what_its_room_may() -> None:
+    homeless = [name for name in MODULES if room(name) is None]
+    assert homeless == []
+    wrong = {
+        name: {i for i in imports(name) if not is_allowed(i, ROOMS[str(room(name))]) and not is_stub(name, i)}
+        for name in MODULES
+    }
+    assert offenders(wrong) == {}
 
 
 def test_the_rules_can_be_broken() -> None:
@@ -222,38 +226,50 @@ def test_the_rules_can_be_broken() -> None:
     assert "asyncio" in imports("rollout_server.runtime.log")
 
 
-@core_modules
-def test_the_core_is_pure(name: str) -> None:
+def impurities(name: str) -> set[str]:
+    """What a module imports, calls or awaits that the core may not."""
     standard = {i for i in imports(name) if origin(i) == STANDARD}
-    assert {i for i in standard if not any(within(i, pure) for pure in PURE.split())} == set()
-    calls = {n.func.id for n in ast.walk(tree(name)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    assert calls & IMPURE_CALLS == set()
-    assert not any(isinstance(n, ast.AsyncFunctionDef | ast.Await | ast.Global) for n in ast.walk(tree(name)))
+    found = {i for i in standard if not any(within(i, pure) for pure in PURE.split())}
+    nodes = list(ast.walk(tree(name)))
+    calls = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    effects = {type(n).__name__ for n in nodes if isinstance(n, ast.AsyncFunctionDef | ast.Await | ast.Global)}
+    return found | (calls & IMPURE_CALLS) | effects
 
 
-@core_modules
-def test_the_core_keeps_nothing_that_changes_in_its_modules(name: str) -> None:
+def test_the_core_is_pure() -> None:
+    assert offenders({name: impurities(name) for name in CORE}) == {}
+
+
+def test_the_core_keeps_nothing_that_changes_in_its_modules() -> None:
     mutable = (MutableSequence, MutableMapping, MutableSet, array)
-    kept = {key for key, value in vars(importlib.import_module(name)).items() if isinstance(value, mutable)}
-    assert {key for key in kept if not key.startswith("__")} == set()
+    kept = {
+        name: {
+            key
+            for key, value in vars(importlib.import_module(name)).items()
+            if isinstance(value, mutable) and not key.startswith("__")
+        }
+        for name in CORE
+    }
+    assert offenders(kept) == {}
 
 
-@every_module
-def test_nothing_rebinds_a_global(name: str) -> None:
-    assert not any(isinstance(node, ast.Global) for node in ast.walk(tree(name)))
+def test_nothing_rebinds_a_global() -> None:
+    assert [name for name in MODULES if any(isinstance(node, ast.Global) for node in ast.walk(tree(name)))] == []
 
 
-@every_module
-def test_a_module_can_be_read_in_one_sitting(name: str) -> None:
-    most, _ = LARGER.get(name, (LINES, ""))
-    lines = [line for line in MODULES[name].read_text(encoding="utf-8").splitlines() if line.strip()]
-    assert len(lines) <= most
+def lines(name: str) -> int:
+    """How many lines of a module are not blank."""
+    return sum(bool(line.strip()) for line in MODULES[name].read_text(encoding="utf-8").splitlines())
+
+
+def test_a_module_can_be_read_in_one_sitting() -> None:
+    most = {name: LARGER.get(name, (LINES, ""))[0] for name in MODULES}
+    assert {name: lines(name) for name in MODULES if lines(name) > most[name]} == {}
 
 
 def test_exceptions_are_still_needed() -> None:
-    for name in LARGER:
-        lines = [line for line in MODULES[name].read_text(encoding="utf-8").splitlines() if line.strip()]
-        assert len(lines) > LINES, f"{name} has become small enough: take it off the list"
+    """What has become small enough is taken off the list."""
+    assert [name for name in LARGER if lines(name) <= LINES] == []
 
 
 def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -267,12 +283,17 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     return [n for n in named if n not in ("self", "cls")]
 
 
-@every_module
-def test_functions_are_short_and_take_few_parameters(name: str) -> None:
-    for function in functions(name):
-        assert function.end_lineno is not None
-        assert function.end_lineno - function.lineno < FUNCTION_LINES, function.name
-        assert len(parameters(function)) <= PARAMETERS, function.name
+def test_functions_are_short() -> None:
+    long = {
+        name: {f.name for f in functions(name) if (f.end_lineno or f.lineno) - f.lineno >= FUNCTION_LINES}
+        for name in MODULES
+    }
+    assert offenders(long) == {}
+
+
+def test_functions_take_few_parameters() -> None:
+    many = {name: {f.name for f in functions(name) if len(parameters(f)) > PARAMETERS} for name in MODULES}
+    assert offenders(many) == {}
 
 
 def test_importing_what_authors_use_is_light() -> None:
@@ -283,12 +304,18 @@ def test_importing_what_authors_use_is_light() -> None:
     assert run.stdout.split() == []
 
 
-@every_module
-def test_model_libraries_are_imported_where_they_are_used(name: str) -> None:
-    """They take seconds to load, so no module does at its top."""
+def imports_at_top(name: str) -> set[str]:
+    """What a module imports when it is imported itself."""
     at_top = {alias.name for node in tree(name).body if isinstance(node, ast.Import) for alias in node.names}
-    at_top |= {str(node.module) for node in tree(name).body if isinstance(node, ast.ImportFrom)}
-    assert {i for i in at_top if i.split(".")[0] in ("transformers", "torch")} == set()
+    return at_top | {str(node.module) for node in tree(name).body if isinstance(node, ast.ImportFrom)}
+
+
+def test_model_libraries_are_imported_where_they_are_used() -> None:
+    """They take seconds to load, so no module does at its top."""
+    heavy = {
+        name: {i for i in imports_at_top(name) if i.split(".")[0] in ("transformers", "torch")} for name in MODULES
+    }
+    assert offenders(heavy) == {}
 
 
 def test_the_rooms_are_the_ones_there_are() -> None:

@@ -20,7 +20,7 @@ from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.cli.conftest import here
-from tests.system.processes import environment
+from tests.support.processes import environment
 
 __all__ = ["here"]
 

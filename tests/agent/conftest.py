@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.runtime.world import World
+from tests.support.runtime_harness import RuntimeHarness
 
 
 @pytest.fixture
-async def new_world() -> AsyncIterator[type[World]]:
+async def new_world() -> AsyncIterator[type[RuntimeHarness]]:
     """Makes worlds, and holds them against the laws at the end."""
-    made: list[World] = []
+    made: list[RuntimeHarness] = []
 
-    class Made(World):
+    class Made(RuntimeHarness):
         def __init__(self, *args: object, **fields: object) -> None:
             super().__init__(*args, **fields)  # type: ignore[arg-type]
             made.append(self)

@@ -23,7 +23,7 @@ from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.rollout import Rollout
 
-from tests.runtime.world import EPOCH, FOREVER, Say, World, a_spec, assert_internal, call, outcome_of
+from tests.support.runtime_harness import EPOCH, FOREVER, RuntimeHarness, Say, a_spec, assert_internal, call, outcome_of
 
 
 @tool
@@ -43,7 +43,7 @@ def observed(rollout: Rollout) -> list[tuple[str, object]]:
     return [(each.what, json.loads(each.value_json)) for each in records if isinstance(each, Observed)]
 
 
-async def test_time_chance_and_effects_are_recorded(new_world: type[World]) -> None:
+async def test_time_chance_and_effects_are_recorded(new_world: type[RuntimeHarness]) -> None:
     told: list[object] = []
     calls: list[str] = []
 
@@ -80,7 +80,7 @@ async def test_time_chance_and_effects_are_recorded(new_world: type[World]) -> N
 
 
 async def test_what_json_cannot_hold_is_named_by_its_line(
-    new_world: type[World], caplog: pytest.LogCaptureFixture
+    new_world: type[RuntimeHarness], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Unwritable(Agent):
         name = "unwritable"
@@ -95,7 +95,7 @@ async def test_what_json_cannot_hold_is_named_by_its_line(
     assert observed(rollout) == []
 
 
-async def test_state_is_the_rollouts_own(new_world: type[World]) -> None:
+async def test_state_is_the_rollouts_own(new_world: type[RuntimeHarness]) -> None:
     class Keeping(Agent):
         name = "keeping"
 
@@ -114,7 +114,7 @@ async def test_state_is_the_rollouts_own(new_world: type[World]) -> None:
     assert [outcome.reward_result for outcome in outcomes] == [RewardResult(1.0, {"length": 2.0})] * 2
 
 
-async def test_an_author_masks_answers_out(new_world: type[World]) -> None:
+async def test_an_author_masks_answers_out(new_world: type[RuntimeHarness]) -> None:
     mistakes: list[str] = []
 
     class Masking(Agent):
@@ -171,19 +171,19 @@ class Plain(Agent):
         return float(len(run.messages))
 
 
-async def test_plain_functions_run_in_threads(new_world: type[World]) -> None:
+async def test_plain_functions_run_in_threads(new_world: type[RuntimeHarness]) -> None:
     rollout = new_world(Plain()).start(Say("", (call("left"),)), Say("done"))
     outcome = await outcome_of(rollout)
     assert (outcome.end, outcome.reward_result) == (Stop("stop"), RewardResult(4.0))
     assert [kind for kind, _ in observed(rollout)] == ["now"]
 
 
-async def test_a_limit_ends_a_plain_play(new_world: type[World]) -> None:
+async def test_a_limit_ends_a_plain_play(new_world: type[RuntimeHarness]) -> None:
     outcome = await outcome_of(new_world(Plain()).start(Say("", (call("left"),)), limits=Limits(turns=2)))
     assert (outcome.end, outcome.metrics.turns) == (Stop("max_turns"), 2)
 
 
-async def test_a_thread_is_left_alone_and_sees_that_it_is(new_world: type[World]) -> None:
+async def test_a_thread_is_left_alone_and_sees_that_it_is(new_world: type[RuntimeHarness]) -> None:
     saw = threading.Event()
 
     class Stubborn(Agent):
@@ -214,7 +214,7 @@ async def test_a_thread_is_left_alone_and_sees_that_it_is(new_world: type[World]
     assert await asyncio.to_thread(saw.wait, 10)
 
 
-async def test_waiting_is_for_threads(new_world: type[World], caplog: pytest.LogCaptureFixture) -> None:
+async def test_waiting_is_for_threads(new_world: type[RuntimeHarness], caplog: pytest.LogCaptureFixture) -> None:
     class Confused(Agent):
         name = "confused"
 
@@ -243,7 +243,7 @@ def at(where: str, **fields: object) -> dict[str, Any]:
     return {"metadata_json": json.dumps({"where": where}), **fields}
 
 
-async def test_tools_are_chosen_by_request(new_world: type[World]) -> None:
+async def test_tools_are_chosen_by_request(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Choosing())
     rollout = world.start(Say("", (call("right", "a"), call("left", "b"))), Say("done"), **at("right"))
     outcome = await outcome_of(rollout)
@@ -253,7 +253,7 @@ async def test_tools_are_chosen_by_request(new_world: type[World]) -> None:
 
 
 async def test_a_choice_that_fails_refuses_the_request_and_takes_no_place(
-    new_world: type[World], caplog: pytest.LogCaptureFixture
+    new_world: type[RuntimeHarness], caplog: pytest.LogCaptureFixture
 ) -> None:
     world = new_world(Choosing())
     for fields in (at("nowhere"), {}):
@@ -271,7 +271,7 @@ async def test_a_choice_that_fails_refuses_the_request_and_takes_no_place(
     assert (world.roster.running, world.roster.queued) == (0, 0)
 
 
-async def test_a_failure_in_one_rollout_harms_no_other(new_world: type[World]) -> None:
+async def test_a_failure_in_one_rollout_harms_no_other(new_world: type[RuntimeHarness]) -> None:
     class Failing(Agent):
         name = "failing"
 

@@ -13,8 +13,8 @@ from rollout_server.app import Server
 from rollout_server.runtime.aio.loop_watchdog import LoopWatch
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.client.trainer.toy import until
-from tests.rpc.asking import settings
+from tests.support.start_requests import settings
+from tests.support.toy_model import until
 
 
 def hold(seconds: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 from rollout_server.calculator import Calculator
@@ -14,8 +13,9 @@ from rollout_server.core.outcome import Stop
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.tools.executor import ToolExecutor
 
-from tests.runtime.jumping import JumpingLoop
-from tests.runtime.world import Say, World, call, contents, outcome_of
+from tests.support.golden import SYNC
+from tests.support.jumping_loop import JumpingLoop
+from tests.support.runtime_harness import RuntimeHarness, Say, call, contents, outcome_of
 
 NUMBER = {"type": "number"}
 TOOLS = {
@@ -24,7 +24,6 @@ TOOLS = {
     "multiply": ("Multiply two numbers", "First number", "Second number"),
     "divide": ("Divide two numbers", "Numerator", "Denominator (cannot be zero)"),
 }
-RECORDED = Path(__file__).parents[3] / "shared" / "transcripts" / "sync" / "tools.json"
 
 
 def told(agent: AgentProtocol) -> list[dict[str, JSON]]:
@@ -55,10 +54,9 @@ def test_the_tools_are_those_of_the_protocol_in_its_order() -> None:
         )
 
 
-@pytest.mark.skipif(not RECORDED.exists(), reason="needs ../shared/transcripts")
 @pytest.mark.parametrize("delay", [0, 0.5])
 def test_the_tools_are_those_that_were_recorded(delay: float) -> None:
-    (exchange,) = json.loads(RECORDED.read_text())["exchanges"]
+    (exchange,) = json.loads((SYNC / "tools.json").read_text())["exchanges"]
     assert json.dumps(told(Calculator(delay))) == json.dumps(exchange["response"]["tools"])
 
 
@@ -109,7 +107,7 @@ async def test_what_a_call_is_answered(wanted: ToolCall, said: str) -> None:
 def test_a_delayed_calculator_answers_the_same_later() -> None:
     async def play() -> None:
         calls = tuple(call("add", f"c{b}", a=5, b=b) for b in range(3))
-        outcome = await outcome_of(World(Calculator(delay=30)).start(Say("", calls), Say("done")))
+        outcome = await outcome_of(RuntimeHarness(Calculator(delay=30)).start(Say("", calls), Say("done")))
         assert contents(outcome, "tool") == ["5", "6", "7"]
         assert outcome.metrics.tool_ms == pytest.approx(30_000)
 
@@ -125,7 +123,7 @@ def test_a_delay_that_is_none_is_refused(delay: float) -> None:
 
 async def rewarded(answer: str, metadata: Mapping[str, JSON], *before: Say) -> float | None:
     says = [*before, Say(message=json.dumps({"role": "assistant", "content": answer}))]
-    outcome = await outcome_of(World(Calculator()).start(*says, metadata_json=json.dumps(metadata)))
+    outcome = await outcome_of(RuntimeHarness(Calculator()).start(*says, metadata_json=json.dumps(metadata)))
     assert outcome.end == Stop("stop")
     return outcome.reward_result.reward
 
@@ -197,12 +195,14 @@ async def test_the_text_parts_of_an_answer_count_together() -> None:
     parts = json.dumps(
         {"role": "assistant", "content": [{"type": "text", "text": "#### 1"}, {"type": "text", "text": "6"}]}
     )
-    outcome = await outcome_of(World(Calculator()).start(Say(message=parts), metadata_json='{"ground_truth": 16}'))
+    outcome = await outcome_of(
+        RuntimeHarness(Calculator()).start(Say(message=parts), metadata_json='{"ground_truth": 16}')
+    )
     assert outcome.reward_result.reward == 1.0
 
 
 async def test_the_whole_calculation() -> None:
-    rollout = World(Calculator()).start(
+    rollout = RuntimeHarness(Calculator()).start(
         Say("I'll calculate that for you.", (call("add", "call_1", a=5, b=3),)),
         Say("Continuing the calculation.", (call("multiply", "call_2", a=8, b=2),)),
         Say("5 plus 3 equals 8. Multiplying 8 by 2 gives 16.\n#### 16"),

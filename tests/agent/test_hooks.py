@@ -10,7 +10,7 @@ from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.runtime.run.lifecycle import AgentFailed
 
-from tests.rpc.asking import settings
+from tests.support.start_requests import settings
 
 
 class Telling(Agent):

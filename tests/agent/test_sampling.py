@@ -37,7 +37,7 @@ class Careful(Agent):
         await run.sample()
 
 
-class Place:
+class SamplingServer:
     """A server, a trainer of all dialects, and clients of the server."""
 
     def __init__(self, trainer: StrictTrainer, http: httpx.AsyncClient, client: AsyncClient) -> None:
@@ -57,7 +57,7 @@ class Place:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def place() -> AsyncIterator[Place]:
+async def place() -> AsyncIterator[SamplingServer]:
     ports: Any = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0}
     settings = Settings(_env_file=None, tokenizers={"toy": "toy"}, tokenizers_offline=True, drain_seconds=0, **ports)
     async with AsyncExitStack() as stack:
@@ -66,10 +66,10 @@ async def place() -> AsyncIterator[Place]:
         trainer = await stack.enter_async_context(StrictTrainer(tools_from=url, dialect=TrainerDialect.EITHER))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
         client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{server.grpc_port}"))
-        yield Place(trainer, http, client)
+        yield SamplingServer(trainer, http, client)
 
 
-async def test_in_the_synchronous_dialect(place: Place) -> None:
+async def test_in_the_synchronous_dialect(place: SamplingServer) -> None:
     body = {"rollout_id": "masked", "server_url": place.trainer.url, "messages": MESSAGES, "tokenizer_name": "toy"}
     sampled = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512, "logprobs": True}
     answer = await place.http.post("/rollout", json={**body, "sampling_params": sampled})
@@ -78,7 +78,7 @@ async def test_in_the_synchronous_dialect(place: Place) -> None:
     assert place.accepted("masked")
 
 
-async def test_in_the_asynchronous_dialect(place: Place) -> None:
+async def test_in_the_asynchronous_dialect(place: SamplingServer) -> None:
     body = {"rollout_id": "plain", "server_url": place.trainer.url, "messages": MESSAGES}
     sampled = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512, "logprobs": True, "min_p": 0.3, "seed": 2**64}
     answer = await place.http.post("/v1/rollout/init", json={**body, "completion_params": sampled})
@@ -89,7 +89,7 @@ async def test_in_the_asynchronous_dialect(place: Place) -> None:
 
 
 @pytest.mark.parametrize("tokens", [False, True])
-async def test_over_grpc_and_in_events(place: Place, tokens: bool) -> None:
+async def test_over_grpc_and_in_events(place: SamplingServer, tokens: bool) -> None:
     rollout_id = f"grpc-{tokens}"
     sampled: Any = {"temperature": 0.7, "max_tokens": 512, "extra": {"seed": 7}}
     named: Any = {"tokenizer": "toy"} if tokens else {}
@@ -110,7 +110,7 @@ async def test_over_grpc_and_in_events(place: Place, tokens: bool) -> None:
     assert place.accepted(rollout_id)
 
 
-async def test_events_over_http_say_it_too(place: Place) -> None:
+async def test_events_over_http_say_it_too(place: SamplingServer) -> None:
     endpoint = {"url": f"grpc://{place.trainer.grpc_target}", "dialect": "grpc"}
     body = {"rollout_id": "page", "messages": MESSAGES, "completions": endpoint, "sampling": {"top_p": 0.5}}
     started = await place.http.post("/v1/rollouts", json=body)

@@ -137,7 +137,7 @@ async def test_images_become_parts(result: object, parts: list[object], threaded
 
 
 async def test_images_of_pil_become_parts() -> None:
-    pil = pytest.importorskip("PIL.Image")
+    pil = pytest.importorskip("PIL.Image", reason="needs Pillow, which nothing here installs")
 
     @tool
     def draw() -> object:

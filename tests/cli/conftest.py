@@ -15,7 +15,7 @@ from rollout_server.authoring.project import make_project
 from rollout_server.cli.commands import app
 from typer.testing import CliRunner, Result
 
-from tests.system.processes import environment
+from tests.support.processes import environment
 
 Invoke = Callable[..., Result]
 

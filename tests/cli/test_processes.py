@@ -17,7 +17,7 @@ from rollout_client import AsyncClient
 from rollout_server.authoring.project import make_project
 
 from tests.cli.conftest import Invoke, document
-from tests.system.processes import ANY_PORTS, COMMAND, environment
+from tests.support.processes import ANY_PORTS, COMMAND, environment
 from tests.testing.conftest import KeyedCaller
 
 AGENT = "from rollout_server import Agent\n\n\nclass A(Agent):\n    name = '{}'\n"

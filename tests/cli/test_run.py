@@ -22,8 +22,8 @@ from rollout_server.testing.script import Script, ScriptedReply
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.cli.conftest import Invoke, complaint, document
-from tests.engines.model import ToyModel
-from tests.engines.served import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
+from tests.support.engine_model import ToyModel
+from tests.support.engines import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
 
 BROKEN = """from rollout_server import Agent
 

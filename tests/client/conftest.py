@@ -15,9 +15,9 @@ from rollout_server.testing.trainer import StrictTrainer
 
 from tests.client.cutting import Line
 from tests.client.scripted import Stage, scripted
-from tests.client.tools import calculator_tools
-from tests.rpc.agents import Gated, Measured
-from tests.rpc.asking import settings
+from tests.support.agents import Gated, Measured
+from tests.support.calculator_tools import calculator_tools
+from tests.support.start_requests import settings
 
 QUICK = Retry(patience=20, first=0.01, longest=0.1)
 IMPATIENT = Retry(patience=0.25, first=0.01, longest=0.1)
@@ -26,7 +26,7 @@ CALCULATOR_EVENTS = 13
 
 
 @dataclass(frozen=True)
-class World:
+class ServerAndTrainer:
     """A server of the calculator and two small agents, and its trainer."""
 
     server: Server
@@ -56,18 +56,18 @@ class World:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
+async def world() -> AsyncIterator[ServerAndTrainer]:
     """Everything real, in this event loop."""
     gated, measured = Gated(), Measured()
     async with (
         Server([Calculator(), gated, measured], settings()) as server,
         StrictTrainer(tools=calculator_tools()) as trainer,
     ):
-        yield World(server, trainer, gated, measured)
+        yield ServerAndTrainer(server, trainer, gated, measured)
 
 
 @pytest.fixture
-async def line(world: World) -> AsyncIterator[Line]:
+async def line(world: ServerAndTrainer) -> AsyncIterator[Line]:
     """A line to the server that a test may cut."""
     async with Line(world.port) as line:
         yield line
@@ -81,7 +81,7 @@ async def far(line: Line) -> AsyncIterator[AsyncClient]:
 
 
 @pytest.fixture
-async def client(world: World) -> AsyncIterator[AsyncClient]:
+async def client(world: ServerAndTrainer) -> AsyncIterator[AsyncClient]:
     """A client beside the server."""
     async with AsyncClient(world.address, retry=QUICK) as client:
         yield client

@@ -22,7 +22,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import AsyncClient, Client, Retry, Tls, Unavailable
 from rollout_client.connection import Settings, target
 
-from tests.client.conftest import IMPATIENT, World
+from tests.client.conftest import IMPATIENT, ServerAndTrainer
 from tests.client.scripted import Scripted, Stage, event, finished, scripted, watched
 
 INFO = pb.GetServerInfoResponse(version="1.2")
@@ -308,7 +308,7 @@ assert client.server_info().version
 """
 
 
-async def test_a_forked_process_is_told_to_make_its_own(world: World) -> None:
+async def test_a_forked_process_is_told_to_make_its_own(world: ServerAndTrainer) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", FORKING, world.address, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -322,7 +322,7 @@ def version_of(address: str) -> str:
         return client.server_info().version
 
 
-async def test_processes_that_were_not_forked_have_their_own(world: World) -> None:
+async def test_processes_that_were_not_forked_have_their_own(world: ServerAndTrainer) -> None:
     spawning = multiprocessing.get_context("spawn")
     with Client(world.address) as client:
         version = (await asyncio.to_thread(client.server_info)).version

@@ -33,13 +33,13 @@ from rollout_client import (
 from rollout_client.errors import failure_of
 from rollout_server.app import Server
 
-from tests.client.conftest import IMPATIENT, World
+from tests.client.conftest import IMPATIENT, ServerAndTrainer
 from tests.client.scripted import DETAILS, Held, Refusal, Stage
-from tests.rpc.agents import Idle
-from tests.rpc.asking import settings
+from tests.support.agents import Idle
+from tests.support.start_requests import settings
 
 
-async def test_wrong_fields_are_named(world: World, client: AsyncClient) -> None:
+async def test_wrong_fields_are_named(world: ServerAndTrainer, client: AsyncClient) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await client.start(**world.asked(completions="ftp://trainer", tokenizer=None, sampling={"temperature": 3}))
     error = caught.value
@@ -49,7 +49,7 @@ async def test_wrong_fields_are_named(world: World, client: AsyncClient) -> None
         assert each.field in str(error)
 
 
-async def test_what_is_not_there(world: World, client: AsyncClient) -> None:
+async def test_what_is_not_there(world: ServerAndTrainer, client: AsyncClient) -> None:
     for call in (
         client.get("nowhere"),
         client.wait("nowhere"),
@@ -67,7 +67,7 @@ async def test_what_is_not_there(world: World, client: AsyncClient) -> None:
         await anext(client.watch("nowhere"))
 
 
-async def test_a_request_id_with_another_spec(world: World, client: AsyncClient) -> None:
+async def test_a_request_id_with_another_spec(world: ServerAndTrainer, client: AsyncClient) -> None:
     await client.start(**world.asked(request_id="one", rollout_id="r"))
     with pytest.raises(Conflict, match="another payload"):
         await client.start(**world.asked(request_id="one", rollout_id="r", priority=1))
@@ -75,14 +75,14 @@ async def test_a_request_id_with_another_spec(world: World, client: AsyncClient)
         await client.run(**world.asked(request_id="one", rollout_id="r", priority=1)).started()
 
 
-async def test_an_outcome_that_is_not_there_yet(world: World, client: AsyncClient) -> None:
+async def test_an_outcome_that_is_not_there_yet(world: ServerAndTrainer, client: AsyncClient) -> None:
     started = await client.start(**world.asked(agent="gated"))
     with pytest.raises(NotPossible) as caught:
         await client.acknowledge(started.uid)
     assert caught.value.reason == "ROLLOUT_NOT_FINISHED"
 
 
-async def test_events_beyond_the_last_one(world: World, client: AsyncClient) -> None:
+async def test_events_beyond_the_last_one(world: ServerAndTrainer, client: AsyncClient) -> None:
     started = await client.start(**world.asked())
     last = (await client.wait(started.uid)).last_sequence
     with pytest.raises(EventsGone) as caught:
@@ -90,7 +90,7 @@ async def test_events_beyond_the_last_one(world: World, client: AsyncClient) -> 
     assert (caught.value.oldest, caught.value.newest) == (1, last)
 
 
-async def test_a_server_without_room(world: World) -> None:
+async def test_a_server_without_room(world: ServerAndTrainer) -> None:
     async with (
         Server([world.gated], settings(max_running=1, max_queued=0)) as small,
         AsyncClient(f"127.0.0.1:{small.grpc_port}", retry=IMPATIENT) as client,
@@ -102,7 +102,7 @@ async def test_a_server_without_room(world: World) -> None:
     assert caught.value.retry_after is not None
 
 
-async def test_a_request_over_the_servers_limit(world: World) -> None:
+async def test_a_request_over_the_servers_limit(world: ServerAndTrainer) -> None:
     async with (
         Server([Idle()], settings(max_request_bytes=1024)) as small,
         AsyncClient(f"127.0.0.1:{small.grpc_port}", retry=IMPATIENT) as client,
@@ -112,7 +112,7 @@ async def test_a_request_over_the_servers_limit(world: World) -> None:
         assert (caught.value.code, caught.value.retryable) == (StatusCode.RESOURCE_EXHAUSTED, False)
 
 
-async def test_a_port_that_nobody_listens_on(world: World) -> None:
+async def test_a_port_that_nobody_listens_on(world: ServerAndTrainer) -> None:
     async with Server([Idle()], settings()) as gone:
         address = f"127.0.0.1:{gone.grpc_port}"
     async with AsyncClient(address, retry=IMPATIENT) as client:

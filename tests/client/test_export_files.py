@@ -16,7 +16,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import samples
 from rollout_client.export import read_jsonl, read_parquet, to_dict, write_jsonl, write_parquet
 
-from tests.client.exported import outcome_of, rollouts, span
+from tests.support.random_rollouts import outcome_of, rollouts, span
 
 HAS_ARROW = importlib.util.find_spec("pyarrow") is not None
 needs_arrow = pytest.mark.skipif(not HAS_ARROW, reason="needs pyarrow: the extra `parquet`")

@@ -18,14 +18,14 @@ from rollout_server.testing.script import Fault, Script, ScriptedReply, tool_cal
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.client.conftest import World
+from tests.client.conftest import ServerAndTrainer
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "samples.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 ADD = (tool_call("c1", "add", '{"a": 5, "b": 3}'),)
 
 
-async def played(world: World, client: AsyncClient, *lines: ScriptedReply | Fault) -> list[TrainingSample]:
+async def played(world: ServerAndTrainer, client: AsyncClient, *lines: ScriptedReply | Fault) -> list[TrainingSample]:
     """The samples of the rollout "r/1" that a script led to."""
     if lines:
         await world.trainer.put_script("r/1", Script(lines))
@@ -33,7 +33,9 @@ async def played(world: World, client: AsyncClient, *lines: ScriptedReply | Faul
     return samples(await client.wait(started.uid, timeout=60, view="full"))
 
 
-async def test_every_shape_holds_what_the_trainer_counted(world: World, client: AsyncClient, tmp_path: Path) -> None:
+async def test_every_shape_holds_what_the_trainer_counted(
+    world: ServerAndTrainer, client: AsyncClient, tmp_path: Path
+) -> None:
     (sample,) = await played(world, client)
     verdict = world.trainer.verdict("r/1")
     assert verdict is not None
@@ -56,7 +58,7 @@ async def test_every_shape_holds_what_the_trainer_counted(world: World, client: 
 
 
 async def test_a_sampled_end_token_trains_and_one_that_closes_a_cut_turn_does_not(
-    world: World, client: AsyncClient
+    world: ServerAndTrainer, client: AsyncClient
 ) -> None:
     """The first answer is cut and closed, the second ends itself, the last one is cut and left as it is."""
     (sample,) = await played(
@@ -79,7 +81,7 @@ async def test_a_sampled_end_token_trains_and_one_that_closes_a_cut_turn_does_no
     assert sample.truncated
 
 
-async def test_a_failure_leaves_the_samples_up_to_there(world: World, client: AsyncClient) -> None:
+async def test_a_failure_leaves_the_samples_up_to_there(world: ServerAndTrainer, client: AsyncClient) -> None:
     (sample,) = await played(
         world, client, ScriptedReply(content="Adding.", tool_calls=ADD), Fault.error(500, "engine died")
     )
@@ -87,7 +89,7 @@ async def test_a_failure_leaves_the_samples_up_to_there(world: World, client: As
     assert set(sample.response_mask) == {1}
 
 
-async def test_drift_makes_two_samples_and_unknown_tokens_none(world: World, client: AsyncClient) -> None:
+async def test_drift_makes_two_samples_and_unknown_tokens_none(world: ServerAndTrainer, client: AsyncClient) -> None:
     before, after = await played(
         world, client, ScriptedReply(content="Adding.", tool_calls=ADD, surplus=(5, 6, 7)), ScriptedReply(content="8")
     )
@@ -99,7 +101,9 @@ async def test_drift_makes_two_samples_and_unknown_tokens_none(world: World, cli
         to_trl([before, after])
 
 
-async def test_one_answer_without_logprobs_leaves_none_to_the_sample(world: World, client: AsyncClient) -> None:
+async def test_one_answer_without_logprobs_leaves_none_to_the_sample(
+    world: ServerAndTrainer, client: AsyncClient
+) -> None:
     (sample,) = await played(
         world,
         client,

@@ -10,7 +10,7 @@ from osmosis.rollout.v1 import outcome_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import SampleSpan, TrainingSample, samples
 
-from tests.client.exported import outcome_of, rollouts, span
+from tests.support.random_rollouts import outcome_of, rollouts, span
 
 
 def written(rollout: pb.Rollout) -> list[token_pb2.Segment]:

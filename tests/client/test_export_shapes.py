@@ -12,7 +12,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import TrainingSample, samples
 from rollout_client.export import from_dict, to_dict, to_trl, to_verl
 
-from tests.client.exported import outcome_of, rollouts, span
+from tests.support.random_rollouts import outcome_of, rollouts, span
 
 TURNS = (span("prompt", 2), span("model", 2), span("environment", 3, turn=2), span("model", 2, turn=2))
 # As in verl/experimental/agent_loop/agent_loop.py; fields that are left out there have defaults.

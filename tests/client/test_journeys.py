@@ -29,8 +29,8 @@ from rollout_client import (
 )
 from rollout_client.spec import rollout_spec
 
-from tests.client.conftest import CALCULATOR_EVENTS, QUESTION, World
-from tests.rpc.caller import until
+from tests.client.conftest import CALCULATOR_EVENTS, QUESTION, ServerAndTrainer
+from tests.support.server_client import until
 
 FINISHED = pb.ROLLOUT_STATE_FINISHED
 
@@ -56,7 +56,7 @@ async def detached(client: AsyncClient, uid: str) -> bool:
     return (await client.get(uid)).outcome.cancellation.reason == "detached"
 
 
-async def test_run_tells_everything_in_order(world: World, client: AsyncClient) -> None:
+async def test_run_tells_everything_in_order(world: ServerAndTrainer, client: AsyncClient) -> None:
     run = client.run(**world.asked(), detail="full")
     started = await run.started()
     events = [event async for event in run]
@@ -74,7 +74,7 @@ async def test_run_tells_everything_in_order(world: World, client: AsyncClient) 
     assert sample.response_mask == list(verdict.sample.response_mask)
 
 
-async def test_start_then_wait(world: World, client: AsyncClient) -> None:
+async def test_start_then_wait(world: ServerAndTrainer, client: AsyncClient) -> None:
     started = await client.start(**world.asked(request_id="one", labels={"run": "7"}, metadata={"k": 1}))
     again = await client.start(**world.asked(request_id="one", labels={"run": "7"}, metadata={"k": 1}))
     assert (started.attached, again.attached, again.uid) == (False, True, started.uid)
@@ -87,7 +87,7 @@ async def test_start_then_wait(world: World, client: AsyncClient) -> None:
     await client.acknowledge(started.uid)
 
 
-async def test_watch_from_anywhere(world: World, client: AsyncClient) -> None:
+async def test_watch_from_anywhere(world: ServerAndTrainer, client: AsyncClient) -> None:
     uid = (await client.start(**world.asked())).uid
     await client.wait(uid)
     everything = [event async for event in client.watch(uid, detail="messages")]
@@ -99,7 +99,7 @@ async def test_watch_from_anywhere(world: World, client: AsyncClient) -> None:
     assert only.finished.outcome.messages == everything[-1].finished.outcome.messages
 
 
-async def test_run_attaches_after_what_was_seen(world: World, client: AsyncClient) -> None:
+async def test_run_attaches_after_what_was_seen(world: ServerAndTrainer, client: AsyncClient) -> None:
     first = [event async for event in client.run(**world.asked(request_id="one"))]
     again = client.run(**world.asked(request_id="one"), after_sequence=5)
     assert [event async for event in again] == first[5:]
@@ -108,7 +108,7 @@ async def test_run_attaches_after_what_was_seen(world: World, client: AsyncClien
     assert [event async for event in nothing] == []
 
 
-async def test_list_turns_the_pages(world: World, client: AsyncClient) -> None:
+async def test_list_turns_the_pages(world: ServerAndTrainer, client: AsyncClient) -> None:
     uids = [(await client.start(**world.asked(agent="gated", group_id=f"g{n % 2}"))).uid for n in range(5)]
     assert [rollout.uid async for rollout in client.list(page_size=2)] == uids[::-1]
     assert [rollout.uid async for rollout in client.list(group_id="g1")] == [uids[3], uids[1]]
@@ -116,7 +116,7 @@ async def test_list_turns_the_pages(world: World, client: AsyncClient) -> None:
     assert [rollout async for rollout in client.list(states=["finished", "queued"])] == []
 
 
-async def test_cancel_one_a_group_and_all(world: World, client: AsyncClient) -> None:
+async def test_cancel_one_a_group_and_all(world: ServerAndTrainer, client: AsyncClient) -> None:
     uids = [(await client.start(**world.asked(agent="gated", group_id=f"g{n % 2}"))).uid for n in range(5)]
     assert await client.cancel(uids[0], reason="first") == (uids[0],)
     assert (await client.wait(uids[0])).outcome.cancellation.reason == "first"
@@ -135,7 +135,7 @@ async def test_what_the_server_is(client: AsyncClient) -> None:
     assert "http_masked" in (await client.server_info()).features
 
 
-async def test_a_wait_that_is_over_knows_the_state(world: World, client: AsyncClient) -> None:
+async def test_a_wait_that_is_over_knows_the_state(world: ServerAndTrainer, client: AsyncClient) -> None:
     uid = (await client.start(**world.asked(agent="gated"))).uid
     for timeout in (0, 0.1):
         with pytest.raises(NotFinished, match=uid) as caught:
@@ -148,7 +148,7 @@ async def test_a_wait_that_is_over_knows_the_state(world: World, client: AsyncCl
     assert (await client.wait(uid)).state == FINISHED
 
 
-async def test_the_time_of_a_stream_ends_the_stream_only(world: World, client: AsyncClient) -> None:
+async def test_the_time_of_a_stream_ends_the_stream_only(world: ServerAndTrainer, client: AsyncClient) -> None:
     run = client.run(**world.asked(agent="gated"), timeout=0.3)
     with pytest.raises(DeadlineExceeded):
         async for _ in run:
@@ -158,7 +158,7 @@ async def test_the_time_of_a_stream_ends_the_stream_only(world: World, client: A
         [event async for event in client.watch(run.uid, timeout=0.1)]
 
 
-async def test_fifty_at_once(world: World, client: AsyncClient) -> None:
+async def test_fifty_at_once(world: ServerAndTrainer, client: AsyncClient) -> None:
     async def one(number: int) -> Outcome | None:
         run = client.run(**world.asked(rollout_id=f"r/{number}"), detail="full")
         assert [event.sequence async for event in run] == list(range(1, CALCULATOR_EVENTS + 1))
@@ -170,20 +170,20 @@ async def test_fifty_at_once(world: World, client: AsyncClient) -> None:
 
 
 @pytest.fixture
-def threads(world: World) -> Iterator[Client]:
+def threads(world: ServerAndTrainer) -> Iterator[Client]:
     """A client for threads, beside the server."""
     with Client(world.address) as client:
         yield client
 
 
-async def test_a_ready_spec(world: World, client: AsyncClient) -> None:
+async def test_a_ready_spec(world: ServerAndTrainer, client: AsyncClient) -> None:
     spec = rollout_spec(world.asked(rollout_id="ready"))
     first = await client.start(spec, request_id="one")
     assert [event async for event in client.run(spec, request_id="one")][-1].HasField("finished")
     assert (first.rollout.spec.rollout_id, (await client.start(spec)).attached) == ("ready", False)
 
 
-async def test_threads_do_the_same(world: World, threads: Client) -> None:
+async def test_threads_do_the_same(world: ServerAndTrainer, threads: Client) -> None:
     def everything() -> Rollout:
         run = threads.run(**world.asked(), detail="full")
         assert [event.sequence for event in run] == list(range(1, CALCULATOR_EVENTS + 1))
@@ -212,7 +212,7 @@ async def test_threads_do_the_same(world: World, threads: Client) -> None:
     assert (await asyncio.to_thread(everything)).outcome.cancellation.reason == "enough"
 
 
-async def test_threads_share_a_client(world: World, threads: Client) -> None:
+async def test_threads_share_a_client(world: ServerAndTrainer, threads: Client) -> None:
     def one(number: int) -> bool:
         run = threads.run(**world.asked(rollout_id=f"r/{number}"), detail="full")
         assert [event.sequence for event in run] == list(range(1, CALCULATOR_EVENTS + 1))
@@ -223,7 +223,7 @@ async def test_threads_share_a_client(world: World, threads: Client) -> None:
         assert all(await asyncio.gather(*(loop.run_in_executor(pool, one, number) for number in range(50))))
 
 
-async def test_a_stream_is_left_with_its_loop(world: World, client: AsyncClient, threads: Client) -> None:
+async def test_a_stream_is_left_with_its_loop(world: ServerAndTrainer, client: AsyncClient, threads: Client) -> None:
     """Whoever breaks out of a loop is detached, though nobody has closed anything."""
     grace = world.asked(agent="gated", cancel_after_detach=0)
     async for _ in client.run(**grace):
@@ -237,7 +237,7 @@ async def test_a_stream_is_left_with_its_loop(world: World, client: AsyncClient,
     assert [await detached(client, rollout.uid) async for rollout in client.list()] == [True, True]
 
 
-async def test_a_stream_is_left_with_its_block(world: World, client: AsyncClient, threads: Client) -> None:
+async def test_a_stream_is_left_with_its_block(world: ServerAndTrainer, client: AsyncClient, threads: Client) -> None:
     grace = world.asked(agent="gated", cancel_after_detach=0)
     async with client.run(**grace) as run:
         await anext(run)
@@ -254,7 +254,9 @@ async def test_a_stream_is_left_with_its_block(world: World, client: AsyncClient
     assert await detached(client, uid)
 
 
-async def test_a_stream_is_closed_from_another_thread(world: World, client: AsyncClient, threads: Client) -> None:
+async def test_a_stream_is_closed_from_another_thread(
+    world: ServerAndTrainer, client: AsyncClient, threads: Client
+) -> None:
     run = threads.run(**world.asked(agent="gated", cancel_after_detach=0))
     reached = threading.Event()
 
@@ -270,7 +272,7 @@ async def test_a_stream_is_closed_from_another_thread(world: World, client: Asyn
     assert await detached(client, run.uid)
 
 
-async def test_a_stream_is_closed_from_another_task(world: World, client: AsyncClient) -> None:
+async def test_a_stream_is_closed_from_another_task(world: ServerAndTrainer, client: AsyncClient) -> None:
     run = client.run(**world.asked(agent="gated", cancel_after_detach=0))
     assert (await anext(run)).sequence == 1
 
@@ -285,7 +287,7 @@ async def test_a_stream_is_closed_from_another_task(world: World, client: AsyncC
 
 
 async def test_a_task_that_is_cancelled_as_its_stream_is_closed_stays_cancelled(
-    world: World, client: AsyncClient
+    world: ServerAndTrainer, client: AsyncClient
 ) -> None:
     run = client.run(**world.asked(agent="gated"))
     await run.started()
@@ -298,7 +300,7 @@ async def test_a_task_that_is_cancelled_as_its_stream_is_closed_stays_cancelled(
         await reading
 
 
-async def test_a_channel_that_its_user_closes_breaks_its_calls(world: World, client: AsyncClient) -> None:
+async def test_a_channel_that_its_user_closes_breaks_its_calls(world: ServerAndTrainer, client: AsyncClient) -> None:
     """As a broken connection does; the task that waits was not cancelled."""
     uid = (await client.start(**world.asked(agent="gated"))).uid
     channel = grpc.aio.insecure_channel(world.address)
@@ -333,7 +335,7 @@ def heeds_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-async def test_ctrl_c_leaves_the_stream(world: World, client: AsyncClient) -> None:
+async def test_ctrl_c_leaves_the_stream(world: ServerAndTrainer, client: AsyncClient) -> None:
     pipe = subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", INTERRUPTED, world.address, world.trainer.url),
@@ -352,7 +354,9 @@ async def test_ctrl_c_leaves_the_stream(world: World, client: AsyncClient) -> No
     assert (process.returncode, b"Traceback" in errors) == (0, False), errors.decode()
 
 
-async def test_an_event_that_nobody_waited_for_any_more_is_not_lost(world: World, client: AsyncClient) -> None:
+async def test_an_event_that_nobody_waited_for_any_more_is_not_lost(
+    world: ServerAndTrainer, client: AsyncClient
+) -> None:
     run = client.run(**world.asked(agent="measured", metadata={"notes": 3}))
     sequences: list[int] = []
     given_up = 0
@@ -366,7 +370,7 @@ async def test_an_event_that_nobody_waited_for_any_more_is_not_lost(world: World
     assert sequences == [1, 2, 3, 4, 5]
 
 
-async def test_a_closed_client_says_so(world: World) -> None:
+async def test_a_closed_client_says_so(world: ServerAndTrainer) -> None:
     client = AsyncClient(world.address)
     uid = (await client.start(**world.asked(agent="gated"))).uid
     waiting = [
@@ -383,7 +387,7 @@ async def test_a_closed_client_says_so(world: World) -> None:
     await client.aclose()
 
 
-async def test_a_closed_client_of_threads_says_so(world: World) -> None:
+async def test_a_closed_client_of_threads_says_so(world: ServerAndTrainer) -> None:
     client = Client(world.address)
     started = await asyncio.to_thread(lambda: client.start(**world.asked(agent="gated")))
     waiting = [
@@ -400,7 +404,7 @@ async def test_a_closed_client_of_threads_says_so(world: World) -> None:
     client.close()
 
 
-async def test_a_task_that_is_cancelled_is_cancelled(world: World, client: AsyncClient) -> None:
+async def test_a_task_that_is_cancelled_is_cancelled(world: ServerAndTrainer, client: AsyncClient) -> None:
     uid = (await client.start(**world.asked(agent="gated", cancel_after_detach=10))).uid
     waiting = [
         asyncio.ensure_future(client.wait(uid)),

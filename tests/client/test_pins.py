@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.client.conftest import CALCULATOR_EVENTS, World
+from tests.client.conftest import CALCULATOR_EVENTS, ServerAndTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST = ROOT / ".venv-oldest" / "bin" / "python"
@@ -79,11 +79,11 @@ async def test_importing_the_client_imports_nothing_else() -> None:
 
 
 @pytest.mark.skipif(not OLDEST.exists(), reason="no .venv-oldest; `make oldest` makes it")
-async def test_it_works_beside_the_oldest_pins(world: World) -> None:
+async def test_it_works_beside_the_oldest_pins(world: ServerAndTrainer) -> None:
     told = await python(OLDEST, "-c", SCRIPT, world.address, world.trainer.url)
     assert told == f"1.76.0 6.31.1 {CALCULATOR_EVENTS}"
 
 
-async def test_it_works_beside_the_newest(world: World) -> None:
+async def test_it_works_beside_the_newest(world: ServerAndTrainer) -> None:
     told = await python(sys.executable, "-c", SCRIPT, world.address, world.trainer.url)
     assert told.endswith(f" {CALCULATOR_EVENTS}")

@@ -10,11 +10,11 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import AsyncClient, Client, NotFinished, NotFound, Retry, RolloutEvent, Unavailable
 from rollout_server.app import Server
 
-from tests.client.conftest import CALCULATOR_EVENTS, IMPATIENT, QUICK, World
+from tests.client.conftest import CALCULATOR_EVENTS, IMPATIENT, QUICK, ServerAndTrainer
 from tests.client.cutting import Line
 from tests.client.scripted import UID, Held, Refusal, Stage, event, finished, ran, rollout, watched
-from tests.rpc.agents import Idle
-from tests.rpc.asking import settings
+from tests.support.agents import Idle
+from tests.support.start_requests import settings
 
 ALL = list(range(1, CALCULATOR_EVENTS + 1))
 SLOW = Retry(patience=20, first=0.01, longest=5)
@@ -24,14 +24,14 @@ def sequences(events: list[RolloutEvent]) -> list[int]:
     return [event.sequence for event in events]
 
 
-async def bytes_of_a_run(world: World) -> int:
+async def bytes_of_a_run(world: ServerAndTrainer) -> int:
     """How many bytes a server sends for one run."""
     async with Line(world.port, [10**9]) as line, AsyncClient(line.address) as client:
         assert sequences([event async for event in client.run(**world.asked(), detail="messages")]) == ALL
         return line.forwarded
 
 
-async def test_a_run_that_is_cut_at_any_byte(world: World, client: AsyncClient) -> None:
+async def test_a_run_that_is_cut_at_any_byte(world: ServerAndTrainer, client: AsyncClient) -> None:
     whole = await bytes_of_a_run(world)
     budgets = range(1, whole, max(1, whole // 60))
 
@@ -49,14 +49,14 @@ async def test_a_run_that_is_cut_at_any_byte(world: World, client: AsyncClient) 
     assert connections.count(2) > 0.8 * len(budgets)
 
 
-async def test_a_connection_that_carries_a_few_bytes_only(world: World) -> None:
+async def test_a_connection_that_carries_a_few_bytes_only(world: ServerAndTrainer) -> None:
     """Each connection brings one event or two, then it breaks."""
     async with Line(world.port, [900] * 30) as line, AsyncClient(line.address, retry=QUICK) as far:
         assert sequences([event async for event in far.run(**world.asked())]) == ALL
         assert line.connections > 3
 
 
-async def test_a_watch_that_is_cut_after_every_event(world: World, line: Line, far: AsyncClient) -> None:
+async def test_a_watch_that_is_cut_after_every_event(world: ServerAndTrainer, line: Line, far: AsyncClient) -> None:
     uid = (await far.start(**world.asked(agent="measured", metadata={"notes": 8}))).uid
     watching = far.watch(uid)
     seen = []
@@ -68,7 +68,7 @@ async def test_a_watch_that_is_cut_after_every_event(world: World, line: Line, f
     assert line.connections >= 9  # the last two events come together
 
 
-async def test_a_thread_that_is_cut_after_every_event(world: World, line: Line) -> None:
+async def test_a_thread_that_is_cut_after_every_event(world: ServerAndTrainer, line: Line) -> None:
     loop = asyncio.get_running_loop()
 
     def play() -> list[int]:
@@ -84,7 +84,7 @@ async def test_a_thread_that_is_cut_after_every_event(world: World, line: Line) 
     assert line.connections > 2
 
 
-async def test_a_thread_that_is_cut_at_any_byte(world: World) -> None:
+async def test_a_thread_that_is_cut_at_any_byte(world: ServerAndTrainer) -> None:
     whole = await bytes_of_a_run(world)
 
     def play(address: str, name: str) -> list[int]:
@@ -97,7 +97,7 @@ async def test_a_thread_that_is_cut_at_any_byte(world: World) -> None:
             assert line.connections == 2
 
 
-async def test_a_start_whose_reply_is_lost_gives_one_rollout(world: World, client: AsyncClient) -> None:
+async def test_a_start_whose_reply_is_lost_gives_one_rollout(world: ServerAndTrainer, client: AsyncClient) -> None:
     async with Line(world.port, [10**9]) as line, AsyncClient(line.address) as far:
         await far.start(**world.asked())
         whole = line.forwarded
@@ -111,7 +111,7 @@ async def test_a_start_whose_reply_is_lost_gives_one_rollout(world: World, clien
     assert attached > 0  # else no reply was lost
 
 
-async def test_a_wait_that_is_cut(world: World, line: Line, far: AsyncClient) -> None:
+async def test_a_wait_that_is_cut(world: ServerAndTrainer, line: Line, far: AsyncClient) -> None:
     uid = (await far.start(**world.asked(agent="gated"))).uid
     waiting = asyncio.create_task(far.wait(uid))
     for _ in range(3):
@@ -122,7 +122,7 @@ async def test_a_wait_that_is_cut(world: World, line: Line, far: AsyncClient) ->
     assert line.connections > 2
 
 
-async def test_the_server_is_away_for_a_while(world: World, line: Line, far: AsyncClient) -> None:
+async def test_the_server_is_away_for_a_while(world: ServerAndTrainer, line: Line, far: AsyncClient) -> None:
     uid = (await far.start(**world.asked(agent="gated"))).uid
     watching = far.watch(uid)
     first = await anext(watching)
@@ -138,7 +138,7 @@ async def test_the_server_is_away_for_a_while(world: World, line: Line, far: Asy
     assert (await waiting).uid == (await asking).uid == uid
 
 
-async def test_a_server_that_stays_away_is_given_up(world: World, line: Line) -> None:
+async def test_a_server_that_stays_away_is_given_up(world: ServerAndTrainer, line: Line) -> None:
     async with AsyncClient(line.address, retry=IMPATIENT) as far:
         uid = (await far.start(**world.asked(agent="gated"))).uid
         watching = far.watch(uid)
@@ -155,7 +155,7 @@ async def test_a_server_that_stays_away_is_given_up(world: World, line: Line) ->
         assert late.value.rollout is None
 
 
-async def test_a_server_that_forgot_the_rollout_says_so_and_starts_no_other(world: World) -> None:
+async def test_a_server_that_forgot_the_rollout_says_so_and_starts_no_other(world: ServerAndTrainer) -> None:
     async with Line(world.port) as line, AsyncClient(line.address, retry=SLOW) as far:
         run = far.run(**world.asked(agent="gated", request_id="one"))
         await anext(run)

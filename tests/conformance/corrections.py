@@ -1,6 +1,6 @@
 """Where a correct server differs from the recorded reference of the asynchronous dialect: each difference with its reason.
 
-The rules are those of `transcripts/README.md`. A correction changes the recorded exchanges into those of a correct server;
+The rules are those of `tests/golden/README.md`. A correction changes the recorded exchanges into those of a correct server;
 what the trainer answers stays recorded.
 """
 
@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.conformance.replay import TRANSCRIPTS, Transcript, longest_context
+from tests.conformance.replay import Transcript, longest_context
+from tests.support.golden import INIT, SYNC
 
 Json = Any
 COMPLETED = "/v1/rollout/completed"
@@ -47,7 +48,7 @@ def _with_longest_context(exchanges: list[Json]) -> list[Json]:
 
 def _with_tools_of_sync(exchanges: list[Json]) -> list[Json]:
     """Accepted with the tools of the synchronous transcripts, in this dialect's shape."""
-    recorded = json.loads((TRANSCRIPTS / "sync" / "tools.json").read_text())["exchanges"]
+    recorded = json.loads((SYNC / "tools.json").read_text())["exchanges"]
     (tools,) = [exchange["response"]["tools"] for exchange in recorded if exchange["path"] == "/tools"]
     for exchange in exchanges:
         if exchange["status"] == 202:
@@ -79,7 +80,7 @@ def _answered(status: int) -> Callable[[list[Json]], list[Json]]:
 
 def _answered_plainly(exchanges: list[Json]) -> list[Json]:
     """The last turn is asked for, once more where it was refused, and ends with the answer and the outcome of `plain_answer`."""
-    plain = json.loads((TRANSCRIPTS / "init" / "plain_answer.json").read_text())["exchanges"]
+    plain = json.loads((INIT / "plain_answer.json").read_text())["exchanges"]
     asked, told = [exchange for exchange in plain if exchange["to"] == "trainer"]
     begun = exchanges[0]["request"]
     own = {"rollout_id": begun["rollout_id"], "messages": begun["messages"]}

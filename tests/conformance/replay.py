@@ -1,6 +1,6 @@
 """Plays the trainer of a transcript, and compares what a server sent with what was recorded.
 
-The rules of comparison are those of `transcripts/README.md`.
+The rules of comparison are those of `tests/golden/README.md`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Self
 from aiohttp import web
 
 Json = Any
-TRANSCRIPTS = Path(__file__).parents[3] / "shared" / "transcripts"
 REPEAT = "REPEAT x "
 ERROR_PREFIXES = (
     "Error: Invalid JSON arguments: ",

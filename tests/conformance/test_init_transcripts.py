@@ -21,15 +21,13 @@ from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
 
 from tests.conformance.corrections import COMPLETED, CORRECTIONS, EVERYWHERE, Correction, corrected, outcomes
-from tests.conformance.replay import TRANSCRIPTS, ReplayTrainer, Seen, Transcript, fill, plain
+from tests.conformance.replay import ReplayTrainer, Seen, Transcript, fill, plain
+from tests.support.golden import INIT
 
 Json = Any
 Serve = Callable[[Mapping[str, str]], Awaitable[Server]]
-INIT = TRANSCRIPTS / "init"
-FILES = sorted(INIT.glob("*.json")) if INIT.is_dir() else []
+FILES = sorted(INIT.glob("*.json"))
 KEY = "server-key-0001"
-
-pytestmark = pytest.mark.skipif(not INIT.is_dir(), reason=f"the transcripts are not here ({INIT.name} of ../shared)")
 
 SETTLED = (pb.DELIVERY_STATE_ACKNOWLEDGED, pb.DELIVERY_STATE_REFUSED, pb.DELIVERY_STATE_EXPIRED)
 

@@ -17,15 +17,11 @@ from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
 
-from tests.conformance.replay import TRANSCRIPTS, ReplayTrainer, Transcript, fill, longest_context, plain
+from tests.conformance.replay import ReplayTrainer, Transcript, fill, longest_context, plain
+from tests.support.golden import CONFORMANCE, SYNC
 
 Json = Any
-SYNC = TRANSCRIPTS / "sync"
-CONFORMANCE = TRANSCRIPTS.parent / "tokenizers" / "conformance"
-
-pytestmark = pytest.mark.skipif(not SYNC.is_dir(), reason=f"the transcripts are not here ({SYNC.name} of ../shared)")
-
-FILES = sorted(SYNC.glob("*.json")) if SYNC.is_dir() else []
+FILES = sorted(SYNC.glob("*.json"))
 INVALID = [path for path in FILES if path.stem.startswith("invalid_body_")]
 VALID = [path for path in FILES if not path.stem.startswith("invalid_body_")]
 

@@ -11,7 +11,7 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Metrics
 from rollout_server.core.record import Answered, ToolReturned, ToolStarted
 
-from .naive import NaiveLedger, NaiveLine
+from tests.support.naive_ledger import NaiveLedger, NaiveLine
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from rollout_server.core.record import (
     SegmentOpened,
 )
 
-from .rollouts import (
+from tests.support.machine_records import (
     CALL,
     USER,
     answered,

@@ -23,8 +23,8 @@ from rollout_server.core.ledger import (
 )
 from rollout_server.core.segment import Sample, first_difference
 
-from .naive import common
-from .rollouts import begun, ids, predicts, runs, shown_ledger, spans_of
+from tests.support.machine_records import begun, ids, predicts, runs, shown_ledger, spans_of
+from tests.support.naive_ledger import common
 
 
 class TestOneSegment:

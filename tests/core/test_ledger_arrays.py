@@ -13,7 +13,7 @@ from rollout_server.core.ledger import (
     pack_tokens,
 )
 
-from .rollouts import begun, ids, predicts, shown_ledger, shown_segment
+from tests.support.machine_records import begun, ids, predicts, shown_ledger, shown_segment
 
 
 class TestLogprobs:

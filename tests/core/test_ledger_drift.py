@@ -12,7 +12,7 @@ from rollout_server.core.ledger import (
     Turn,
 )
 
-from .rollouts import begun, ids, predicts, shown_segment, spans_of
+from tests.support.machine_records import begun, ids, predicts, shown_segment, spans_of
 
 
 class TestDrift:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rollout_server.core.ledger import Drift, DriftKind, Ledger, Origin, SegmentKind, Turn, pack_logprobs
 
-from .rollouts import begun, ids, predicts, shown_ledger, shown_segment, spans_of
+from tests.support.machine_records import begun, ids, predicts, shown_ledger, shown_segment, spans_of
 
 
 def interrupted() -> Ledger:

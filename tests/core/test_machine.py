@@ -20,7 +20,7 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 
-from .rollouts import (
+from tests.support.machine_records import (
     ANSWER,
     CALL,
     RESULT,

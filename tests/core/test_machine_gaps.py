@@ -12,7 +12,7 @@ from rollout_server.core.machine import IllegalRecord, Machine, replay
 from rollout_server.core.outcome import Stop, Warned
 from rollout_server.core.record import Answered, Ended, Record, SegmentOpened
 
-from .rollouts import (
+from tests.support.machine_records import (
     answered,
     asks,
     assert_refused,

@@ -16,7 +16,7 @@ from rollout_server.core.record import (
 )
 from rollout_server.core.segment import Plane
 
-from .rollouts import (
+from tests.support.machine_records import (
     ANSWER,
     SYSTEM,
     USER,

@@ -9,7 +9,7 @@ from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Cancellation, Metrics, Stop
 from rollout_server.core.record import Appended, Asked, Ended, ToolStarted
 
-from .rollouts import (
+from tests.support.machine_records import (
     ANSWER,
     CALL,
     RESULT,

@@ -33,7 +33,7 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 
-from .rollouts import CALL, RESULT, USER, answered, assert_refused, fresh, ids, shown, shown_outcome
+from tests.support.machine_records import CALL, RESULT, USER, answered, assert_refused, fresh, ids, shown, shown_outcome
 
 OTHER_CALL = ToolCall("b", "add", "{}")
 OTHER_RESULT = Message.write({"role": "tool", "content": "9", "tool_call_id": "b"})

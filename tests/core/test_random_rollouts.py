@@ -32,9 +32,10 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 
+from tests.support.machine_records import assert_refused, draw_turn, shown_outcome
+from tests.support.naive_ledger import assert_laws, assert_line, common
+
 from .books import Books, Talk
-from .naive import assert_laws, assert_line, common
-from .rollouts import assert_refused, draw_turn, shown_outcome
 
 texts = st.sampled_from(("", "8", "ü€😀", "\\ud83d", "a" * 50))
 times = st.integers(0, 1000).map(float)

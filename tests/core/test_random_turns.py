@@ -14,8 +14,8 @@ from rollout_server.core.ledger import (
     Turn,
 )
 
-from .naive import NaiveLedger, assert_laws, assert_line
-from .rollouts import draw_turn
+from tests.support.machine_records import draw_turn
+from tests.support.naive_ledger import NaiveLedger, assert_laws, assert_line
 
 
 class RandomTurns(RuleBasedStateMachine):

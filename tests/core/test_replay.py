@@ -26,7 +26,7 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 
-from .rollouts import RESULT, USER, answered, fresh, ids, predicts, shown_outcome
+from tests.support.machine_records import RESULT, USER, answered, fresh, ids, predicts, shown_outcome
 
 CALLS = (ToolCall("a", "add", "{}"), ToolCall("b", "add", "{}"))
 INPUTS: tuple[Input, ...] = (

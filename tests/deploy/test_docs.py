@@ -20,7 +20,7 @@ from rollout_server.settings import Settings, names_of
 
 from tests.deploy.files import DEPLOY, ROOT
 from tests.deploy.pages import said
-from tests.system.processes import command, environment
+from tests.support.processes import command, environment
 
 DOCS = ROOT / "docs"
 PAGES = ("deployment.md", "troubleshooting.md", "migrating.md", "masks.md")

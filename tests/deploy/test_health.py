@@ -15,9 +15,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.deploy.files import DEPLOY, DOCKERFILE, KUBERNETES, ROOT, Yaml, compose, of_kind, settings_of, workloads
-from tests.gateway.alone import Alone
-from tests.gateway.certificates import Authority
-from tests.system.processes import COMMAND, Finished, Serving, environment, serve
+from tests.support.certificates import Authority
+from tests.support.gateway_process import Alone
+from tests.support.processes import COMMAND, Finished, Serving, environment, serve
 
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 SERVING = health_pb2.HealthCheckResponse.SERVING

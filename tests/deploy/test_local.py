@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tests.deploy.files import DEPLOY, ROOT
-from tests.system.processes import environment
+from tests.support.processes import environment
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 from tests.deploy.files import ROOT
-from tests.system.processes import environment
+from tests.support.processes import environment
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
 

@@ -37,7 +37,7 @@ from tests.deploy.files import (
     unit,
     workloads,
 )
-from tests.system.processes import environment as clean
+from tests.support.processes import environment as clean
 
 HTTP = Settings.model_fields["http_port"].default
 GRPC = Settings.model_fields["grpc_port"].default

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from tests.tokens.reading import tokenizer_of
+from tests.support.tokenizers import REAL_TOKENIZERS, needs_real, tokenizer_of
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"
 EVERYTHING = os.environ.get("ROLLOUT_EXACT") == "all"
 """Every conversation with every way to render, which takes some minutes."""
 
@@ -49,11 +48,10 @@ class Family:
 def families() -> list[Any]:
     """One parameter for each; one that is skipped where the shared test data is missing."""
     found = [Family(TOY_TOKENIZER)]
-    for own in sorted(SHARED.glob("*/chat_template.jinja")):
+    for own in sorted(REAL_TOKENIZERS.glob("*/chat_template.jinja")):
         found.append(Family(own.parent))
         found += [Family(own.parent, path) for path in sorted(own.parent.glob("templates/*.jinja"))]
     given = [pytest.param(family, id=family.name) for family in found]
     if len(found) == 1:
-        reason = "needs ../shared/tokenizers beside the repository"
-        given.append(pytest.param(None, id="shared", marks=pytest.mark.skip(reason=reason)))
+        given.append(pytest.param(None, id="real", marks=needs_real("")))
     return given

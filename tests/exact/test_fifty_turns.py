@@ -36,7 +36,7 @@ USUALLY = (("mixed", False), ("calls", True), ("calls", False))
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class CountingTrainers:
     """A server and trainers of one tokenizer, which differ in how they render arguments. Each starts when it is first asked for."""
 
     http: httpx.AsyncClient
@@ -55,7 +55,7 @@ class World:
 
 
 @asynccontextmanager
-async def world(family: Family, at: Path) -> AsyncIterator[World]:
+async def world(family: Family, at: Path) -> AsyncIterator[CountingTrainers]:
     directory = family.laid_out(at)
     settings = Settings(
         _env_file=None,
@@ -78,7 +78,7 @@ async def world(family: Family, at: Path) -> AsyncIterator[World]:
         )
         tokenizer = family.tokenizer()
         renderers = {parse: PlainRenderer(tokenizer, parse_arguments=parse) for parse in (False, True)}
-        yield World(http, RolloutServiceStub(channel), directory, renderers, tools, stack)
+        yield CountingTrainers(http, RolloutServiceStub(channel), directory, renderers, tools, stack)
 
 
 @pytest.mark.timeout(600)
@@ -94,7 +94,7 @@ async def test_fifty_turns(family: Family, tmp_path: Path) -> None:
     assert TURNS in lengths.values(), f"no conversation came to its end: {lengths}"
 
 
-async def play(at: World, rollout_id: str, conversation: Conversation, *, parse: bool) -> int:
+async def play(at: CountingTrainers, rollout_id: str, conversation: Conversation, *, parse: bool) -> int:
     """Plays one conversation and holds everything against everything; returns the turns that were answered."""
     trainer, renderer = await at.trainer(parse=parse), at.renderers[parse]
     await trainer.put_script(rollout_id, conversation.script)
@@ -120,7 +120,7 @@ async def play(at: World, rollout_id: str, conversation: Conversation, *, parse:
     return len(verdict.turns)
 
 
-async def ask(at: World, rollout_id: str, url: str, conversation: Conversation) -> Any:
+async def ask(at: CountingTrainers, rollout_id: str, url: str, conversation: Conversation) -> Any:
     body = {
         "rollout_id": rollout_id,
         "server_url": url,
@@ -136,7 +136,7 @@ async def ask(at: World, rollout_id: str, url: str, conversation: Conversation) 
     return answer.json()
 
 
-async def recorded(at: World, rollout_id: str) -> Any:
+async def recorded(at: CountingTrainers, rollout_id: str) -> Any:
     asked = pb.ListRolloutsRequest(selection=pb.Selection(rollout_ids=[rollout_id]), view=pb.ROLLOUT_VIEW_FULL)
     (rollout,) = (await at.rollouts.ListRollouts(asked)).rollouts
     got = await at.rollouts.GetRollout(pb.GetRolloutRequest(uid=rollout.uid, view=pb.ROLLOUT_VIEW_FULL))

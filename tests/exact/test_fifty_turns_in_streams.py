@@ -13,9 +13,9 @@ from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 from rollout_client import samples
 
-from tests.completions.talk import equal
 from tests.exact.families import EVERYTHING, Family
 from tests.exact.test_fifty_turns_in_tokens import PLAYED, world
+from tests.support.talking_agent import equal
 
 
 @pytest.mark.timeout(600)

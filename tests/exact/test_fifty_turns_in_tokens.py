@@ -22,10 +22,10 @@ from rollout_server.testing.checks.renderer import PlainRenderer
 from rollout_server.testing.script import tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.completions.talk import equal
 from tests.exact.conversations import Conversation, Guided, written
 from tests.exact.families import EVERYTHING, Family, families
 from tests.exact.library import by_library, sayable
+from tests.support.talking_agent import equal
 
 KIND = "mixed"
 # Without ROLLOUT_EXACT=all, each tokenizer with its own template.
@@ -46,7 +46,7 @@ TOOLS = [tool_of(tool) for tool in Guided.tools]
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class TokenModeServer:
     """A server, a client of it, and a trainer of one tokenizer. `rendered`: its template writes what tools answer."""
 
     address: str
@@ -58,7 +58,7 @@ class World:
 
 
 @asynccontextmanager
-async def world(family: Family, at: Path) -> AsyncIterator[World]:
+async def world(family: Family, at: Path) -> AsyncIterator[TokenModeServer]:
     directory = family.laid_out(at)
     ports: Any = {"host": "127.0.0.1", "http": False, "http_port": 0, "grpc_port": 0, "drain_seconds": 0}
     settings = Settings(_env_file=None, tokenizers={"model": directory}, tokenizers_offline=True, **ports)
@@ -75,10 +75,10 @@ async def world(family: Family, at: Path) -> AsyncIterator[World]:
             CALLED,
             {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "Zq9"},
         ]
-        yield World(address, tokenizer, client, trainer, conversation, "Zq9" in renderer.text(heard, TOOLS))
+        yield TokenModeServer(address, tokenizer, client, trainer, conversation, "Zq9" in renderer.text(heard, TOOLS))
 
 
-async def play(at: World, rollout_id: str, **spec: Any) -> outcome_pb2.Outcome:
+async def play(at: TokenModeServer, rollout_id: str, **spec: Any) -> outcome_pb2.Outcome:
     await at.trainer.put_script(rollout_id, at.conversation.script)
     run = at.client.run(
         messages=at.conversation.asked,

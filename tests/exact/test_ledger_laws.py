@@ -22,11 +22,11 @@ from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.testing.checks.renderer import PlainRenderer, UnrenderableError
 
-from tests.core.naive import NaiveLedger, assert_laws
+from tests.edge.tokens.conftest import TOOLS, answered, packed
+from tests.edge.tokens.test_properties import PARTS, TEXT, conversations
 from tests.exact.families import EVERYTHING, Family, families
 from tests.exact.naive import records
-from tests.tokens.conftest import TOOLS, answered, packed
-from tests.tokens.test_properties import PARTS, TEXT, conversations
+from tests.support.naive_ledger import NaiveLedger, assert_laws
 
 TRAINERS = ("silent", "keeps", "renders")
 CONTENTS = (TEXT, TEXT | st.none(), TEXT | PARTS)

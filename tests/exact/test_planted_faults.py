@@ -25,7 +25,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer
 
 from tests.exact.planted import Copy, Fault, copied
-from tests.tokens.reading import tokenizer_of
+from tests.support.tokenizers import tokenizer_of
 
 Check: TypeAlias = Callable[[Copy], Awaitable[None]]
 

@@ -7,8 +7,8 @@ import pytest
 from osmosis.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from rollout_gateway.settings import GatewaySettings
 
-from tests.gateway.running import Gateway, http_client, serving
-from tests.gateway.scripted_server import ScriptedServer
+from tests.support.gateways import Gateway, http_client, serving
+from tests.support.scripted_server import ScriptedServer
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_gateway.http import request_body
 from rollout_gateway.http.request_body import demand_bounded
-from rollout_gateway.osmosis_http.sync_body import InvalidBody
+from rollout_gateway.json_body import InvalidBody
 
 TEXTS = st.text(alphabet='[]{}",\\:ab\n', max_size=12)
 JSON = st.recursive(

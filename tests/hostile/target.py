@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.system.processes import Serving, serve
+from tests.support.processes import Serving, serve
 
 KEY = "key-of-the-attacked-0123456789"
 NOWHERE = "http://127.0.0.1:9"

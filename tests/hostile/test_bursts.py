@@ -17,9 +17,9 @@ from osmosis.rollout.v1 import event_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 
-from tests.rpc.asking import HELLO, NOWHERE, start
-from tests.rpc.caller import CHANNEL_OPTIONS, until
-from tests.system.processes import Serving, serve
+from tests.support.processes import Serving, serve
+from tests.support.server_client import CHANNEL_OPTIONS, until
+from tests.support.start_requests import HELLO, NOWHERE, start
 
 MANY = 2000
 AGENT = Path(__file__).with_name("bursts_agent.py")

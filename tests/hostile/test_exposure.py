@@ -36,11 +36,11 @@ from rollout_server.network_exposure import authenticates_callers, log_exposure
 from rollout_server.settings import Settings
 from yarl import URL
 
-from tests.gateway.running import http_client
-from tests.rpc.asking import start, target
-from tests.system.bodies import TOKENIZER, body
-from tests.system.processes import Serving, environment, started
-from tests.trainer.raw_trainer import COMPLETION, RawTrainer, answer, raw_trainer
+from tests.support.bodies import TOKENIZER, body
+from tests.support.gateways import http_client
+from tests.support.http_trainer import COMPLETION, HttpTrainer, answer, raw_trainer
+from tests.support.processes import Serving, environment, started
+from tests.support.start_requests import start, target
 
 SUFFIX = "/v1/chat/completions"
 CANARY = "canary-7731"
@@ -104,7 +104,7 @@ class Wire:
         self.trainer, self.client = self.runner.run(self._open())
         self.port = int(self.trainer.url.rpartition(":")[2])
 
-    async def _open(self) -> tuple[RawTrainer, HttpClient]:
+    async def _open(self) -> tuple[HttpTrainer, HttpClient]:
         trainer = await self.stack.enter_async_context(raw_trainer(answer()))
         lookup = CheckedLookup(TargetRules(), self.resolver)
         self.stack.push_async_callback(lookup.close)

@@ -20,11 +20,11 @@ from rollout_server.edge.api_keys import entry_of
 from rollout_server.edge.rpc.field_count import MAX_FIELDS, TooManyFields, check_fields
 from rollout_server.edge.wire.message import MAX_VIOLATIONS
 
+from tests.edge.rpc.conftest import OpenServer, open_server  # noqa: F401 - a fixture
 from tests.hostile import h2
-from tests.rpc.asking import json_message, start
-from tests.rpc.caller import Caller, refusal, serving
-from tests.rpc.conftest import OpenServer, open_server  # noqa: F401 - a fixture
-from tests.system.processes import Serving, serve
+from tests.support.processes import Serving, serve
+from tests.support.server_client import Caller, refusal, serving
+from tests.support.start_requests import json_message, start
 
 KEY = "key-of-alice-0123"
 START = pb.StartRolloutRequest.DESCRIPTOR

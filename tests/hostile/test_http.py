@@ -12,7 +12,7 @@ from tests.hostile.attacks import Attack, all_attacks
 from tests.hostile.attacks.http import ones
 from tests.hostile.target import Target
 from tests.hostile.target import target as fresh_target
-from tests.system.bodies import body
+from tests.support.bodies import body
 
 MIB = 1 << 20
 MEMORY = {"60 bodies of 15 MiB at once, with a key": 900 * MIB}

@@ -10,9 +10,9 @@ import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.edge.api_keys import entry_of
 
-from tests.rpc.agents import Gated
-from tests.rpc.asking import HELLO, NOWHERE, json_message, start
-from tests.rpc.caller import refusal, serving, until
+from tests.support.agents import Gated
+from tests.support.server_client import refusal, serving, until
+from tests.support.start_requests import HELLO, NOWHERE, json_message, start
 
 ALICE, BOB = "key-of-alice-0123", "key-of-bob-4567"
 KEYS = (entry_of("alice", ALICE), entry_of("bob", BOB))

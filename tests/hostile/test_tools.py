@@ -18,8 +18,8 @@ from rollout_server import tool
 from rollout_server.edge.tools import process as tool_process
 from rollout_server.runtime.tools.policy import CPU_SECONDS, MEMORY_BYTES, ToolPolicy
 
-from tests.tools import test_processes
-from tests.tools.test_processes import gone, numbers_in, parent_of, state_of, wait_until_gone
+from tests.edge.tools import test_processes
+from tests.edge.tools.test_processes import gone, numbers_in, parent_of, state_of, wait_until_gone
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="subreapers and prctl are Linux's")
 ROOT = Path(__file__).parents[2]

@@ -41,8 +41,8 @@ from rollout_server.runtime.run.tool_calls import _AT_ONCE
 from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from tests.completions.raw_trainer import RawTrainer, serving
-from tests.trainer.raw_trainer import Act, answer, raw_trainer
+from tests.support.grpc_trainer import GrpcTrainer, serving
+from tests.support.http_trainer import Act, answer, raw_trainer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MOST = Limits().calls_read
@@ -330,7 +330,7 @@ def in_parts(*parts: object, text: str = "") -> Callable[[pb.CompleteRequest, pb
 async def test_grpc_trainers_are_held_to_the_same(
     client: AsyncClient, act: Callable[[pb.CompleteRequest, pb.CompleteResponse], None], said: str
 ) -> None:
-    async with serving(RawTrainer((5, 6), lies={1: act})) as trainer:
+    async with serving(GrpcTrainer((5, 6), lies={1: act})) as trainer:
         run = client.run(messages=[{"role": "user", "content": "Go."}], completions=Target(trainer.url))
         async for _ in run:
             pass

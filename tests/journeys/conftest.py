@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.journeys.place import Place, place
+from tests.journeys.place import Deployment, place
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["server", "fleet"])
-async def here(request: pytest.FixtureRequest) -> AsyncIterator[Place]:
+async def here(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
     """One server with its own gateway, and a gateway alone before two servers."""
     async with place(request.param) as opened:
         yield opened

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import httpx
 from rollout_client import Target
 
-from tests.journeys.place import Person, Place, until
-from tests.system.bodies import QUESTION, TOKENIZER
+from tests.journeys.place import Deployment, Person, until
+from tests.support.bodies import QUESTION, TOKENIZER
 
 MESSAGES = [{"role": "user", "content": QUESTION}]
 DIALECT_SAMPLING = {"temperature": 0.7, "max_tokens": 512, "logprobs": True}
@@ -39,7 +39,7 @@ class Begun:
     answer: asyncio.Task[httpx.Response] | None = None
 
 
-def synchronous_body(place: Place, wanted: Wanted) -> dict[str, Any]:
+def synchronous_body(place: Deployment, wanted: Wanted) -> dict[str, Any]:
     """The body of `POST /rollout`."""
     return {
         "rollout_id": wanted.rollout_id,
@@ -51,7 +51,7 @@ def synchronous_body(place: Place, wanted: Wanted) -> dict[str, Any]:
     }
 
 
-async def synchronous(place: Place, person: Person, wanted: Wanted) -> Begun:
+async def synchronous(place: Deployment, person: Person, wanted: Wanted) -> Begun:
     """`POST /rollout`, whose answer is still to come."""
     known = set(await _uids(place, wanted))
     asking = asyncio.create_task(person.http.post("/rollout", json=synchronous_body(place, wanted)))
@@ -65,7 +65,7 @@ async def synchronous(place: Place, person: Person, wanted: Wanted) -> Begun:
     return Begun(uid, asking)
 
 
-async def asynchronous(place: Place, person: Person, wanted: Wanted) -> Begun:
+async def asynchronous(place: Deployment, person: Person, wanted: Wanted) -> Begun:
     """`POST /v1/rollout/init`."""
     asked = {
         "rollout_id": wanted.rollout_id,
@@ -79,7 +79,7 @@ async def asynchronous(place: Place, person: Person, wanted: Wanted) -> Begun:
     return Begun(reply.headers["x-rollout-uid"])
 
 
-async def plain(place: Place, person: Person, wanted: Wanted) -> Begun:
+async def plain(place: Deployment, person: Person, wanted: Wanted) -> Begun:
     """`POST /v1/rollouts`."""
     asked = {
         "rollout_id": wanted.rollout_id,
@@ -96,7 +96,7 @@ async def plain(place: Place, person: Person, wanted: Wanted) -> Begun:
     return Begun(reply.json()["rollout"]["uid"])
 
 
-async def grpc(place: Place, person: Person, wanted: Wanted) -> Begun:
+async def grpc(place: Deployment, person: Person, wanted: Wanted) -> Begun:
     """StartRollout, on the last server."""
     started = await person.grpc[-1].start(
         rollout_id=wanted.rollout_id,
@@ -111,7 +111,7 @@ async def grpc(place: Place, person: Person, wanted: Wanted) -> Begun:
     return Begun(started.uid)
 
 
-Start: TypeAlias = Callable[[Place, Person, Wanted], Awaitable[Begun]]
+Start: TypeAlias = Callable[[Deployment, Person, Wanted], Awaitable[Begun]]
 STARTS: Mapping[str, Start] = {
     "synchronous": synchronous,
     "asynchronous": asynchronous,
@@ -120,31 +120,31 @@ STARTS: Mapping[str, Start] = {
 }
 
 
-async def cancel_one(place: Place, person: Person, uid: str) -> bool:
+async def cancel_one(place: Deployment, person: Person, uid: str) -> bool:
     """`POST /v1/rollouts/{uid}/cancel`; whether it did something."""
     reply = await person.http.post(f"/v1/rollouts/{uid}/cancel", json={"reason": person.name})
     return reply.is_success and bool(reply.json()["uids"])
 
 
-async def cancel_some(place: Place, person: Person, uid: str) -> bool:
+async def cancel_some(place: Deployment, person: Person, uid: str) -> bool:
     """`POST /v1/rollouts/cancel`."""
     rollout_id = (await place.state(uid)).spec.rollout_id
     reply = await person.http.post("/v1/rollouts/cancel", json={"rollout_ids": [rollout_id], "reason": person.name})
     return reply.is_success and bool(reply.json()["uids"])
 
 
-async def cancel_grpc(place: Place, person: Person, uid: str) -> bool:
+async def cancel_grpc(place: Deployment, person: Person, uid: str) -> bool:
     """CancelRollouts."""
     client = await place.over_grpc(person, uid)
     rollout_id = (await place.state(uid)).spec.rollout_id
     return bool(await client.cancel(rollout_id=rollout_id, reason=person.name))
 
 
-Cancel: TypeAlias = Callable[[Place, Person, str], Awaitable[bool]]
+Cancel: TypeAlias = Callable[[Deployment, Person, str], Awaitable[bool]]
 CANCELS: Mapping[str, Cancel] = {"one": cancel_one, "some": cancel_some, "grpc": cancel_grpc}
 
 
-async def _uids(place: Place, wanted: Wanted) -> list[str]:
+async def _uids(place: Deployment, wanted: Wanted) -> list[str]:
     found = []
     for client in place.root.grpc:
         found += [rollout.uid async for rollout in client.list(rollout_id=wanted.rollout_id)]

@@ -22,11 +22,11 @@ from rollout_server.settings import Settings
 from rollout_server.testing import TrainerDialect
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.client.tools import calculator_tools
-from tests.gateway.plain import Sse
-from tests.gateway.running import http_client
-from tests.rpc.agents import Gated, Measured
-from tests.system.bodies import TOKENIZER
+from tests.support.agents import Gated, Measured
+from tests.support.bodies import TOKENIZER
+from tests.support.calculator_tools import calculator_tools
+from tests.support.gateways import http_client
+from tests.support.rest_gateway import Sse
 
 ADMIN = "root"
 QUICK = Retry(patience=5, first=0.01, longest=0.1)
@@ -43,7 +43,7 @@ class Person:
 
 
 @dataclass(frozen=True)
-class Place:
+class Deployment:
     """Where HTTP is served, the servers behind, and who may call. `stranger` has no key, `forger` a wrong one."""
 
     port: int
@@ -102,7 +102,7 @@ async def until(ask: Callable[[], Awaitable[Any]]) -> Any:
 
 
 @asynccontextmanager
-async def place(servers: int = 1, *, default_key: bool = False, **settings: Any) -> AsyncIterator[Place]:
+async def place(servers: int = 1, *, default_key: bool = False, **settings: Any) -> AsyncIterator[Deployment]:
     """Opens a place; with more than one server there is a gateway alone before them.
 
     `default_key`: that gateway has alice's key for the synchronous dialect.
@@ -124,7 +124,7 @@ async def place(servers: int = 1, *, default_key: bool = False, **settings: Any)
         )
         named = {"alice": keys["alice"], "bob": keys["bob"], "root": keys[ADMIN], "stranger": "", "forger": new_key()}
         people = {name: await _person(stack, (name, key), port, running) for name, key in named.items()}
-        yield Place(port, running, agents, trainer, **people)
+        yield Deployment(port, running, agents, trainer, **people)
 
 
 def _settings(entries: tuple[str, ...], **changes: Any) -> Settings:

@@ -13,8 +13,8 @@ import pytest_asyncio
 from rollout_server.testing import TrainerDialect
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.gateway.plain import Sse
-from tests.system.conftest import World, open_world
+from tests.support.rest_gateway import Sse
+from tests.system.conftest import Service, open_world
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -27,7 +27,7 @@ CANCELS = ("/v1/rollouts/cancel", "/v1/rollouts/{uid}/cancel")
 class Documented:
     """A server that knows the tokenizer of the examples, a trainer of both dialects, and the description."""
 
-    world: World
+    world: Service
     trainer: StrictTrainer
     described: dict[str, Any]
 

@@ -12,7 +12,7 @@ from rollout_client import NotFound, Unauthenticated
 from rollout_server.runtime.start_request import Caller
 
 from tests.journeys.faces import STARTS, Wanted, synchronous_body
-from tests.journeys.place import Place, place, until
+from tests.journeys.place import Deployment, place, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -21,27 +21,27 @@ ANONYMOUS = "anonymous"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server() -> AsyncIterator[Place]:
+async def server() -> AsyncIterator[Deployment]:
     """One server, whose synchronous route is open. Rollouts that nobody listens to end soon."""
     async with place(detach_grace_seconds=0.2, synchronous_needs_key=False) as opened:
         yield opened
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def closed() -> AsyncIterator[Place]:
+async def closed() -> AsyncIterator[Deployment]:
     """One server that wants keys everywhere."""
     async with place() as opened:
         yield opened
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def lent() -> AsyncIterator[Place]:
+async def lent() -> AsyncIterator[Deployment]:
     """A gateway before two servers, which has alice's key for those who bring none to the synchronous dialect."""
     async with place(2, default_key=True) as opened:
         yield opened
 
 
-async def test_what_nobody_in_particular_started_belongs_to_nobody_in_particular(server: Place) -> None:
+async def test_what_nobody_in_particular_started_belongs_to_nobody_in_particular(server: Deployment) -> None:
     begun = await STARTS["synchronous"](server, server.stranger, Wanted("open"))
     assert (await server.state(begun.uid)).caller == ANONYMOUS
     for person in (server.alice, server.bob):
@@ -58,7 +58,7 @@ async def test_what_nobody_in_particular_started_belongs_to_nobody_in_particular
     assert "enough" in (await begun.answer).json()["error_message"]
 
 
-async def test_who_brings_a_key_owns_the_rollout(server: Place) -> None:
+async def test_who_brings_a_key_owns_the_rollout(server: Deployment) -> None:
     theirs = [await STARTS["synchronous"](server, person, Wanted("same")) for person in (server.stranger, server.alice)]
     assert theirs[0].uid != theirs[1].uid
     assert [(await server.state(begun.uid)).caller for begun in theirs] == [ANONYMOUS, "alice"]
@@ -70,7 +70,7 @@ async def test_who_brings_a_key_owns_the_rollout(server: Place) -> None:
         assert (await begun.answer).json()["extra_fields"]["error_category"] == "cancelled"
 
 
-async def test_two_without_a_key_who_ask_for_the_same_are_told_the_same(server: Place) -> None:
+async def test_two_without_a_key_who_ask_for_the_same_are_told_the_same(server: Deployment) -> None:
     first = await STARTS["synchronous"](server, server.stranger, Wanted("shared"))
     assert first.answer is not None
     second = asyncio.create_task(server.stranger.http.post("/rollout", json=synchronous_body(server, Wanted("shared"))))
@@ -85,7 +85,7 @@ async def test_two_without_a_key_who_ask_for_the_same_are_told_the_same(server: 
     assert {answer.headers["x-rollout-uid"] for answer in answers} == {first.uid}
 
 
-async def test_hanging_up_without_a_key_cancels_after_the_grace(server: Place) -> None:
+async def test_hanging_up_without_a_key_cancels_after_the_grace(server: Deployment) -> None:
     begun = await STARTS["synchronous"](server, server.stranger, Wanted("left"))
     assert begun.answer is not None
     begun.answer.cancel()
@@ -94,7 +94,7 @@ async def test_hanging_up_without_a_key_cancels_after_the_grace(server: Place) -
     assert (rollout.caller, rollout.outcome.cancellation.reason) == (ANONYMOUS, "detached")
 
 
-async def test_the_open_route_opens_no_other(server: Place) -> None:
+async def test_the_open_route_opens_no_other(server: Deployment) -> None:
     body = {"rollout_id": "r", "server_url": "http://127.0.0.1:9", "messages": [], "completion_params": {}}
     asked = [
         server.stranger.http.post("/v1/rollout/init", json=body),
@@ -113,14 +113,14 @@ async def test_the_open_route_opens_no_other(server: Place) -> None:
         await server.stranger.grpc[0].agents()
 
 
-async def test_a_wrong_body_is_told_only_to_those_who_may_send_one(server: Place, closed: Place) -> None:
+async def test_a_wrong_body_is_told_only_to_those_who_may_send_one(server: Deployment, closed: Deployment) -> None:
     for here, status in ((server, 422), (closed, 401)):
         assert (await here.stranger.http.post("/rollout", json={})).status_code == status
         assert (await here.forger.http.post("/rollout", json={})).status_code == 401
         assert (await here.alice.http.post("/rollout", json={})).status_code == 422
 
 
-async def test_where_a_key_is_needed_nothing_is_started_without(closed: Place) -> None:
+async def test_where_a_key_is_needed_nothing_is_started_without(closed: Deployment) -> None:
     asked = synchronous_body(closed, Wanted("closed"))
     for person in (closed.stranger, closed.forger):
         assert (await person.http.post("/rollout", json=asked)).status_code == 401
@@ -134,7 +134,7 @@ async def test_where_a_key_is_needed_nothing_is_started_without(closed: Place) -
     await begun.answer
 
 
-async def test_a_gateways_own_key_owns_what_comes_without(lent: Place) -> None:
+async def test_a_gateways_own_key_owns_what_comes_without(lent: Deployment) -> None:
     begun = await STARTS["synchronous"](lent, lent.stranger, Wanted("lent"))
     assert (await lent.state(begun.uid)).caller == "alice"
     assert (await lent.stranger.http.get(f"/v1/rollouts/{begun.uid}")).status_code == 401
@@ -145,7 +145,7 @@ async def test_a_gateways_own_key_owns_what_comes_without(lent: Place) -> None:
     assert (await begun.answer).json()["extra_fields"]["error_category"] == "cancelled"
 
 
-async def test_everything_has_ended(server: Place) -> None:
+async def test_everything_has_ended(server: Deployment) -> None:
     async def idle() -> bool:
         return (await server.root.grpc[0].server_info()).running == 0
 

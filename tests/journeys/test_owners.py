@@ -10,7 +10,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import NotFound, PermissionDenied, RolloutError, Unauthenticated
 
 from tests.journeys.faces import CANCELS, STARTS, Begun, Wanted
-from tests.journeys.place import ADMIN, Person, Place
+from tests.journeys.place import ADMIN, Deployment, Person
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -18,14 +18,14 @@ RUNNING, FINISHED = pb.ROLLOUT_STATE_RUNNING, pb.ROLLOUT_STATE_FINISHED
 NOBODY = "00000000000000000000"
 
 
-async def begin(here: Place, face: str, person: Person, rollout_id: str) -> Begun:
+async def begin(here: Deployment, face: str, person: Person, rollout_id: str) -> Begun:
     """Starts a rollout that waits until it is ended."""
     begun = await STARTS[face](here, person, Wanted(rollout_id))
     assert (await here.state(begun.uid)).state == RUNNING
     return begun
 
 
-async def end(here: Place, begun: Begun) -> None:
+async def end(here: Deployment, begun: Begun) -> None:
     """Ends it, and waits for all that comes of it."""
     client = await here.over_grpc(here.root, begun.uid)
     await client.cancel(begun.uid)
@@ -34,7 +34,7 @@ async def end(here: Place, begun: Begun) -> None:
         await begun.answer
 
 
-async def listed(here: Place, person: Person, **query: Any) -> list[Any]:
+async def listed(here: Deployment, person: Person, **query: Any) -> list[Any]:
     """What the person finds over HTTP."""
     reply = await person.http.get("/v1/rollouts", params={"page_size": 1000, **query})
     assert reply.status_code == 200, reply.text
@@ -47,7 +47,7 @@ async def listed_over_grpc(person: Person, **selection: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("face", STARTS)
-async def test_owner_and_admin_see_it_everywhere(here: Place, face: str) -> None:
+async def test_owner_and_admin_see_it_everywhere(here: Deployment, face: str) -> None:
     begun = await begin(here, face, here.alice, f"seen {face}")
     uid = begun.uid
     for person in (here.alice, here.root):
@@ -63,7 +63,7 @@ async def test_owner_and_admin_see_it_everywhere(here: Place, face: str) -> None
 
 
 @pytest.mark.parametrize("face", STARTS)
-async def test_for_others_it_does_not_exist(here: Place, face: str) -> None:
+async def test_for_others_it_does_not_exist(here: Deployment, face: str) -> None:
     begun = await begin(here, face, here.alice, f"hidden {face}")
     uid, bob = begun.uid, here.bob
     for method, path in ROUTES:
@@ -95,7 +95,7 @@ ROUTES = (
 
 
 @pytest.mark.parametrize("face", STARTS)
-async def test_who_has_no_key_is_told_of_nothing_else(here: Place, face: str) -> None:
+async def test_who_has_no_key_is_told_of_nothing_else(here: Deployment, face: str) -> None:
     begun = await begin(here, face, here.alice, f"keyed {face}")
     for person in (here.stranger, here.forger):
         for method, path in (*ROUTES, ("GET", "/v1/rollouts"), ("GET", "/v1/rollouts?page_size=many")):
@@ -114,7 +114,7 @@ async def test_who_has_no_key_is_told_of_nothing_else(here: Place, face: str) ->
 @pytest.mark.parametrize("by", ["alice", "root"])
 @pytest.mark.parametrize("way", CANCELS)
 @pytest.mark.parametrize("face", STARTS)
-async def test_owner_and_admin_cancel_it_on_any_other_face(here: Place, face: str, way: str, by: str) -> None:
+async def test_owner_and_admin_cancel_it_on_any_other_face(here: Deployment, face: str, way: str, by: str) -> None:
     rollout_id = f"cancelled {face} {way} {by}"
     begun = await begin(here, face, here.alice, rollout_id)
     person: Person = getattr(here, by)
@@ -133,14 +133,14 @@ async def test_owner_and_admin_cancel_it_on_any_other_face(here: Place, face: st
 
 @pytest.mark.parametrize("way", CANCELS)
 @pytest.mark.parametrize("face", STARTS)
-async def test_what_others_cancel_goes_on(here: Place, face: str, way: str) -> None:
+async def test_what_others_cancel_goes_on(here: Deployment, face: str, way: str) -> None:
     begun = await begin(here, face, here.alice, f"kept {face} {way}")
     assert not await CANCELS[way](here, here.bob, begun.uid)
     assert (await here.state(begun.uid)).state == RUNNING
     await end(here, begun)
 
 
-async def test_all_means_all_of_ones_own(here: Place) -> None:
+async def test_all_means_all_of_ones_own(here: Deployment) -> None:
     hers = [await begin(here, face, here.alice, f"hers {face}") for face in STARTS]
     his = [await begin(here, face, here.bob, f"his {face}") for face in STARTS]
     reply = await here.bob.http.post("/v1/rollouts/cancel", json={"all": True})
@@ -154,7 +154,7 @@ async def test_all_means_all_of_ones_own(here: Place) -> None:
             await begun.answer
 
 
-async def test_to_ask_for_anothers_rollouts_is_refused(here: Place) -> None:
+async def test_to_ask_for_anothers_rollouts_is_refused(here: Deployment) -> None:
     begun = await begin(here, "plain", here.alice, "asked for")
     asked = [
         here.bob.http.get("/v1/rollouts", params={"caller": "alice"}),
@@ -171,7 +171,7 @@ async def test_to_ask_for_anothers_rollouts_is_refused(here: Place) -> None:
     await end(here, begun)
 
 
-async def test_one_uid_of_somebody_else_spoils_the_whole_call(here: Place) -> None:
+async def test_one_uid_of_somebody_else_spoils_the_whole_call(here: Deployment) -> None:
     hers, his = await begin(here, "plain", here.alice, "hers"), await begin(here, "grpc", here.bob, "his")
     reply = await here.bob.http.post("/v1/rollouts/cancel", json={"uids": [his.uid, hers.uid]})
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "ROLLOUT_NOT_FOUND")
@@ -185,7 +185,7 @@ async def test_one_uid_of_somebody_else_spoils_the_whole_call(here: Place) -> No
 
 
 @pytest.mark.parametrize("face", STARTS)
-async def test_the_same_request_of_another_caller_is_another_rollout(here: Place, face: str) -> None:
+async def test_the_same_request_of_another_caller_is_another_rollout(here: Deployment, face: str) -> None:
     first = await begin(here, face, here.alice, f"same {face}")
     second = await begin(here, face, here.bob, f"same {face}")
     assert first.uid != second.uid
@@ -196,7 +196,7 @@ async def test_the_same_request_of_another_caller_is_another_rollout(here: Place
     await asyncio.gather(end(here, first), end(here, second))
 
 
-async def test_the_admin_owns_what_it_starts(here: Place) -> None:
+async def test_the_admin_owns_what_it_starts(here: Deployment) -> None:
     begun = await begin(here, "grpc", here.root, "the admin's")
     assert (await here.state(begun.uid)).caller == ADMIN
     for person in (here.alice, here.bob):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.plain import Frame, Sse
 from tests.journeys.faces import STARTS, Begun, Wanted, synchronous_body
-from tests.journeys.place import Person, Place, until
+from tests.journeys.place import Deployment, Person, until
+from tests.support.rest_gateway import Frame, Sse
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -28,7 +28,7 @@ async def read(stream: Sse, last: int) -> list[dict[str, Any]]:
     return seen
 
 
-async def rest(here: Place, person: Person, uid: str, query: str, last: int) -> list[dict[str, Any]]:
+async def rest(here: Deployment, person: Person, uid: str, query: str, last: int) -> list[dict[str, Any]]:
     """What comes after an event, until the end."""
     again = await here.sse(person, uid, query, str(last))
     return [] if again.status == 204 else [frame.json for frame in await again.all()]
@@ -42,7 +42,7 @@ async def answered(begun: Begun) -> None:
 
 
 @pytest.mark.parametrize("face", STARTS)
-async def test_it_is_watched_half_over_http_and_half_over_grpc(here: Place, face: str) -> None:
+async def test_it_is_watched_half_over_http_and_half_over_grpc(here: Deployment, face: str) -> None:
     rollout_id = f"watched {face}"
     begun = await STARTS[face](here, here.alice, Wanted(rollout_id, "calculator"))
     client = await here.over_grpc(here.root, begun.uid)
@@ -71,7 +71,7 @@ async def test_it_is_watched_half_over_http_and_half_over_grpc(here: Place, face
 
 
 @pytest.mark.parametrize("face", STARTS)
-async def test_a_connection_reset_at_each_event_of_a_running_rollout(here: Place, face: str) -> None:
+async def test_a_connection_reset_at_each_event_of_a_running_rollout(here: Deployment, face: str) -> None:
     begun = await STARTS[face](here, here.alice, Wanted(f"measured {face}", "measured", {"notes": NOTES}))
     _, measured = here.agents[await here.server_of(begun.uid)]
     watching = asyncio.create_task(rest(here, here.root, begun.uid, "", 0))
@@ -91,7 +91,7 @@ async def test_a_connection_reset_at_each_event_of_a_running_rollout(here: Place
         await begun.answer
 
 
-async def test_who_hangs_up_and_comes_back_in_time_gets_the_result(here: Place) -> None:
+async def test_who_hangs_up_and_comes_back_in_time_gets_the_result(here: Deployment) -> None:
     wanted = Wanted("come back")
     begun = await STARTS["synchronous"](here, here.alice, wanted)
     assert begun.answer is not None
@@ -114,13 +114,13 @@ async def test_who_hangs_up_and_comes_back_in_time_gets_the_result(here: Place) 
         gated.gate.clear()
 
 
-async def count(here: Place, rollout_id: str) -> int:
+async def count(here: Deployment, rollout_id: str) -> int:
     """How many rollouts of that name there are."""
     found = await here.root.http.get("/v1/rollouts", params={"rollout_id": rollout_id})
     return len(found.json()["rollouts"])
 
 
-async def test_a_connection_reset_within_an_event(here: Place) -> None:
+async def test_a_connection_reset_within_an_event(here: Deployment) -> None:
     begun = await STARTS["plain"](here, here.alice, Wanted("within", "calculator"))
     whole = await rest(here, here.alice, begun.uid, "?detail=full", 0)
     assert whole[-1]["event"] == "finished"

@@ -19,9 +19,9 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.edge.api_keys import entry_of
 
 from tests.keys.test_keyring import put
-from tests.rpc.agents import Gated, Idle
-from tests.rpc.asking import start
-from tests.rpc.caller import Caller, Refusal, refusal, serving, until
+from tests.support.agents import Gated, Idle
+from tests.support.server_client import Caller, Refusal, refusal, serving, until
+from tests.support.start_requests import start
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

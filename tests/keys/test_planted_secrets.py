@@ -29,11 +29,11 @@ from rollout_server.runtime.start_request import StartRequest
 from rollout_server.settings import Settings
 
 from tests.keys.test_callers import bearing, raw_call
-from tests.outcome.grpc_receiver import Answer, GrpcReceiver, grpc_receiver
-from tests.rpc.asking import start, target
-from tests.rpc.caller import Refusal
-from tests.system.processes import Serving, serve
-from tests.trainer.raw_trainer import Act, RawTrainer, answer, closed, raw_trainer, reset
+from tests.support.http_trainer import Act, HttpTrainer, answer, closed, raw_trainer, reset
+from tests.support.outcome_receiver import Answer, GrpcReceiver, grpc_receiver
+from tests.support.processes import Serving, serve
+from tests.support.server_client import Refusal
+from tests.support.start_requests import start, target
 
 MARK = "mArKeR"
 API_KEY, ADMIN_KEY, FILED_KEY = f"{MARK}-api", f"{MARK}-admin", f"{MARK}-filed"
@@ -55,10 +55,10 @@ class Said:
         self.texts[f"{where} #{len(self.texts)}"] = str(what)
 
 
-def echo(status: int, form: Callable[[str], bytes], **headers: str) -> Callable[[list[RawTrainer]], Act]:
+def echo(status: int, form: Callable[[str], bytes], **headers: str) -> Callable[[list[HttpTrainer]], Act]:
     """An answer that repeats the Authorization header of the request in some form."""
 
-    def make(trainer: list[RawTrainer]) -> Act:
+    def make(trainer: list[HttpTrainer]) -> Act:
         async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             key = trainer[0].requests[-1].headers.get("authorization", "")
             await answer(form(key), status, **{name: value.format(key) for name, value in headers.items()})(
@@ -154,7 +154,7 @@ async def play_failures(play: Play, receivers: list[str]) -> None:
     async with AsyncExitStack() as stack:
         urls = {"unreachable": "http://127.0.0.1:9"}
         for name, make in ECHOES.items():
-            holder: list[RawTrainer] = []
+            holder: list[HttpTrainer] = []
             holder.append(await stack.enter_async_context(raw_trainer(make(holder))))
             urls[name] = holder[0].url
         for name, act in BREAKS.items():
@@ -240,7 +240,7 @@ async def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         called: list[GrpcReceiver] = [await stack.enter_async_context(grpc_receiver(each)) for each in echoing]
         posted: list[str] = []
         for status in (400, 500, 302):
-            holder: list[RawTrainer] = []
+            holder: list[HttpTrainer] = []
             act = echo(status, as_detail, location="http://127.0.0.1:9/{}")(holder)
             holder.append(await stack.enter_async_context(raw_trainer(act)))
             posted.append(holder[0].url)

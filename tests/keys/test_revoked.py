@@ -21,9 +21,9 @@ from rollout_server.edge.wrong_keys import BURST, DELAY_SECONDS, WrongKeys
 
 from tests.keys.test_callers import bearing
 from tests.keys.test_keyring import put
-from tests.rpc.agents import Gated
-from tests.rpc.asking import start
-from tests.rpc.caller import Caller, serving
+from tests.support.agents import Gated
+from tests.support.server_client import Caller, serving
+from tests.support.start_requests import start
 
 STAYS, GOES = "key-that-stays-0123", "key-that-goes-4567"
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
 
-from tests.runtime.jumping import JumpingLoop
-from tests.runtime.world import World
+from tests.support.jumping_loop import JumpingLoop
+from tests.support.runtime_harness import RuntimeHarness
 
 
 def pytest_asyncio_loop_factories(
@@ -19,12 +19,12 @@ def pytest_asyncio_loop_factories(
 
 
 @pytest.fixture
-async def new_world() -> AsyncIterator[Callable[..., World]]:
+async def new_world() -> AsyncIterator[Callable[..., RuntimeHarness]]:
     """Makes worlds, and closes them in the end: whatever a test was about, every rollout of it has ended exactly once."""
-    worlds: list[World] = []
+    worlds: list[RuntimeHarness] = []
 
-    def make(*agents: object, **settings: object) -> World:
-        worlds.append(World(*agents, **settings))  # type: ignore[arg-type]
+    def make(*agents: object, **settings: object) -> RuntimeHarness:
+        worlds.append(RuntimeHarness(*agents, **settings))  # type: ignore[arg-type]
         return worlds[-1]
 
     yield make

@@ -12,11 +12,11 @@ from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.record import Note
 from rollout_server.runtime.errors import AgentMistake
 
-from tests.runtime.world import (
+from tests.support.runtime_harness import (
     FOREVER,
     SECRET,
+    RuntimeHarness,
     Say,
-    World,
     assert_internal,
     call,
     contents,
@@ -42,7 +42,7 @@ class Crashing(Agent):
 
 @pytest.mark.parametrize("part", ["play", "reward", "verdict"])
 async def test_an_agents_failure_is_internal_and_shows_no_insides(
-    new_world: type[World], part: str, caplog: pytest.LogCaptureFixture
+    new_world: type[RuntimeHarness], part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rollout = new_world(Crashing()).start(Say("8"), metadata_json=f'{{"in": "{part}"}}')
     outcome = await outcome_of(rollout)
@@ -56,12 +56,12 @@ async def test_an_agents_failure_is_internal_and_shows_no_insides(
     assert (SECRET in caplog.text) == (part != "verdict")
 
 
-async def test_a_sampler_that_fails_unclassified_is_internal(new_world: type[World]) -> None:
+async def test_a_sampler_that_fails_unclassified_is_internal(new_world: type[RuntimeHarness]) -> None:
     outcome = await outcome_of(new_world().start(Say(error=LookupError(SECRET))))
     assert_internal(outcome)
 
 
-async def test_the_end_passes_an_agents_except_exception(new_world: type[World]) -> None:
+async def test_the_end_passes_an_agents_except_exception(new_world: type[RuntimeHarness]) -> None:
     caught: list[Exception] = []
 
     class Careful(Agent):
@@ -79,7 +79,7 @@ async def test_the_end_passes_an_agents_except_exception(new_world: type[World])
     assert caught == []
 
 
-async def test_a_verdict_is_part_of_the_outcome(new_world: type[World]) -> None:
+async def test_a_verdict_is_part_of_the_outcome(new_world: type[RuntimeHarness]) -> None:
     class Judging(Agent):
         name = "judging"
 
@@ -90,7 +90,7 @@ async def test_a_verdict_is_part_of_the_outcome(new_world: type[World]) -> None:
     assert outcome.reward_result == RewardResult(2, {"turns": 1}, '{"why": "so"}')
 
 
-async def test_only_a_rollout_that_came_to_its_end_is_judged(new_world: type[World]) -> None:
+async def test_only_a_rollout_that_came_to_its_end_is_judged(new_world: type[RuntimeHarness]) -> None:
     class Judging(Agent):
         name = "judging"
 
@@ -104,7 +104,7 @@ async def test_only_a_rollout_that_came_to_its_end_is_judged(new_world: type[Wor
     assert (await outcome_of(stopped)).reward_result == RewardResult(1.0)
 
 
-async def test_mistakes_of_an_agent_are_told_to_it(new_world: type[World]) -> None:
+async def test_mistakes_of_an_agent_are_told_to_it(new_world: type[RuntimeHarness]) -> None:
     told: list[str] = []
 
     class Hasty(Agent):
@@ -135,7 +135,7 @@ async def test_mistakes_of_an_agent_are_told_to_it(new_world: type[World]) -> No
     assert [text.partition(":")[0] for text in told] == ["the rollout is asking in turn 1"] * 4 + ["not a message"] * 3
 
 
-async def test_what_an_agent_sees_of_its_rollout(new_world: type[World]) -> None:
+async def test_what_an_agent_sees_of_its_rollout(new_world: type[RuntimeHarness]) -> None:
     seen: list[object] = []
 
     class Looking(Agent):
@@ -154,7 +154,7 @@ async def test_what_an_agent_sees_of_its_rollout(new_world: type[World]) -> None
     assert seen == [rollout.uid, "mine/1", 0, False, {"a": [1]}, [user], 1, "8", "length", "assistant"]
 
 
-async def test_an_agent_that_stops_waiting_for_an_answer_cannot_go_on(new_world: type[World]) -> None:
+async def test_an_agent_that_stops_waiting_for_an_answer_cannot_go_on(new_world: type[RuntimeHarness]) -> None:
     class Impatient(Agent):
         name = "impatient"
 
@@ -173,7 +173,7 @@ async def test_an_agent_that_stops_waiting_for_an_answer_cannot_go_on(new_world:
     assert len(world.script(rollout).asks) == 1
 
 
-async def test_an_agent_may_leave_remarks_while_its_calls_run(new_world: type[World]) -> None:
+async def test_an_agent_may_leave_remarks_while_its_calls_run(new_world: type[RuntimeHarness]) -> None:
     class Chatty(Agent):
         name = "chatty"
 
@@ -190,7 +190,7 @@ async def test_an_agent_may_leave_remarks_while_its_calls_run(new_world: type[Wo
 
 
 async def test_an_error_that_gives_up_an_open_question_is_in_the_servers_log(
-    new_world: type[World], caplog: pytest.LogCaptureFixture
+    new_world: type[RuntimeHarness], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Grouping(Agent):
         name = "grouping"
@@ -205,7 +205,7 @@ async def test_an_error_that_gives_up_an_open_question_is_in_the_servers_log(
     assert SECRET in caplog.text
 
 
-async def test_an_agent_that_cancels_itself_fails(new_world: type[World]) -> None:
+async def test_an_agent_that_cancels_itself_fails(new_world: type[RuntimeHarness]) -> None:
     class Quitting(Agent):
         name = "quitting"
 
@@ -215,7 +215,7 @@ async def test_an_agent_that_cancels_itself_fails(new_world: type[World]) -> Non
     assert_internal(await outcome_of(new_world(Quitting()).start()))
 
 
-async def test_a_reward_cannot_go_on_with_the_rollout(new_world: type[World]) -> None:
+async def test_a_reward_cannot_go_on_with_the_rollout(new_world: type[RuntimeHarness]) -> None:
     """What it sampled would be trained."""
 
     class Greedy(Agent):

@@ -14,13 +14,13 @@ from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.test_stopping import STALLS, Stalling
-from tests.runtime.world import FOREVER, ME, Looping, Say, World, call, outcome_of
+from tests.support.runtime_harness import FOREVER, ME, Looping, RuntimeHarness, Say, call, outcome_of
 
 ALL = Selection(ME)
 BLOCKED = Say(seconds=FOREVER)
 
 
-async def stalled(world: World, where: str, **spec_fields: Any) -> Rollout:
+async def stalled(world: RuntimeHarness, where: str, **spec_fields: Any) -> Rollout:
     """A rollout that got as far as `where`, and no further."""
     rollout = world.start(STALLS[where], metadata_json=f'{{"where": "{where}"}}', **spec_fields)
     await asyncio.sleep(1)
@@ -29,7 +29,7 @@ async def stalled(world: World, where: str, **spec_fields: Any) -> Rollout:
 
 
 @pytest.mark.parametrize("where", STALLS)
-async def test_a_running_rollout_is_cancelled_wherever_it_is(new_world: type[World], where: str) -> None:
+async def test_a_running_rollout_is_cancelled_wherever_it_is(new_world: type[RuntimeHarness], where: str) -> None:
     world = new_world(Stalling())
     rollout = await stalled(world, where)
     assert world.roster.cancel(ALL, "not needed") == [rollout.uid]
@@ -41,7 +41,7 @@ async def test_a_running_rollout_is_cancelled_wherever_it_is(new_world: type[Wor
     assert world.roster.running == 0
 
 
-async def test_an_open_question_and_open_calls_stay_open_in_the_log(new_world: type[World]) -> None:
+async def test_an_open_question_and_open_calls_stay_open_in_the_log(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Stalling())
     asking, calling = await stalled(world, "sample"), await stalled(world, "tools")
     world.roster.cancel(ALL, "")
@@ -52,7 +52,7 @@ async def test_an_open_question_and_open_calls_stay_open_in_the_log(new_world: t
     assert not [entry for entry in calling.log.entries if isinstance(entry.record, ToolReturned)]
 
 
-async def test_calls_that_returned_before_the_end_are_counted(new_world: type[World]) -> None:
+async def test_calls_that_returned_before_the_end_are_counted(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Stalling())
     rollout = world.start(Say("", (call("nothing"), call("stall"))), metadata_json='{"where": "tools"}')
     await asyncio.sleep(1)
@@ -61,7 +61,7 @@ async def test_calls_that_returned_before_the_end_are_counted(new_world: type[Wo
     assert (outcome.metrics.tool_calls, outcome.metrics.tool_failures) == (1, 1)
 
 
-async def test_a_queued_rollout_ends_at_once_and_never_runs(new_world: type[World]) -> None:
+async def test_a_queued_rollout_ends_at_once_and_never_runs(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Looping(), capacity=Capacity(running=1))
     first, second, third = world.start(BLOCKED), world.start(), world.start()
     await asyncio.sleep(5)
@@ -76,7 +76,9 @@ async def test_a_queued_rollout_ends_at_once_and_never_runs(new_world: type[Worl
     assert world.opened == [first.spec.rollout_id, third.spec.rollout_id]
 
 
-async def test_a_rollout_that_is_cancelled_while_its_place_becomes_free_ends_once(new_world: type[World]) -> None:
+async def test_a_rollout_that_is_cancelled_while_its_place_becomes_free_ends_once(
+    new_world: type[RuntimeHarness],
+) -> None:
     world = new_world(Looping(), capacity=Capacity(running=1))
     first, second = world.start(Say("8", seconds=10)), world.start(BLOCKED)
     async for entry in first.log.follow(0):
@@ -87,7 +89,7 @@ async def test_a_rollout_that_is_cancelled_while_its_place_becomes_free_ends_onc
     assert (world.roster.running, world.roster.queued, world.roster.finished) == (0, 0, 2)
 
 
-async def test_the_first_wish_to_end_counts(new_world: type[World]) -> None:
+async def test_the_first_wish_to_end_counts(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Looping())
     rollout = world.start(BLOCKED)
     await asyncio.sleep(1)
@@ -98,7 +100,7 @@ async def test_the_first_wish_to_end_counts(new_world: type[World]) -> None:
     assert (await outcome_of(rollout)).end == Cancellation("first")
 
 
-async def test_a_cancel_reaches_the_callers_own_and_the_selected_ones_only(new_world: type[World]) -> None:
+async def test_a_cancel_reaches_the_callers_own_and_the_selected_ones_only(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Looping())
     mine = [
         world.start(BLOCKED, group_id=group, labels={"run": run}) for group, run in (("g", "1"), ("g", "2"), ("h", "1"))
@@ -112,7 +114,7 @@ async def test_a_cancel_reaches_the_callers_own_and_the_selected_ones_only(new_w
     assert other.state is RolloutState.RUNNING
 
 
-async def test_run_says_that_somebody_wants_it_to_end(new_world: type[World]) -> None:
+async def test_run_says_that_somebody_wants_it_to_end(new_world: type[RuntimeHarness]) -> None:
     seen: list[bool] = []
 
     class Watching(Agent):
@@ -134,7 +136,7 @@ async def test_run_says_that_somebody_wants_it_to_end(new_world: type[World]) ->
     assert seen == [False, True]
 
 
-async def detached_after(world: World, rollout: Rollout) -> float:
+async def detached_after(world: RuntimeHarness, rollout: Rollout) -> float:
     """When the rollout ended because nobody listened, in seconds from now."""
     before = asyncio.get_running_loop().time()
     outcome = await outcome_of(rollout)
@@ -144,19 +146,21 @@ async def detached_after(world: World, rollout: Rollout) -> float:
 
 @pytest.mark.parametrize("grace", [0, 10, 3600])
 async def test_a_rollout_that_nobody_listens_to_is_cancelled_after_its_grace(
-    new_world: type[World], grace: float
+    new_world: type[RuntimeHarness], grace: float
 ) -> None:
     world = new_world(Looping())
     assert await detached_after(world, world.start(BLOCKED, cancel_after_detach=grace)) == pytest.approx(grace)
 
 
-async def test_without_a_grace_a_rollout_runs_on_alone(new_world: type[World]) -> None:
+async def test_without_a_grace_a_rollout_runs_on_alone(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Looping())
     rollout = world.start(Say("8", seconds=86_000))
     assert (await outcome_of(rollout)).end == Stop("stop")
 
 
-async def test_listening_keeps_a_rollout_alive_and_coming_back_in_time_does_too(new_world: type[World]) -> None:
+async def test_listening_keeps_a_rollout_alive_and_coming_back_in_time_does_too(
+    new_world: type[RuntimeHarness],
+) -> None:
     world = new_world(Looping())
     rollout = world.start(BLOCKED, cancel_after_detach=10)
     for _ in range(3):
@@ -167,7 +171,7 @@ async def test_listening_keeps_a_rollout_alive_and_coming_back_in_time_does_too(
     assert await detached_after(world, rollout) == pytest.approx(1)
 
 
-async def test_the_grace_begins_when_the_last_one_leaves(new_world: type[World]) -> None:
+async def test_the_grace_begins_when_the_last_one_leaves(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Looping())
     rollout = world.start(BLOCKED, cancel_after_detach=10)
     with rollout.attached():
@@ -177,7 +181,7 @@ async def test_the_grace_begins_when_the_last_one_leaves(new_world: type[World])
     assert await detached_after(world, rollout) == pytest.approx(10)
 
 
-async def test_a_queued_rollout_is_cancelled_after_its_grace(new_world: type[World]) -> None:
+async def test_a_queued_rollout_is_cancelled_after_its_grace(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Looping(), capacity=Capacity(running=1))
     world.start(BLOCKED)
     queued = world.start(cancel_after_detach=10)
@@ -185,7 +189,7 @@ async def test_a_queued_rollout_is_cancelled_after_its_grace(new_world: type[Wor
     assert world.roster.queued == 0
 
 
-async def test_a_finished_rollout_stays_as_it_is_when_listeners_come_and_go(new_world: type[World]) -> None:
+async def test_a_finished_rollout_stays_as_it_is_when_listeners_come_and_go(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Looping())
     rollout = world.start(cancel_after_detach=10)
     with rollout.attached():

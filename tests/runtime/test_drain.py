@@ -11,7 +11,7 @@ from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.test_ends import Stubborn
-from tests.runtime.world import FOREVER, ME, Looping, Say, World, check_log, outcome_of
+from tests.support.runtime_harness import FOREVER, ME, Looping, RuntimeHarness, Say, check_log, outcome_of
 
 
 def assert_interrupted(outcome: Outcome) -> None:
@@ -19,13 +19,13 @@ def assert_interrupted(outcome: Outcome) -> None:
     assert outcome.end.category is Category.INTERRUPTED
 
 
-async def test_a_server_with_nothing_to_do_drains_at_once(new_world: type[World]) -> None:
+async def test_a_server_with_nothing_to_do_drains_at_once(new_world: type[RuntimeHarness]) -> None:
     before = asyncio.get_running_loop().time()
     await new_world().roster.drain(60)
     assert asyncio.get_running_loop().time() == before
 
 
-async def test_what_runs_finishes_in_its_grace_and_the_drain_ends_with_it(new_world: type[World]) -> None:
+async def test_what_runs_finishes_in_its_grace_and_the_drain_ends_with_it(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     rollouts = [world.start(Say("8", seconds=seconds)) for seconds in (1, 30)]
     before = asyncio.get_running_loop().time()
@@ -34,7 +34,7 @@ async def test_what_runs_finishes_in_its_grace_and_the_drain_ends_with_it(new_wo
     assert [check_log(rollout).end for rollout in rollouts] == [Stop("stop")] * 2
 
 
-async def test_what_does_not_finish_in_its_grace_is_interrupted(new_world: type[World]) -> None:
+async def test_what_does_not_finish_in_its_grace_is_interrupted(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     quick, slow = world.start(Say("8", seconds=1)), world.start(Say("8", seconds=FOREVER))
     await world.roster.drain(60)
@@ -46,7 +46,9 @@ async def test_what_does_not_finish_in_its_grace_is_interrupted(new_world: type[
     assert (world.roster.running, world.roster.queued) == (0, 0)
 
 
-async def test_those_who_wait_run_while_there_is_time_and_are_interrupted_after(new_world: type[World]) -> None:
+async def test_those_who_wait_run_while_there_is_time_and_are_interrupted_after(
+    new_world: type[RuntimeHarness],
+) -> None:
     world = new_world(capacity=Capacity(running=1))
     rollouts = [world.start(Say("8", seconds=10)) for _ in range(4)]
     await world.roster.drain(25)
@@ -58,7 +60,7 @@ async def test_those_who_wait_run_while_there_is_time_and_are_interrupted_after(
     assert (world.roster.running, world.roster.queued) == (0, 0)
 
 
-async def test_a_draining_server_refuses_the_new_and_still_cancels(new_world: type[World]) -> None:
+async def test_a_draining_server_refuses_the_new_and_still_cancels(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     rollout = world.start(Say(seconds=FOREVER))
     drain = asyncio.create_task(world.roster.drain(60))
@@ -70,7 +72,7 @@ async def test_a_draining_server_refuses_the_new_and_still_cancels(new_world: ty
     assert check_log(rollout).end == Cancellation("not needed")
 
 
-async def test_watchers_see_the_end(new_world: type[World]) -> None:
+async def test_watchers_see_the_end(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     watchers = [
         asyncio.create_task(outcome_of(world.start(Say(seconds=FOREVER), cancel_after_detach=3600))) for _ in range(3)
@@ -80,7 +82,7 @@ async def test_watchers_see_the_end(new_world: type[World]) -> None:
         assert_interrupted(await watcher)
 
 
-async def test_agents_that_do_not_give_way_do_not_hold_the_server(new_world: type[World]) -> None:
+async def test_agents_that_do_not_give_way_do_not_hold_the_server(new_world: type[RuntimeHarness]) -> None:
     agent = Stubborn()
     world = new_world(agent, Looping(), capacity=Capacity(running=1))
     stubborn, waiting = world.start(), world.start(agent="looping")

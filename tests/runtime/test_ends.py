@@ -13,12 +13,12 @@ from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.start_request import Capacity
 
-from tests.runtime.world import (
+from tests.support.runtime_harness import (
     FOREVER,
     ME,
     Looping,
+    RuntimeHarness,
     Say,
-    World,
     call,
     check_log,
     contents,
@@ -27,7 +27,7 @@ from tests.runtime.world import (
 )
 
 
-async def test_an_agent_that_swallows_the_end_does_not_change_it(new_world: type[World]) -> None:
+async def test_an_agent_that_swallows_the_end_does_not_change_it(new_world: type[RuntimeHarness]) -> None:
     class Deaf(Agent):
         name = "deaf"
 
@@ -68,7 +68,9 @@ class Stubborn(Agent):
 
 
 @pytest.mark.parametrize("how", ["cancel", "time"])
-async def test_an_agent_that_does_not_give_way_ends_once_and_frees_its_place(new_world: type[World], how: str) -> None:
+async def test_an_agent_that_does_not_give_way_ends_once_and_frees_its_place(
+    new_world: type[RuntimeHarness], how: str
+) -> None:
     agent = Stubborn()
     world = new_world(agent, Looping(), capacity=Capacity(running=1))
     rollout = world.start(limits=Limits(seconds=30))
@@ -93,7 +95,7 @@ async def test_an_agent_that_does_not_give_way_ends_once_and_frees_its_place(new
 
 
 async def test_an_agent_that_asks_again_and_again_after_its_end_ends_once_and_frees_its_place(
-    new_world: type[World],
+    new_world: type[RuntimeHarness],
 ) -> None:
     class Pushing(Agent):
         name = "pushing"
@@ -120,7 +122,7 @@ async def test_an_agent_that_asks_again_and_again_after_its_end_ends_once_and_fr
     check_log(rollout)
 
 
-async def test_what_play_still_does_after_its_end_is_there_when_it_is_judged(new_world: type[World]) -> None:
+async def test_what_play_still_does_after_its_end_is_there_when_it_is_judged(new_world: type[RuntimeHarness]) -> None:
     class Finishing(Agent):
         name = "finishing"
         seen = 0
@@ -143,7 +145,7 @@ async def test_what_play_still_does_after_its_end_is_there_when_it_is_judged(new
     assert isinstance(rollout.log.entries[-2].record, Note)
 
 
-async def test_an_agent_that_goes_on_after_its_end_reaches_nothing(new_world: type[World]) -> None:
+async def test_an_agent_that_goes_on_after_its_end_reaches_nothing(new_world: type[RuntimeHarness]) -> None:
     reached: list[str] = []
 
     class Undead(Agent):
@@ -170,7 +172,7 @@ async def test_an_agent_that_goes_on_after_its_end_reaches_nothing(new_world: ty
     assert world.roster.running == 0
 
 
-async def test_an_agent_that_swallows_its_end_and_asks_again_lets_others_run(new_world: type[World]) -> None:
+async def test_an_agent_that_swallows_its_end_and_asks_again_lets_others_run(new_world: type[RuntimeHarness]) -> None:
     beats: list[int] = []
 
     class Deaf(Agent):
@@ -191,7 +193,9 @@ async def test_an_agent_that_swallows_its_end_and_asks_again_lets_others_run(new
     assert beats[0] < beats[-1]
 
 
-async def test_an_agent_that_swallows_its_end_and_sleeps_has_ended_all_the_same(new_world: type[World]) -> None:
+async def test_an_agent_that_swallows_its_end_and_sleeps_has_ended_all_the_same(
+    new_world: type[RuntimeHarness],
+) -> None:
     class Sleepy(Agent):
         name = "sleepy"
 
@@ -221,7 +225,7 @@ class Dawdling(Agent):
 
 @pytest.mark.parametrize("how", ["cancel", "time"])
 async def test_an_agent_that_dawdles_after_its_end_does_not_hold_up_another_end(
-    new_world: type[World], how: str
+    new_world: type[RuntimeHarness], how: str
 ) -> None:
     world = new_world(Dawdling())
     rollout = world.start(Say("8", seconds=1), limits=Limits(turns=1, seconds=2 if how == "time" else 60))
@@ -232,7 +236,7 @@ async def test_an_agent_that_dawdles_after_its_end_does_not_hold_up_another_end(
     assert outcome.metrics.total_ms == pytest.approx(2000)
 
 
-async def test_a_drain_leaves_no_rollout_without_an_outcome(new_world: type[World]) -> None:
+async def test_a_drain_leaves_no_rollout_without_an_outcome(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Dawdling())
     rollout = world.start(Say("8", seconds=1), limits=Limits(turns=1))
     await asyncio.sleep(1)

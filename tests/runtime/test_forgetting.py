@@ -18,20 +18,20 @@ from rollout_server.runtime.rollout import RolloutState
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.test_roster import ALL, BLOCKED
-from tests.runtime.world import (
+from tests.support.runtime_harness import (
     EPOCH,
     FOREVER,
     ME,
     Looping,
+    RuntimeHarness,
     Say,
     Script,
-    World,
     a_wish,
     outcome_of,
 )
 
 
-async def test_finished_rollouts_are_forgotten_by_age(new_world: type[World]) -> None:
+async def test_finished_rollouts_are_forgotten_by_age(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(finished_seconds=60))
     early, running = world.start(), world.start(Say("8", seconds=100))
     await outcome_of(early)
@@ -46,7 +46,9 @@ async def test_finished_rollouts_are_forgotten_by_age(new_world: type[World]) ->
     assert (await outcome_of(running)).end == Stop("stop")
 
 
-async def test_finished_rollouts_are_forgotten_by_number_those_that_finished_first(new_world: type[World]) -> None:
+async def test_finished_rollouts_are_forgotten_by_number_those_that_finished_first(
+    new_world: type[RuntimeHarness],
+) -> None:
     world = new_world(capacity=Capacity(finished=2))
     slow, *rest = [world.start(Say("8", seconds=10 - second)) for second in range(4)]
     await outcome_of(slow)
@@ -56,7 +58,7 @@ async def test_finished_rollouts_are_forgotten_by_number_those_that_finished_fir
 
 
 async def test_a_forgotten_rollout_is_let_go_however_long_its_time_limit_was() -> None:
-    world = World(capacity=Capacity(finished=0))
+    world = RuntimeHarness(capacity=Capacity(finished=0))
     await outcome_of(world.start(limits=Limits(seconds=80_000), cancel_after_detach=70_000))
     await asyncio.sleep(1)
     world.scripts.clear()  # what a sampler was asked can still leave remarks in its rollout
@@ -65,7 +67,7 @@ async def test_a_forgotten_rollout_is_let_go_however_long_its_time_limit_was() -
     assert rollout() is None
 
 
-async def test_a_forgotten_id_starts_anew(new_world: type[World]) -> None:
+async def test_a_forgotten_id_starts_anew(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(finished=0))
     rollout, _ = world.wish(a_wish("key"))
     outcome = await outcome_of(rollout)
@@ -75,7 +77,7 @@ async def test_a_forgotten_id_starts_anew(new_world: type[World]) -> None:
     assert outcome.end == Stop("stop")
 
 
-async def test_those_that_were_cancelled_in_the_queue_are_forgotten_too(new_world: type[World]) -> None:
+async def test_those_that_were_cancelled_in_the_queue_are_forgotten_too(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(running=1, finished=1))
     world.start(BLOCKED)
     queued = [world.start() for _ in range(3)]
@@ -86,7 +88,7 @@ async def test_those_that_were_cancelled_in_the_queue_are_forgotten_too(new_worl
     assert len([*world.roster.select(ALL)]) == 2
 
 
-async def test_finished_rollouts_are_bounded_in_bytes_too(new_world: type[World]) -> None:
+async def test_finished_rollouts_are_bounded_in_bytes_too(new_world: type[RuntimeHarness]) -> None:
     """The oldest are forgotten first; one that is larger than all the room is forgotten at once."""
     small = new_world()
     size = await size_of_one(small)
@@ -101,14 +103,14 @@ async def test_finished_rollouts_are_bounded_in_bytes_too(new_world: type[World]
     assert [*none.roster.select(Selection(ME))] == []
 
 
-async def size_of_one(world: World) -> int:
+async def size_of_one(world: RuntimeHarness) -> int:
     rollout = world.start()
     await outcome_of(rollout)
     return rollout.machine.size
 
 
 async def test_a_rollout_that_was_cancelled_in_the_queue_and_forgotten_is_let_go() -> None:
-    world = World(capacity=Capacity(running=1, finished=0))
+    world = RuntimeHarness(capacity=Capacity(running=1, finished=0))
     world.start(Say(seconds=FOREVER))
     world.start()
     queued = weakref.ref(world.rollouts.pop())

@@ -12,7 +12,7 @@ from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.record import Asked, Ended, Forked, GivenUp
 from rollout_server.runtime.errors import AgentMistake
 
-from tests.runtime.world import FOREVER, Say, World, assert_internal, call, contents, outcome_of
+from tests.support.runtime_harness import FOREVER, RuntimeHarness, Say, assert_internal, call, contents, outcome_of
 
 HELP = {"role": "user", "content": "Help."}
 CALLED = {
@@ -28,7 +28,7 @@ async def ping() -> str:
     return "pong"
 
 
-async def test_limits_are_the_rollouts(new_world: type[World]) -> None:
+async def test_limits_are_the_rollouts(new_world: type[RuntimeHarness]) -> None:
     class Many(Agent):
         name = "many"
 
@@ -46,7 +46,7 @@ async def test_limits_are_the_rollouts(new_world: type[World]) -> None:
     assert [each.turn_key for each in asked] == ["u1/0/1", "u1/1/2", "u1/2/3", "u1/3/4"]
 
 
-async def test_tools_run_in_each_conversation_for_itself(new_world: type[World]) -> None:
+async def test_tools_run_in_each_conversation_for_itself(new_world: type[RuntimeHarness]) -> None:
     seen: list[object] = []
 
     class Calling(Agent):
@@ -74,7 +74,7 @@ async def test_tools_run_in_each_conversation_for_itself(new_world: type[World])
     assert contents(outcome, "assistant") == ["", "done"]
 
 
-async def test_after_a_compaction_the_rollout_goes_on_with_it(new_world: type[World]) -> None:
+async def test_after_a_compaction_the_rollout_goes_on_with_it(new_world: type[RuntimeHarness]) -> None:
     told: list[str] = []
     judged: list[object] = []
 
@@ -103,7 +103,7 @@ async def test_after_a_compaction_the_rollout_goes_on_with_it(new_world: type[Wo
     assert [segment.origin.kind for segment in outcome.segments] == [SegmentKind.MAIN, SegmentKind.COMPACTION]
 
 
-async def test_a_fork_may_be_given_up_and_the_rollout_goes_on(new_world: type[World]) -> None:
+async def test_a_fork_may_be_given_up_and_the_rollout_goes_on(new_world: type[RuntimeHarness]) -> None:
     class Racing(Agent):
         name = "racing"
 
@@ -125,7 +125,7 @@ async def test_a_fork_may_be_given_up_and_the_rollout_goes_on(new_world: type[Wo
     assert [e.record for e in rollout.log.entries if isinstance(e.record, GivenUp)] == [GivenUp(2, "1")]
 
 
-async def test_the_end_of_one_conversation_ends_all_and_leaves_no_task(new_world: type[World]) -> None:
+async def test_the_end_of_one_conversation_ends_all_and_leaves_no_task(new_world: type[RuntimeHarness]) -> None:
     class Gathering(Agent):
         name = "gathering"
 
@@ -145,7 +145,7 @@ async def test_the_end_of_one_conversation_ends_all_and_leaves_no_task(new_world
     assert [type(e.record) for e in rollout.log.entries].count(Ended) == 1
 
 
-async def test_a_subagent_may_begin_while_its_parent_is_busy(new_world: type[World]) -> None:
+async def test_a_subagent_may_begin_while_its_parent_is_busy(new_world: type[RuntimeHarness]) -> None:
     class Busy(Agent):
         name = "busy"
 
@@ -178,7 +178,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "text"), WRONG)
 async def test_a_fork_that_makes_no_sense_is_named(
-    new_world: type[World], arguments: dict[str, Any], text: str, caplog: pytest.LogCaptureFixture
+    new_world: type[RuntimeHarness], arguments: dict[str, Any], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Wrong(Agent):
         name = "wrong"

@@ -24,7 +24,7 @@ from rollout_server.runtime.registry.registry import Check
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity, StartRequest
 
-from tests.runtime.world import FOREVER, ME, Looping, Say, Script, World, a_spec, outcome_of
+from tests.support.runtime_harness import FOREVER, ME, Looping, RuntimeHarness, Say, Script, a_spec, outcome_of
 
 ALL = Selection(ME)
 
@@ -33,7 +33,7 @@ def accepting(found: Sequence[Rollout | None]) -> None:
     """Nothing is wrong."""
 
 
-class Groups(World):
+class Groups(RuntimeHarness):
     """A world whose uids count up within a group too."""
 
     taken = 0

@@ -12,7 +12,7 @@ from rollout_server.core.outcome import Stop
 from rollout_server.core.record import Ended, Note
 from rollout_server.runtime.log import Entry, Log
 
-from tests.runtime.jumping import JumpingLoop
+from tests.support.jumping_loop import JumpingLoop
 
 END = Ended(Stop("stop"))
 

@@ -9,11 +9,11 @@ import pytest
 from rollout_server import Agent, Limits, Run, tool
 from rollout_server.core.outcome import Category, Failure, Stop
 
-from tests.runtime.jumping import JumpingLoop
-from tests.runtime.world import (
+from tests.support.jumping_loop import JumpingLoop
+from tests.support.runtime_harness import (
     FOREVER,
+    RuntimeHarness,
     Say,
-    World,
     call,
     contents,
     outcome_of,
@@ -21,7 +21,7 @@ from tests.runtime.world import (
 )
 
 
-async def test_the_end_is_known_inside_a_group_of_tasks(new_world: type[World]) -> None:
+async def test_the_end_is_known_inside_a_group_of_tasks(new_world: type[RuntimeHarness]) -> None:
     class Grouping(Agent):
         name = "grouping"
 
@@ -39,7 +39,9 @@ class OwnException(BaseException):
 
 
 @pytest.mark.parametrize("part", ["play", "reward"])
-async def test_an_agent_that_raises_no_exception_proper_is_internal_too(new_world: type[World], part: str) -> None:
+async def test_an_agent_that_raises_no_exception_proper_is_internal_too(
+    new_world: type[RuntimeHarness], part: str
+) -> None:
     class Odd(Agent):
         name = "odd"
 
@@ -74,7 +76,7 @@ class Leaving(Agent):
 @pytest.mark.parametrize(("part", "end"), [("play", Failure), ("tool", Stop)])
 def test_an_agent_that_calls_sys_exit_does_not_end_the_server(part: str, end: type[object]) -> None:
     async def play() -> None:
-        world = World(Leaving())
+        world = RuntimeHarness(Leaving())
         leaving = world.start(Say("", (call("leave"),)), Say("done"), metadata_json=f'{{"in": "{part}"}}')
         assert isinstance((await outcome_of(leaving)).end, end)
 
@@ -101,7 +103,9 @@ class GivesUp(Agent):
     tools = (gives_up,)
 
 
-async def test_a_tool_that_fails_by_a_cancellation_of_its_own_answers_the_model(new_world: type[World]) -> None:
+async def test_a_tool_that_fails_by_a_cancellation_of_its_own_answers_the_model(
+    new_world: type[RuntimeHarness],
+) -> None:
     outcome = await outcome_of(new_world(GivesUp()).start(Say("", (call("gives_up"),)), Say("done")))
     assert outcome.end == Stop("stop")
     assert [str(content)[:6] for content in contents(outcome, "tool")] == ["Error:"]
@@ -114,7 +118,7 @@ async def never() -> str:
     return ""
 
 
-async def test_an_agent_may_bound_the_time_of_its_calls(new_world: type[World]) -> None:
+async def test_an_agent_may_bound_the_time_of_its_calls(new_world: type[RuntimeHarness]) -> None:
     class Impatient(Agent):
         name = "impatient"
         tools = (never,)
@@ -133,7 +137,7 @@ async def test_an_agent_may_bound_the_time_of_its_calls(new_world: type[World]) 
 
 
 @pytest.mark.parametrize("rounds", range(12))
-async def test_many_calls_may_be_given_up_at_any_moment(new_world: type[World], rounds: int) -> None:
+async def test_many_calls_may_be_given_up_at_any_moment(new_world: type[RuntimeHarness], rounds: int) -> None:
     """Also while they begin, which takes some rounds of the event loop: each that began has its result."""
 
     class Hasty(Agent):
@@ -156,7 +160,7 @@ async def test_many_calls_may_be_given_up_at_any_moment(new_world: type[World], 
     assert len(results) == outcome.metrics.tool_calls
 
 
-async def test_calls_of_a_turn_are_counted_together_however_they_are_made(new_world: type[World]) -> None:
+async def test_calls_of_a_turn_are_counted_together_however_they_are_made(new_world: type[RuntimeHarness]) -> None:
     @tool
     async def nothing() -> str:
         """Does nothing."""

@@ -11,7 +11,7 @@ from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.start_request import Capacity, StartRequest
 
-from tests.runtime.world import (
+from tests.support.runtime_harness import (
     ME,
     Looping,
     Say,

@@ -15,16 +15,16 @@ from rollout_server.runtime.registry.dependencies import Attempt, DeliveryRetryP
 from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.start_request import Capacity
 
-from tests.runtime.receiver import DOWN, RECEIVER, YES, Noting, Receiver, owing, until
+from tests.runtime.outcome_receivers import DOWN, RECEIVER, YES, Noting, Receiver, owing, until
 from tests.runtime.test_ends import Stubborn
-from tests.runtime.world import (
+from tests.support.runtime_harness import (
     EPOCH,
     FOREVER,
     ME,
     Looping,
+    RuntimeHarness,
     Say,
     Script,
-    World,
     outcome_of,
 )
 
@@ -32,7 +32,7 @@ BUSY = DeliveryUnsettled("later", retry_after=7.0)
 PATIENT = DeliveryRetryPolicy(expiry=1e9)
 
 
-async def delivered(world: World, **fields: object) -> Delivery:
+async def delivered(world: RuntimeHarness, **fields: object) -> Delivery:
     """A rollout's delivery once it is over."""
     rollout, _ = world.wish(owing(world, **fields))  # type: ignore[arg-type]
     await outcome_of(rollout)
@@ -42,7 +42,7 @@ async def delivered(world: World, **fields: object) -> Delivery:
     return rollout.delivery
 
 
-async def test_an_outcome_is_delivered_once_where_it_is_taken(new_world: type[World]) -> None:
+async def test_an_outcome_is_delivered_once_where_it_is_taken(new_world: type[RuntimeHarness]) -> None:
     receiver = Receiver(YES)
     world = new_world(reporter=receiver)
     delivery = await delivered(world)
@@ -56,7 +56,7 @@ async def test_an_outcome_is_delivered_once_where_it_is_taken(new_world: type[Wo
     assert world.roster.owed == 0
 
 
-async def test_a_rollout_without_a_receiver_has_no_delivery(new_world: type[World]) -> None:
+async def test_a_rollout_without_a_receiver_has_no_delivery(new_world: type[RuntimeHarness]) -> None:
     receiver = Receiver()
     world = new_world(reporter=receiver)
     rollout = world.start()
@@ -65,14 +65,14 @@ async def test_a_rollout_without_a_receiver_has_no_delivery(new_world: type[Worl
     assert (rollout.delivery, rollout.owes, receiver.parcels, receiver.packed) == (None, False, [], 0)
 
 
-async def test_every_attempt_has_the_same_bytes_and_the_same_key(new_world: type[World]) -> None:
+async def test_every_attempt_has_the_same_bytes_and_the_same_key(new_world: type[RuntimeHarness]) -> None:
     receiver = Receiver(DOWN, BUSY, DOWN, YES)
     delivery = await delivered(new_world(reporter=receiver))
     assert len({(parcel.key, parcel.body) for parcel in receiver.parcels}) == receiver.packed == 1
     assert (delivery.state, delivery.attempts, len(receiver.parcels)) == (DeliveryState.ACKNOWLEDGED, 4, 4)
 
 
-async def test_outcomes_of_several_rollouts_have_keys_of_their_own(new_world: type[World]) -> None:
+async def test_outcomes_of_several_rollouts_have_keys_of_their_own(new_world: type[RuntimeHarness]) -> None:
     receiver = Receiver(DOWN, YES)
     world = new_world(reporter=receiver)
     for number in range(5):
@@ -81,7 +81,7 @@ async def test_outcomes_of_several_rollouts_have_keys_of_their_own(new_world: ty
     assert len({parcel.key for parcel in receiver.parcels}) == len({parcel.body for parcel in receiver.parcels}) == 5
 
 
-async def test_what_was_cancelled_before_it_ran_is_told_of_too(new_world: type[World]) -> None:
+async def test_what_was_cancelled_before_it_ran_is_told_of_too(new_world: type[RuntimeHarness]) -> None:
     receiver = Receiver(DOWN, YES)
     world = new_world(reporter=receiver, capacity=Capacity(running=1))
     world.start(Say(seconds=FOREVER))
@@ -94,7 +94,7 @@ async def test_what_was_cancelled_before_it_ran_is_told_of_too(new_world: type[W
 
 
 async def test_a_refusal_is_final_and_its_text_is_kept(
-    new_world: type[World], caplog: pytest.LogCaptureFixture
+    new_world: type[RuntimeHarness], caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver = Receiver(DOWN, DeliveryRefused("receiver answered 400: no such rollout"), YES)
     delivery = await delivered(new_world(reporter=receiver))
@@ -106,19 +106,19 @@ async def test_a_refusal_is_final_and_its_text_is_kept(
     assert "no such rollout" not in caplog.text  # a receiver's words could forge a line of the log
 
 
-async def test_waits_double_up_to_the_longest(new_world: type[World]) -> None:
+async def test_waits_double_up_to_the_longest(new_world: type[RuntimeHarness]) -> None:
     receiver = Receiver(*[DOWN] * 8, YES)
     await delivered(new_world(reporter=receiver, patience=replace(PATIENT, first=2.0, most=25.0)))
     assert receiver.waits == [2, 4, 8, 16, 25, 25, 25, 25]
 
 
-async def test_retry_after_makes_a_wait_longer_and_never_shorter(new_world: type[World]) -> None:
+async def test_retry_after_makes_a_wait_longer_and_never_shorter(new_world: type[RuntimeHarness]) -> None:
     receiver = Receiver(DOWN, BUSY, BUSY, BUSY, replace(BUSY, retry_after=0.0), replace(BUSY, retry_after=-5.0), YES)
     await delivered(new_world(reporter=receiver, patience=PATIENT))
     assert receiver.waits == [1, 7, 7, 8, 16, 30]
 
 
-async def test_between_attempts_it_is_told_when_the_next_one_is(new_world: type[World]) -> None:
+async def test_between_attempts_it_is_told_when_the_next_one_is(new_world: type[RuntimeHarness]) -> None:
     receiver = Receiver(BUSY, YES, seconds=0.5)
     world = new_world(reporter=receiver)
     rollout, _ = world.wish(owing(world))
@@ -131,7 +131,7 @@ async def test_between_attempts_it_is_told_when_the_next_one_is(new_world: type[
     assert rollout.delivery.ended == pytest.approx(began + 8.0)
 
 
-async def test_during_an_attempt_there_is_no_next_one(new_world: type[World]) -> None:
+async def test_during_an_attempt_there_is_no_next_one(new_world: type[RuntimeHarness]) -> None:
     receiver = Receiver(DOWN, YES, seconds=10)
     world = new_world(reporter=receiver)
     rollout, _ = world.wish(owing(world))
@@ -140,7 +140,7 @@ async def test_during_an_attempt_there_is_no_next_one(new_world: type[World]) ->
 
 
 @pytest.mark.parametrize("retries", [0, 1, 2])
-async def test_after_the_last_retry_it_is_given_up(new_world: type[World], retries: int) -> None:
+async def test_after_the_last_retry_it_is_given_up(new_world: type[RuntimeHarness], retries: int) -> None:
     receiver = Receiver(DOWN)
     delivery = await delivered(new_world(reporter=receiver, patience=DeliveryRetryPolicy(retries=retries)))
     await asyncio.sleep(10_000)
@@ -149,7 +149,7 @@ async def test_after_the_last_retry_it_is_given_up(new_world: type[World], retri
     assert delivery.error == "nobody there"
 
 
-async def test_after_its_expiry_it_is_given_up_and_no_attempt_begins_later(new_world: type[World]) -> None:
+async def test_after_its_expiry_it_is_given_up_and_no_attempt_begins_later(new_world: type[RuntimeHarness]) -> None:
     receiver = Receiver(DOWN)
     delivery = await delivered(new_world(reporter=receiver, patience=DeliveryRetryPolicy(expiry=100)))
     await asyncio.sleep(10_000)
@@ -158,20 +158,20 @@ async def test_after_its_expiry_it_is_given_up_and_no_attempt_begins_later(new_w
     assert delivery.ended == pytest.approx(EPOCH + receiver.times[-1])
 
 
-async def test_the_time_that_attempts_take_counts(new_world: type[World]) -> None:
+async def test_the_time_that_attempts_take_counts(new_world: type[RuntimeHarness]) -> None:
     receiver = Receiver(DOWN, seconds=60)
     await delivered(new_world(reporter=receiver, patience=DeliveryRetryPolicy(expiry=100)))
     assert receiver.waits == [61]
 
 
-async def test_without_a_reporter_nobody_is_told_and_the_delivery_says_so(new_world: type[World]) -> None:
+async def test_without_a_reporter_nobody_is_told_and_the_delivery_says_so(new_world: type[RuntimeHarness]) -> None:
     delivery = await delivered(new_world(reporter=NoReporter()))
     assert (delivery.state, delivery.error) == (DeliveryState.REFUSED, "this server tells nobody of outcomes")
 
 
 @pytest.mark.parametrize("part", ["pack", "deliver"])
 async def test_a_reporter_that_raises_ends_its_delivery_and_no_other(
-    new_world: type[World], caplog: pytest.LogCaptureFixture, part: str
+    new_world: type[RuntimeHarness], caplog: pytest.LogCaptureFixture, part: str
 ) -> None:
     receiver = Receiver(YES) if part == "pack" else Receiver(DOWN, LookupError("broken"), YES)
     receiver.unpackable = LookupError("broken") if part == "pack" else None
@@ -186,7 +186,7 @@ async def test_a_reporter_that_raises_ends_its_delivery_and_no_other(
     assert (await delivered(world, rollout_id="other")).state is DeliveryState.ACKNOWLEDGED
 
 
-async def test_an_observer_hears_of_every_attempt(new_world: type[World]) -> None:
+async def test_an_observer_hears_of_every_attempt(new_world: type[RuntimeHarness]) -> None:
     noting, receiver = Noting(), Receiver(DOWN, BUSY, YES, DeliveryRefused("no"), seconds=0.25)
     world = new_world(reporter=receiver, observer=noting)
     await delivered(world)
@@ -199,7 +199,7 @@ async def test_an_observer_hears_of_every_attempt(new_world: type[World]) -> Non
     ]
 
 
-async def test_an_agent_that_does_not_give_way_does_not_hold_back_its_outcome(new_world: type[World]) -> None:
+async def test_an_agent_that_does_not_give_way_does_not_hold_back_its_outcome(new_world: type[RuntimeHarness]) -> None:
     agent, receiver = Stubborn(), Receiver()
     world = new_world(agent, reporter=receiver)
     rollout, _ = world.wish(owing(world))
@@ -216,7 +216,7 @@ async def test_an_agent_that_does_not_give_way_does_not_hold_back_its_outcome(ne
 
 async def test_the_outcome_of_an_agent_that_never_gives_way_is_delivered_at_the_end_of_the_server() -> None:
     agent, receiver = Stubborn(), Receiver()
-    world = World(agent, Looping(), reporter=receiver)
+    world = RuntimeHarness(agent, Looping(), reporter=receiver)
     rollout, _ = world.wish(owing(world))
     await asyncio.sleep(1)
     await world.roster.drain(0)
@@ -226,7 +226,7 @@ async def test_the_outcome_of_an_agent_that_never_gives_way_is_delivered_at_the_
 
 
 async def test_at_its_end_a_server_waits_for_deliveries_and_says_which_are_lost(
-    new_world: type[World], caplog: pytest.LogCaptureFixture
+    new_world: type[RuntimeHarness], caplog: pytest.LogCaptureFixture
 ) -> None:
     receivers = {"quick": Receiver(DOWN, YES), "dead": Receiver(DOWN), "mute": Receiver(seconds=FOREVER)}
 
@@ -258,7 +258,7 @@ async def test_at_its_end_a_server_waits_for_deliveries_and_says_which_are_lost(
     assert rollouts["mute"].delivery.state is DeliveryState.ACKNOWLEDGED
 
 
-async def test_a_server_that_has_no_time_gives_outcomes_a_little_all_the_same(new_world: type[World]) -> None:
+async def test_a_server_that_has_no_time_gives_outcomes_a_little_all_the_same(new_world: type[RuntimeHarness]) -> None:
     receiver = Receiver(DOWN, DOWN, YES)
     world = new_world(reporter=receiver)
     world.scripts["r"] = Script(Say(seconds=FOREVER))

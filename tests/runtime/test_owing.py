@@ -20,14 +20,14 @@ from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity
 
-from tests.runtime.receiver import DOWN, RECEIVER, YES, Noting, Receiver, owing, until
+from tests.runtime.outcome_receivers import DOWN, RECEIVER, YES, Noting, Receiver, owing, until
 from tests.runtime.test_ends import Stubborn
-from tests.runtime.world import (
+from tests.support.runtime_harness import (
     FOREVER,
     ME,
+    RuntimeHarness,
     Say,
     Script,
-    World,
     outcome_of,
 )
 
@@ -54,7 +54,7 @@ class Spiteful(Receiver):
             raise LookupError from error
 
 
-async def owed(world: World, attempts: int = 1, request_id: str = "", **fields: object) -> Rollout:
+async def owed(world: RuntimeHarness, attempts: int = 1, request_id: str = "", **fields: object) -> Rollout:
     """A rollout whose outcome was offered `attempts` times, in vain."""
     rollout, _ = world.wish(owing(world, request_id, **fields))  # type: ignore[arg-type]
     await outcome_of(rollout)
@@ -66,7 +66,7 @@ async def owed(world: World, attempts: int = 1, request_id: str = "", **fields: 
 class TestAcknowledged:
     @pytest.mark.parametrize("kind", [Receiver, Unhearing, Spiteful])
     async def test_an_acknowledgement_ends_the_attempt_under_way_and_nothing_more_is_sent(
-        self, new_world: type[World], kind: type[Receiver]
+        self, new_world: type[RuntimeHarness], kind: type[Receiver]
     ) -> None:
         receiver = kind(DOWN, seconds=FOREVER)
         world = new_world(reporter=receiver, patience=PATIENT)
@@ -80,7 +80,7 @@ class TestAcknowledged:
         assert len(receiver.parcels) == 1
         assert world.roster.owed == 0
 
-    async def test_between_two_attempts_too(self, new_world: type[World]) -> None:
+    async def test_between_two_attempts_too(self, new_world: type[RuntimeHarness]) -> None:
         receiver = Receiver(DOWN)
         world = new_world(reporter=receiver, patience=PATIENT)
         rollout = await owed(world, attempts=3)
@@ -90,7 +90,7 @@ class TestAcknowledged:
         assert rollout.delivery is not None
         assert (rollout.delivery.state, rollout.delivery.error) == (DeliveryState.ACKNOWLEDGED, "")
 
-    async def test_before_the_first_attempt_there_is_none(self, new_world: type[World]) -> None:
+    async def test_before_the_first_attempt_there_is_none(self, new_world: type[RuntimeHarness]) -> None:
         receiver = Receiver()
         world = new_world(reporter=receiver)
         rollout, _ = world.wish(owing(world))
@@ -101,7 +101,7 @@ class TestAcknowledged:
         assert rollout.delivery is not None
         assert (rollout.delivery.state, rollout.delivery.attempts) == (DeliveryState.ACKNOWLEDGED, 0)
 
-    async def test_while_its_agent_does_not_give_way_too(self, new_world: type[World]) -> None:
+    async def test_while_its_agent_does_not_give_way_too(self, new_world: type[RuntimeHarness]) -> None:
         agent, receiver = Stubborn(), Receiver(DOWN)
         world = new_world(agent, reporter=receiver, patience=PATIENT, capacity=Capacity(finished=1))
         rollout, _ = world.wish(owing(world, key="hunter2"))
@@ -118,7 +118,7 @@ class TestAcknowledged:
 
     @pytest.mark.parametrize("receipt", [YES, DeliveryRefused("no")])
     async def test_of_a_delivery_that_is_over_it_changes_nothing(
-        self, new_world: type[World], receipt: Receipt
+        self, new_world: type[RuntimeHarness], receipt: Receipt
     ) -> None:
         world = new_world(reporter=Receiver(receipt))
         rollout, _ = world.wish(owing(world))
@@ -132,7 +132,7 @@ class TestAcknowledged:
         assert (before.state is DeliveryState.ACKNOWLEDGED) is isinstance(receipt, DeliveryAcknowledged)
 
     async def test_an_attempt_that_was_given_up_is_not_observed_as_one_that_answered(
-        self, new_world: type[World]
+        self, new_world: type[RuntimeHarness]
     ) -> None:
         noting = Noting()
         world = new_world(reporter=Receiver(seconds=FOREVER), observer=noting)
@@ -143,7 +143,9 @@ class TestAcknowledged:
 
 
 class TestCredentials:
-    async def test_the_next_attempt_uses_what_a_caller_brought_who_attached_anew(self, new_world: type[World]) -> None:
+    async def test_the_next_attempt_uses_what_a_caller_brought_who_attached_anew(
+        self, new_world: type[RuntimeHarness]
+    ) -> None:
         receiver = Receiver(DOWN)
         world = new_world(reporter=receiver)
         rollout = await owed(world, 2, "key", key="old")
@@ -154,7 +156,9 @@ class TestCredentials:
         assert receiver.credentials == ["old", "old", "new", "new"]
         assert len({parcel.body for parcel in receiver.parcels}) == 1
 
-    async def test_one_that_is_brought_while_the_agent_does_not_give_way_counts(self, new_world: type[World]) -> None:
+    async def test_one_that_is_brought_while_the_agent_does_not_give_way_counts(
+        self, new_world: type[RuntimeHarness]
+    ) -> None:
         agent, receiver = Stubborn(), Receiver(DOWN)
         world = new_world(agent, reporter=receiver)
         rollout, _ = world.wish(owing(world, "key", key="old"))
@@ -168,7 +172,7 @@ class TestCredentials:
 
     @pytest.mark.parametrize("receipt", [YES, DeliveryRefused("no"), LookupError(), DOWN])
     async def test_they_are_gone_once_the_delivery_is_over(
-        self, new_world: type[World], receipt: Receipt | Exception
+        self, new_world: type[RuntimeHarness], receipt: Receipt | Exception
     ) -> None:
         receiver = Receiver(DOWN, receipt)
         world = new_world(reporter=receiver, patience=DeliveryRetryPolicy(retries=1))
@@ -202,7 +206,7 @@ class TestCredentials:
 
 class TestRemembered:
     async def test_a_rollout_that_owes_its_outcome_is_not_forgotten_and_its_id_attaches(
-        self, new_world: type[World]
+        self, new_world: type[RuntimeHarness]
     ) -> None:
         receiver = Receiver(DOWN, DOWN, DOWN, YES)
         world = new_world(
@@ -226,7 +230,7 @@ class TestRemembered:
         with pytest.raises(NotFound):
             world.roster.get(rollout.uid, ME)
 
-    async def test_it_is_selected_by_how_far_its_delivery_is(self, new_world: type[World]) -> None:
+    async def test_it_is_selected_by_how_far_its_delivery_is(self, new_world: type[RuntimeHarness]) -> None:
         world = new_world(reporter=Receiver(DeliveryRefused("no"), YES, DOWN), patience=PATIENT)
         refused, _ = world.wish(owing(world, rollout_id="a"))
         await until(lambda: refused.delivery is not None and not refused.owes)
@@ -249,7 +253,7 @@ class TestRemembered:
 
 
 class TestBound:
-    async def test_no_more_are_taken_than_may_owe_their_outcome(self, new_world: type[World]) -> None:
+    async def test_no_more_are_taken_than_may_owe_their_outcome(self, new_world: type[RuntimeHarness]) -> None:
         receiver = Receiver(DOWN)
         world = new_world(reporter=receiver, patience=PATIENT, capacity=Capacity(finished=2))
         first = await owed(world, 1, "key", rollout_id="a")
@@ -266,7 +270,7 @@ class TestBound:
         await asyncio.sleep(1)
         assert world.wish(owing(world, rollout_id="c"))[1] is False
 
-    async def test_where_nothing_is_remembered_one_may_owe_its_outcome(self, new_world: type[World]) -> None:
+    async def test_where_nothing_is_remembered_one_may_owe_its_outcome(self, new_world: type[RuntimeHarness]) -> None:
         world = new_world(reporter=Receiver(DOWN, YES), capacity=Capacity(finished=0))
         rollout = await owed(world)
         with pytest.raises(Busy, match="1 outcomes wait"):

@@ -14,26 +14,26 @@ from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Caller, Capacity
 
-from tests.runtime.receiver import DOWN, Receiver, owing, until
-from tests.runtime.world import ADMIN, FOREVER, ME, OTHER, Say, World, a_wish, outcome_of
+from tests.runtime.outcome_receivers import DOWN, Receiver, owing, until
+from tests.support.runtime_harness import ADMIN, FOREVER, ME, OTHER, RuntimeHarness, Say, a_wish, outcome_of
 
 BLOCKED = Say(seconds=FOREVER)
 STRANGERS = (OTHER, Caller(""), Caller("ME"), Caller("me "), Caller("m"))
 
 
-async def finished(world: World) -> Rollout:
+async def finished(world: RuntimeHarness) -> Rollout:
     """A rollout of mine that has finished."""
     rollout = world.start()
     await outcome_of(rollout)
     return rollout
 
 
-def seen(world: World, caller: Caller, **conditions: object) -> list[Rollout]:
+def seen(world: RuntimeHarness, caller: Caller, **conditions: object) -> list[Rollout]:
     """What a caller finds."""
     return [rollout for _, rollout in world.roster.select(Selection(caller, **conditions))]  # type: ignore[arg-type]
 
 
-async def test_two_callers_with_the_same_request_do_not_meet(new_world: type[World]) -> None:
+async def test_two_callers_with_the_same_request_do_not_meet(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(running=1))
     world.start(BLOCKED)
     wish = replace(a_wish("key"), credentials=Credentials("mine"))
@@ -45,14 +45,14 @@ async def test_two_callers_with_the_same_request_do_not_meet(new_world: type[Wor
     assert world.wish(replace(wish, caller="other")) == (theirs, True)
 
 
-async def test_another_payload_under_somebody_elses_id_is_no_conflict(new_world: type[World]) -> None:
+async def test_another_payload_under_somebody_elses_id_is_no_conflict(new_world: type[RuntimeHarness]) -> None:
     """That would tell that the id is taken."""
     world = new_world()
     world.wish(a_wish("key"))
     assert world.wish(replace(a_wish("key", priority=1), caller="other"))[1] is False
 
 
-async def test_an_admin_who_asks_for_a_rollout_does_not_meet_its_owner_either(new_world: type[World]) -> None:
+async def test_an_admin_who_asks_for_a_rollout_does_not_meet_its_owner_either(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     mine, _ = world.wish(a_wish("key"))
     theirs, found = world.wish(replace(a_wish("key"), caller=ADMIN.name))
@@ -60,7 +60,9 @@ async def test_an_admin_who_asks_for_a_rollout_does_not_meet_its_owner_either(ne
 
 
 @pytest.mark.parametrize("stranger", STRANGERS, ids=repr)
-async def test_others_cannot_tell_it_from_one_that_does_not_exist(new_world: type[World], stranger: Caller) -> None:
+async def test_others_cannot_tell_it_from_one_that_does_not_exist(
+    new_world: type[RuntimeHarness], stranger: Caller
+) -> None:
     world = new_world()
     rollout = await finished(world)
     told = []
@@ -75,7 +77,7 @@ async def test_others_cannot_tell_it_from_one_that_does_not_exist(new_world: typ
 
 
 @pytest.mark.parametrize("stranger", STRANGERS, ids=repr)
-async def test_others_cannot_cancel_it_however_they_name_it(new_world: type[World], stranger: Caller) -> None:
+async def test_others_cannot_cancel_it_however_they_name_it(new_world: type[RuntimeHarness], stranger: Caller) -> None:
     world = new_world(capacity=Capacity(running=1))
     running, queued = world.start(BLOCKED), world.start(Say("8"), group_id="g", labels={"a": "b"})
     for conditions in (
@@ -92,7 +94,7 @@ async def test_others_cannot_cancel_it_however_they_name_it(new_world: type[Worl
     assert not queued.ending.requested.done()
 
 
-async def test_others_cannot_end_the_delivery_of_its_outcome(new_world: type[World]) -> None:
+async def test_others_cannot_end_the_delivery_of_its_outcome(new_world: type[RuntimeHarness]) -> None:
     world = new_world(reporter=Receiver(DOWN))
     rollout, _ = world.wish(owing(world))
     await until(lambda: rollout.owes)
@@ -103,7 +105,7 @@ async def test_others_cannot_end_the_delivery_of_its_outcome(new_world: type[Wor
     assert not rollout.owes
 
 
-async def test_an_admin_sees_acknowledges_and_cancels_everybodys(new_world: type[World]) -> None:
+async def test_an_admin_sees_acknowledges_and_cancels_everybodys(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     mine, theirs = await finished(world), world.start(BLOCKED, caller="other")
     await asyncio.sleep(1)
@@ -115,13 +117,13 @@ async def test_an_admin_sees_acknowledges_and_cancels_everybodys(new_world: type
     assert (await outcome_of(mine)).end == Stop("stop")
 
 
-async def test_being_called_admin_does_not_make_one(new_world: type[World]) -> None:
+async def test_being_called_admin_does_not_make_one(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     world.start()
     assert seen(world, Caller("admin")) == []
 
 
-async def test_rollouts_are_selected_by_their_callers_among_those_one_sees(new_world: type[World]) -> None:
+async def test_rollouts_are_selected_by_their_callers_among_those_one_sees(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     mine, theirs, third = world.start(), world.start(caller="other"), world.start(caller="third")
     assert seen(world, ADMIN, callers=("other",)) == [theirs]
@@ -133,7 +135,7 @@ async def test_rollouts_are_selected_by_their_callers_among_those_one_sees(new_w
     assert seen(world, ME, callers=("other",)) == []
 
 
-async def test_deliveries_of_others_are_not_found_by_their_state(new_world: type[World]) -> None:
+async def test_deliveries_of_others_are_not_found_by_their_state(new_world: type[RuntimeHarness]) -> None:
     world = new_world(reporter=Receiver(DOWN))
     mine, _ = world.wish(owing(world))
     theirs, _ = world.wish(replace(owing(world), caller="other"))

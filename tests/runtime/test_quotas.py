@@ -15,7 +15,7 @@ from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Caller, Capacity, Quota, StartRequest
 
 from tests.runtime.test_groups import Groups
-from tests.runtime.world import Looping, Say, World, a_spec, call, outcome_of
+from tests.support.runtime_harness import Looping, RuntimeHarness, Say, a_spec, call, outcome_of
 
 KIB = 2**10
 
@@ -25,14 +25,14 @@ def sized(kib: int) -> Message:
     return Message.write({"role": "user", "content": "x" * (kib * KIB // 2 - len('{"role": "user", "content": ""}'))})
 
 
-def refused(world: World, caller: str = "me", **fields: object) -> Busy:
+def refused(world: RuntimeHarness, caller: str = "me", **fields: object) -> Busy:
     with pytest.raises(Busy) as caught:
         world.start(caller=caller, **fields)
     assert caught.value.retry_after > 0
     return caught.value
 
 
-async def test_what_rollouts_hold_is_counted_until_they_are_remembered(new_world: type[World]) -> None:
+async def test_what_rollouts_hold_is_counted_until_they_are_remembered(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(running=2, active_bytes=64 * KIB))
     rollouts = [world.start(Say("8", seconds=10), messages=(sized(16),)) for _ in range(4)]
     assert world.roster.active_bytes == 64 * KIB
@@ -47,7 +47,7 @@ async def test_what_rollouts_hold_is_counted_until_they_are_remembered(new_world
     assert world.roster.active_bytes == 0
 
 
-async def test_what_running_rollouts_gather_counts_as_well(new_world: type[World]) -> None:
+async def test_what_running_rollouts_gather_counts_as_well(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(active_bytes=64 * KIB))
     growing = world.start(Say("x" * 64 * KIB, (call("add", a=1, b=2),)), Say("8", seconds=100))
     await asyncio.sleep(10)
@@ -56,7 +56,7 @@ async def test_what_running_rollouts_gather_counts_as_well(new_world: type[World
     assert refused(world).reason == "TOO_MANY_BYTES"
 
 
-async def test_what_is_larger_than_the_limit_is_let_in_alone(new_world: type[World]) -> None:
+async def test_what_is_larger_than_the_limit_is_let_in_alone(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(active_bytes=KIB, per_caller=Quota(bytes=KIB)))
     large = world.start(messages=(sized(16),))
     refused(world, messages=(sized(16),))
@@ -78,7 +78,7 @@ async def test_a_group_is_taken_whole_or_not_at_all() -> None:
     await world.close()
 
 
-async def test_what_was_cancelled_while_it_waited_is_not_kept_in_line(new_world: type[World]) -> None:
+async def test_what_was_cancelled_while_it_waited_is_not_kept_in_line(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(running=1))
     running = world.start(Say("8", seconds=10))
     waiting = [world.start(priority=n % 3) for n in range(60)]
@@ -94,7 +94,7 @@ async def test_what_was_cancelled_while_it_waited_is_not_kept_in_line(new_world:
     assert world.opened == [each.spec.rollout_id for each in (running, *(waiting[n] for n in (2, 1, 4, 0, 3)))]
 
 
-async def test_a_free_slot_goes_to_the_caller_with_the_fewest_that_run(new_world: type[World]) -> None:
+async def test_a_free_slot_goes_to_the_caller_with_the_fewest_that_run(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(running=4))
     first = [world.start(Say("8", seconds=10 + n), caller="many", priority=9) for n in range(20)]
     few = [world.start(Say("8", seconds=10), caller="few") for _ in range(3)]
@@ -103,7 +103,7 @@ async def test_a_free_slot_goes_to_the_caller_with_the_fewest_that_run(new_world
     assert sum(rollout.state is RolloutState.RUNNING for rollout in first) == 2
 
 
-async def test_one_caller_may_run_fewer_than_there_are_slots(new_world: type[World]) -> None:
+async def test_one_caller_may_run_fewer_than_there_are_slots(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(running=4, per_caller=Quota(running=2, queued=1)))
     mine = [world.start(Say("8", seconds=seconds)) for seconds in (10, 30, 30)]
     assert [rollout.state for rollout in mine] == [RolloutState.RUNNING] * 2 + [RolloutState.QUEUED]
@@ -115,14 +115,14 @@ async def test_one_caller_may_run_fewer_than_there_are_slots(new_world: type[Wor
     assert world.start().state is RolloutState.QUEUED
 
 
-async def test_the_bytes_of_one_caller_are_limited(new_world: type[World]) -> None:
+async def test_the_bytes_of_one_caller_are_limited(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(per_caller=Quota(bytes=32 * KIB)))
     world.start(messages=(sized(16),)), world.start(messages=(sized(16),))
     assert refused(world, messages=(sized(16),)).reason == "CALLER_QUOTA"
     world.start(caller="other", messages=(sized(16),))
 
 
-async def test_starts_are_limited_in_a_minute_and_come_back_with_time(new_world: type[World]) -> None:
+async def test_starts_are_limited_in_a_minute_and_come_back_with_time(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(per_caller=Quota(starts_per_minute=60)))
     for _ in range(60):
         world.start()
@@ -148,7 +148,7 @@ def test_only_among_several_callers_a_share_is_left_to_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_whatever_happens_the_counts_come_back_to_nothing(new_world: type[World], seed: int) -> None:
+async def test_whatever_happens_the_counts_come_back_to_nothing(new_world: type[RuntimeHarness], seed: int) -> None:
     chance = random.Random(seed)
     quota = Quota(running=2, queued=3, bytes=200 * KIB)
     world = new_world(capacity=Capacity(running=5, queued=6, active_bytes=300 * KIB, per_caller=quota))
@@ -174,7 +174,7 @@ async def test_whatever_happens_the_counts_come_back_to_nothing(new_world: type[
     assert (world.roster.running, world.roster.queued, world.roster.active_bytes) == (0, 0, 0)
 
 
-async def test_a_loop_that_nobody_limits_ends_after_256_turns(new_world: type[World]) -> None:
+async def test_a_loop_that_nobody_limits_ends_after_256_turns(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Looping())
     endless = [Say("", (call("add", f"c{turn}", a=1, b=2),)) for turn in range(300)]
     outcome = await outcome_of(world.start(*endless, limits=Limits()))

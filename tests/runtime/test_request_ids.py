@@ -15,18 +15,18 @@ from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity, StartRequest
 
 from tests.runtime.test_roster import ALL, BLOCKED, Other
-from tests.runtime.world import (
+from tests.support.runtime_harness import (
     ME,
     Looping,
+    RuntimeHarness,
     Say,
-    World,
     a_spec,
     a_wish,
     outcome_of,
 )
 
 
-async def test_together_or_later_the_same_id_and_payload_find_the_same_rollout(new_world: type[World]) -> None:
+async def test_together_or_later_the_same_id_and_payload_find_the_same_rollout(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     rollout, found = world.wish(a_wish("key"))
     assert not found
@@ -47,7 +47,9 @@ async def test_together_or_later_the_same_id_and_payload_find_the_same_rollout(n
         {"agent": "other"},
     ],
 )
-async def test_the_same_id_with_another_payload_is_a_conflict(new_world: type[World], fields: dict[str, Any]) -> None:
+async def test_the_same_id_with_another_payload_is_a_conflict(
+    new_world: type[RuntimeHarness], fields: dict[str, Any]
+) -> None:
     world = new_world(Looping(), Other())
     rollout, _ = world.wish(a_wish("key", metadata_json='{"a": 1}'))
     for _ in range(2):
@@ -58,14 +60,14 @@ async def test_the_same_id_with_another_payload_is_a_conflict(new_world: type[Wo
     assert len(world.rollouts) == 1
 
 
-async def test_what_only_concerns_waiting_or_writing_is_no_other_payload(new_world: type[World]) -> None:
+async def test_what_only_concerns_waiting_or_writing_is_no_other_payload(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     rollout, _ = world.wish(a_wish("key", metadata_json='{"a": 1, "b": [2]}'))
     same = a_wish("key", metadata_json='{"b":[2],"a":1}', cancel_after_detach=5, agent="looping")
     assert world.wish(same) == (rollout, True)
 
 
-async def test_ids_of_other_callers_trainers_and_none_at_all_are_others(new_world: type[World]) -> None:
+async def test_ids_of_other_callers_trainers_and_none_at_all_are_others(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     mine = a_wish("key")
     rollouts = [
@@ -81,7 +83,7 @@ async def test_ids_of_other_callers_trainers_and_none_at_all_are_others(new_worl
     assert len({rollout.uid for rollout in rollouts}) == 5
 
 
-async def test_until_received_an_id_attaches_while_its_rollout_runs(new_world: type[World]) -> None:
+async def test_until_received_an_id_attaches_while_its_rollout_runs(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     wish = a_wish("key", until_received=True)
     world.scripts["r"] = world.scripts.setdefault("r", type(world.script(world.start()))(BLOCKED))
@@ -91,19 +93,19 @@ async def test_until_received_an_id_attaches_while_its_rollout_runs(new_world: t
         world.wish(a_wish("key", until_received=True, priority=1))
 
 
-async def finished_until_received(world: World) -> Rollout:
+async def finished_until_received(world: RuntimeHarness) -> Rollout:
     rollout, _ = world.wish(a_wish("key", until_received=True))
     await outcome_of(rollout)
     return rollout
 
 
-async def test_until_received_an_outcome_that_nobody_received_is_handed_out(new_world: type[World]) -> None:
+async def test_until_received_an_outcome_that_nobody_received_is_handed_out(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     rollout = await finished_until_received(world)
     assert world.wish(a_wish("key", until_received=True)) == (rollout, True)
 
 
-async def test_until_received_an_id_is_free_once_the_outcome_was(new_world: type[World]) -> None:
+async def test_until_received_an_id_is_free_once_the_outcome_was(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     rollout = await finished_until_received(world)
     world.roster.acknowledge(rollout.uid, ME)
@@ -115,7 +117,9 @@ async def test_until_received_an_id_is_free_once_the_outcome_was(new_world: type
 
 
 @pytest.mark.parametrize("received", [False, True])
-async def test_until_received_another_payload_starts_anew_after_the_end(new_world: type[World], received: bool) -> None:
+async def test_until_received_another_payload_starts_anew_after_the_end(
+    new_world: type[RuntimeHarness], received: bool
+) -> None:
     world = new_world()
     rollout = await finished_until_received(world)
     if received:
@@ -124,7 +128,9 @@ async def test_until_received_another_payload_starts_anew_after_the_end(new_worl
     assert (found, again is rollout) == (False, False)
 
 
-async def test_forgetting_the_first_rollout_of_an_id_leaves_the_second_one_its_id(new_world: type[World]) -> None:
+async def test_forgetting_the_first_rollout_of_an_id_leaves_the_second_one_its_id(
+    new_world: type[RuntimeHarness],
+) -> None:
     world = new_world(capacity=Capacity(finished=1))
     first = await finished_until_received(world)
     world.roster.acknowledge(first.uid, ME)
@@ -134,7 +140,7 @@ async def test_forgetting_the_first_rollout_of_an_id_leaves_the_second_one_its_i
     assert world.wish(a_wish("key", until_received=True)) == (second, True)
 
 
-async def test_attaching_may_bring_a_new_credential_and_the_end_drops_it(new_world: type[World]) -> None:
+async def test_attaching_may_bring_a_new_credential_and_the_end_drops_it(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     rollout = world.start(Say("8", seconds=10), spec=a_spec())
     named, _ = world.wish(a_wish("key", key="old", limits=Limits(turns=9)))
@@ -154,7 +160,7 @@ def test_a_wish_shows_no_credentials() -> None:
     assert "hunter2" not in repr(StartRequest(a_spec(), "me", credentials=Credentials("hunter2", "hunter2", "hunter2")))
 
 
-async def test_a_rollout_that_has_ended_takes_no_credential(new_world: type[World]) -> None:
+async def test_a_rollout_that_has_ended_takes_no_credential(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     rollout, _ = world.wish(a_wish("key", key="hunter2"))
     await outcome_of(rollout)

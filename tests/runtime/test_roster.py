@@ -14,7 +14,7 @@ from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 
-from tests.runtime.world import FOREVER, ME, Looping, Say, World, a_wish, outcome_of
+from tests.support.runtime_harness import FOREVER, ME, Looping, RuntimeHarness, Say, a_wish, outcome_of
 
 BLOCKED = Say(seconds=FOREVER)
 
@@ -29,7 +29,7 @@ class Other(Looping):
     limits = Limits(turns=3, seconds=30)
 
 
-async def test_a_rollout_goes_from_queued_over_running_to_finished(new_world: type[World]) -> None:
+async def test_a_rollout_goes_from_queued_over_running_to_finished(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(running=1))
     first, second = world.start(Say("8", seconds=10)), world.start(Say("8", seconds=10))
     assert (first.state, second.state) == (RolloutState.RUNNING, RolloutState.QUEUED)
@@ -43,7 +43,7 @@ async def test_a_rollout_goes_from_queued_over_running_to_finished(new_world: ty
     assert second.finished == pytest.approx(second.created + 20)
 
 
-async def test_those_who_wait_run_by_priority_and_then_by_age(new_world: type[World]) -> None:
+async def test_those_who_wait_run_by_priority_and_then_by_age(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(running=1))
     rollouts = [
         world.start(Say("8", seconds=1), rollout_id=f"{priority}{letter}", priority=priority)
@@ -54,7 +54,7 @@ async def test_those_who_wait_run_by_priority_and_then_by_age(new_world: type[Wo
     assert world.opened == ["0a", "5c", "5e", "0b", "0f", "-1d"]
 
 
-async def test_one_more_than_can_wait_is_refused_and_can_come_again(new_world: type[World]) -> None:
+async def test_one_more_than_can_wait_is_refused_and_can_come_again(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(running=1, queued=1))
     first = world.start(Say("8", seconds=10))
     world.start()
@@ -68,7 +68,7 @@ async def test_one_more_than_can_wait_is_refused_and_can_come_again(new_world: t
     assert world.wish(a_wish("key"))[1] is False
 
 
-async def test_who_is_known_is_found_even_where_nobody_new_is_taken(new_world: type[World]) -> None:
+async def test_who_is_known_is_found_even_where_nobody_new_is_taken(new_world: type[RuntimeHarness]) -> None:
     world = new_world(capacity=Capacity(running=1, queued=0))
     rollout, _ = world.wish(a_wish("key"))
     assert world.wish(a_wish("key")) == (rollout, True)
@@ -76,7 +76,7 @@ async def test_who_is_known_is_found_even_where_nobody_new_is_taken(new_world: t
     assert world.wish(a_wish("key")) == (rollout, True)
 
 
-async def test_a_server_that_drains_takes_nobody(new_world: type[World]) -> None:
+async def test_a_server_that_drains_takes_nobody(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     await world.roster.drain(0)
     with pytest.raises(Draining) as refused:
@@ -85,7 +85,7 @@ async def test_a_server_that_drains_takes_nobody(new_world: type[World]) -> None
     assert [*world.roster.select(ALL)] == []
 
 
-async def test_the_agent_is_the_named_one_or_the_first(new_world: type[World]) -> None:
+async def test_the_agent_is_the_named_one_or_the_first(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Looping(), Other())
     assert world.start().agent.name == "looping"
     other = world.start(agent="other", limits=Limits(turns=5))
@@ -97,7 +97,7 @@ async def test_the_agent_is_the_named_one_or_the_first(new_world: type[World]) -
     assert "['looping', 'other']" in missing.value.message
 
 
-async def test_what_a_request_leaves_open_is_filled_in(new_world: type[World]) -> None:
+async def test_what_a_request_leaves_open_is_filled_in(new_world: type[RuntimeHarness]) -> None:
     world = new_world(bounds=Bounds(seconds=100, default_seconds={Dialect.GRPC: 50}, on_drift=DriftPolicy.FAIL))
     assert world.start().spec.limits.seconds == 50
     assert world.start(limits=Limits(seconds=7)).spec.limits.seconds == 7
@@ -105,7 +105,7 @@ async def test_what_a_request_leaves_open_is_filled_in(new_world: type[World]) -
     assert world.start().spec.on_drift is DriftPolicy.FAIL
 
 
-async def test_a_wrong_request_is_refused_field_by_field_and_calls_nobody(new_world: type[World]) -> None:
+async def test_a_wrong_request_is_refused_field_by_field_and_calls_nobody(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     with pytest.raises(InvalidRequest) as refused:
         world.wish(a_wish(rollout_id=" ", messages=(), limits=Limits(turns=0)))
@@ -115,7 +115,7 @@ async def test_a_wrong_request_is_refused_field_by_field_and_calls_nobody(new_wo
     assert world.opened == []
 
 
-async def test_callers_see_their_own(new_world: type[World]) -> None:
+async def test_callers_see_their_own(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     mine, other = world.start(), world.start(caller="other")
     assert world.roster.get(mine.uid, ME) is mine
@@ -129,7 +129,7 @@ async def test_callers_see_their_own(new_world: type[World]) -> None:
     assert [*world.roster.select(Selection(ME, uids=(other.uid,)))] == []
 
 
-async def test_what_has_not_finished_cannot_be_acknowledged(new_world: type[World]) -> None:
+async def test_what_has_not_finished_cannot_be_acknowledged(new_world: type[RuntimeHarness]) -> None:
     world = new_world()
     rollout = world.start()
     with pytest.raises(NotPossible) as refused:
@@ -141,7 +141,7 @@ async def test_what_has_not_finished_cannot_be_acknowledged(new_world: type[Worl
     assert rollout.received
 
 
-async def test_rollouts_are_selected_by_every_condition_that_is_set(new_world: type[World]) -> None:
+async def test_rollouts_are_selected_by_every_condition_that_is_set(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Looping(), Other(), capacity=Capacity(running=2))
     a = world.start(BLOCKED, rollout_id="a", group_id="g", labels={"x": "1", "y": "1"})
     b = world.start(rollout_id="b", group_id="g", agent="other", labels={"x": "1"})
@@ -163,7 +163,9 @@ async def test_rollouts_are_selected_by_every_condition_that_is_set(new_world: t
     assert selected(uids=(b.uid,), states=(RolloutState.RUNNING,)) == []
 
 
-async def test_pages_miss_nothing_and_repeat_nothing_while_rollouts_come_and_go(new_world: type[World]) -> None:
+async def test_pages_miss_nothing_and_repeat_nothing_while_rollouts_come_and_go(
+    new_world: type[RuntimeHarness],
+) -> None:
     world = new_world(capacity=Capacity(running=1, finished=3))
     stays = [world.start(BLOCKED) for _ in range(10)]
     goes = stays[5]
@@ -178,7 +180,7 @@ async def test_pages_miss_nothing_and_repeat_nothing_while_rollouts_come_and_go(
     assert [rollout.uid for rollout in seen if rollout is not goes] == [r.uid for r in reversed(stays) if r is not goes]
 
 
-async def test_only_its_own_methods_change_a_rollout(new_world: type[World]) -> None:
+async def test_only_its_own_methods_change_a_rollout(new_world: type[RuntimeHarness]) -> None:
     rollout = new_world().start(Say("8"))
     for name in ("running", "received", "held", "delivery", "credentials", "deadline", "finished", "owes", "outcome"):
         with pytest.raises(AttributeError):

@@ -20,9 +20,9 @@ from rollout_server.runtime.run.arguments import turn_sampling
 from rollout_server.runtime.run.messages import Reply
 from rollout_server.runtime.run.run import Run
 
-from tests.runtime.world import Say, World, outcome_of
+from tests.support.runtime_harness import RuntimeHarness, Say, outcome_of
 
-NewWorld = Callable[..., World]
+NewWorld = Callable[..., RuntimeHarness]
 WHOLE = Sampling(0.7, 0.9, 512, ("END",), True, '{"seed": 18446744073709551617, "penalty": 1e999}')
 
 

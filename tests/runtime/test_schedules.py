@@ -20,9 +20,9 @@ from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 
-from tests.runtime.jumping import JumpingLoop
-from tests.runtime.receiver import DOWN, RECEIVER, YES, Receiver
-from tests.runtime.world import FOREVER, ME, Say, Script, World, a_wish, call, wait
+from tests.runtime.outcome_receivers import DOWN, RECEIVER, YES, Receiver
+from tests.support.jumping_loop import JumpingLoop
+from tests.support.runtime_harness import FOREVER, ME, RuntimeHarness, Say, Script, a_wish, call, wait
 
 CAPACITY = Capacity(running=2, queued=3, finished=3, finished_seconds=20)
 
@@ -170,7 +170,7 @@ class Watchful(Receiver):
 class Play:
     """A schedule that is being played."""
 
-    world: World
+    world: RuntimeHarness
     watchers: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self, wanted: Start) -> None:
@@ -251,7 +251,9 @@ class Play:
 
 async def play(schedule: list[tuple[float, Start | Act]], receiver: Watchful) -> None:
     playing = Play(
-        World(Moody(), capacity=CAPACITY, reporter=receiver, patience=DeliveryRetryPolicy(expiry=60, retries=4))
+        RuntimeHarness(
+            Moody(), capacity=CAPACITY, reporter=receiver, patience=DeliveryRetryPolicy(expiry=60, retries=4)
+        )
     )
     receiver.rollouts = playing.world.rollouts
     for pause, what in schedule:

@@ -9,7 +9,7 @@ from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.record import DriftFound
 from rollout_server.core.spec import DriftPolicy
 
-from tests.runtime.world import FOREVER, USER, Looping, Say, World, call, contents, outcome_of, wait
+from tests.support.runtime_harness import FOREVER, USER, Looping, RuntimeHarness, Say, call, contents, outcome_of, wait
 
 CALLS = (call("echo", text="hello"),)
 AGAIN = Say("again", CALLS)
@@ -47,7 +47,7 @@ class Echoing(Agent):
     ],
 )
 async def test_the_first_limit_that_is_met_stops(
-    new_world: type[World], limits: Limits, says: list[Say], reason: str, turns: int, ran: int
+    new_world: type[RuntimeHarness], limits: Limits, says: list[Say], reason: str, turns: int, ran: int
 ) -> None:
     outcome = await outcome_of(new_world(Echoing()).start(*says, limits=limits))
     assert outcome.end == Stop(reason)
@@ -56,7 +56,7 @@ async def test_the_first_limit_that_is_met_stops(
     assert contents(outcome, "tool") == ["hello"] * ran
 
 
-async def test_an_answer_that_crosses_the_token_limit_is_kept_whole(new_world: type[World]) -> None:
+async def test_an_answer_that_crosses_the_token_limit_is_kept_whole(new_world: type[RuntimeHarness]) -> None:
     outcome = await outcome_of(
         new_world(Echoing()).start(Say("long", CALLS, tokens=100), limits=Limits(generated_tokens=7))
     )
@@ -66,7 +66,7 @@ async def test_an_answer_that_crosses_the_token_limit_is_kept_whole(new_world: t
     assert len(segment.sample().response_ids) == 100
 
 
-async def test_of_two_limits_the_lower_holds(new_world: type[World]) -> None:
+async def test_of_two_limits_the_lower_holds(new_world: type[RuntimeHarness]) -> None:
     class Short(Echoing):
         limits = Limits(turns=2, generated_tokens=50)
 
@@ -78,16 +78,16 @@ async def test_of_two_limits_the_lower_holds(new_world: type[World]) -> None:
 @pytest.mark.parametrize(
     ("says", "end"), [([Say("cut", finish_reason="length")], Stop("stop", truncated=True)), ([DONE], Stop("stop"))]
 )
-async def test_a_last_answer_that_was_cut_says_so(new_world: type[World], says: list[Say], end: Stop) -> None:
+async def test_a_last_answer_that_was_cut_says_so(new_world: type[RuntimeHarness], says: list[Say], end: Stop) -> None:
     assert (await outcome_of(new_world().start(*says))).end == end
 
 
-async def test_only_the_last_answer_counts_as_cut(new_world: type[World]) -> None:
+async def test_only_the_last_answer_counts_as_cut(new_world: type[RuntimeHarness]) -> None:
     outcome = await outcome_of(new_world(Echoing()).start(Say("cut", CALLS, finish_reason="length"), DONE))
     assert outcome.end == Stop("stop")
 
 
-async def test_an_agent_ends_with_its_own_word(new_world: type[World]) -> None:
+async def test_an_agent_ends_with_its_own_word(new_world: type[RuntimeHarness]) -> None:
     class Curt(Agent):
         name = "curt"
 
@@ -103,7 +103,7 @@ async def test_an_agent_ends_with_its_own_word(new_world: type[World]) -> None:
     assert outcome.reward_result.reward == 0.5
 
 
-async def test_messages_that_the_agent_adds_are_asked_with_and_counted(new_world: type[World]) -> None:
+async def test_messages_that_the_agent_adds_are_asked_with_and_counted(new_world: type[RuntimeHarness]) -> None:
     class Insisting(Agent):
         name = "insisting"
 
@@ -120,7 +120,7 @@ async def test_messages_that_the_agent_adds_are_asked_with_and_counted(new_world
     assert contents(outcome, "user") == ["5 + 3?", "sure?"]
 
 
-async def test_a_trainer_that_fails_ends_the_rollout_with_what_there_was(new_world: type[World]) -> None:
+async def test_a_trainer_that_fails_ends_the_rollout_with_what_there_was(new_world: type[RuntimeHarness]) -> None:
     failure = Failure(Category.TRAINER_SERVER, "turn 2: the trainer answered 500", http_status=500)
     outcome = await outcome_of(new_world(Echoing()).start(AGAIN, Say(failure=failure)))
     assert outcome.end == Failure(failure.category, failure.message, 2, 500)
@@ -138,7 +138,9 @@ async def test_a_trainer_that_fails_ends_the_rollout_with_what_there_was(new_wor
         '{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "echo", "arguments": 7}}]}',
     ],
 )
-async def test_a_malformed_answer_is_an_error_that_names_turn_and_field(new_world: type[World], message: str) -> None:
+async def test_a_malformed_answer_is_an_error_that_names_turn_and_field(
+    new_world: type[RuntimeHarness], message: str
+) -> None:
     outcome = await outcome_of(new_world(Echoing()).start(AGAIN, Say(message=message)))
     assert isinstance(outcome.end, Failure)
     assert outcome.end.category is Category.VALIDATION
@@ -149,7 +151,7 @@ async def test_a_malformed_answer_is_an_error_that_names_turn_and_field(new_worl
 
 @pytest.mark.parametrize("policy", [None, DriftPolicy.WARN, DriftPolicy.FAIL])
 async def test_drift_ends_the_rollout_only_where_it_was_asked_to(
-    new_world: type[World], policy: DriftPolicy | None
+    new_world: type[RuntimeHarness], policy: DriftPolicy | None
 ) -> None:
     rollout = new_world(Echoing()).start(AGAIN, Say("done", reported=(1, 99, 2)), on_drift=policy)
     outcome = await outcome_of(rollout)
@@ -198,7 +200,7 @@ STALLS = {
 
 
 @pytest.mark.parametrize("where", STALLS)
-async def test_the_time_limit_holds_wherever_the_rollout_is(new_world: type[World], where: str) -> None:
+async def test_the_time_limit_holds_wherever_the_rollout_is(new_world: type[RuntimeHarness], where: str) -> None:
     world = new_world(Stalling())
     rollout = world.start(STALLS[where], limits=Limits(seconds=30), metadata_json=f'{{"where": "{where}"}}')
     outcome = await outcome_of(rollout)
@@ -211,7 +213,7 @@ async def test_the_time_limit_holds_wherever_the_rollout_is(new_world: type[Worl
     assert len(contents(outcome, "assistant")) == (where in ("tools", "reward"))
 
 
-async def test_time_is_counted_from_the_first_turn_not_in_the_queue(new_world: type[World]) -> None:
+async def test_time_is_counted_from_the_first_turn_not_in_the_queue(new_world: type[RuntimeHarness]) -> None:
     world = new_world(Stalling(), Looping())
     rollouts = [
         world.start(STALLS["sample"], limits=Limits(seconds=30), metadata_json='{"where": "sample"}')

@@ -19,7 +19,7 @@ from rollout_server.runtime.tools.resources import ToolLimits, ToolResources
 from rollout_server.runtime.tools.task import GRACE_SECONDS
 from rollout_server.tool import Image
 
-from tests.runtime.world import FOREVER, Say, World, call, contents, outcome_of, wait
+from tests.support.runtime_harness import FOREVER, RuntimeHarness, Say, call, contents, outcome_of, wait
 
 
 def with_tools(*tools: Tool, seconds: float | None = None) -> Agent:
@@ -31,7 +31,7 @@ def with_tools(*tools: Tool, seconds: float | None = None) -> Agent:
     return Tooled()
 
 
-async def played(new_world: Callable[..., World], *tools: Tool, calls: Iterable[ToolCall]) -> Outcome:
+async def played(new_world: Callable[..., RuntimeHarness], *tools: Tool, calls: Iterable[ToolCall]) -> Outcome:
     """One rollout that calls its tools in one turn."""
     return await outcome_of(new_world(with_tools(*tools)).start(Say("", tuple(calls)), Say("done")))
 
@@ -51,7 +51,7 @@ async def slow(seconds: float) -> float:
     return seconds
 
 
-async def test_a_call_that_takes_too_long_is_given_up_and_the_model_told(new_world: type[World]) -> None:
+async def test_a_call_that_takes_too_long_is_given_up_and_the_model_told(new_world: type[RuntimeHarness]) -> None:
     began = now()
     outcome = await played(new_world, slow, calls=[call("slow", "a", seconds=4), call("slow", "b", seconds=6)])
     assert contents(outcome, "tool") == ["4.0", "Error: slow took longer than 5 s"]
@@ -59,7 +59,7 @@ async def test_a_call_that_takes_too_long_is_given_up_and_the_model_told(new_wor
     assert contents(outcome, "assistant") == ["", "done"]
 
 
-async def test_a_tool_that_never_returns_ends_with_its_rollout(new_world: type[World]) -> None:
+async def test_a_tool_that_never_returns_ends_with_its_rollout(new_world: type[RuntimeHarness]) -> None:
     ended = asyncio.Event()
 
     @tool
@@ -88,7 +88,7 @@ async def stubborn(seconds: float) -> str:
 
 
 async def test_a_tool_that_swallows_its_cancellation_holds_nobody_up(
-    new_world: type[World], caplog: pytest.LogCaptureFixture
+    new_world: type[RuntimeHarness], caplog: pytest.LogCaptureFixture
 ) -> None:
     began = now()
     outcome = await played(new_world, stubborn, calls=[call("stubborn", seconds=100)])
@@ -372,7 +372,7 @@ async def test_parts_are_cut_together_and_images_are_not() -> None:
     assert told.text.startswith("Error: The result's images have 1,4")
 
 
-async def test_images_reach_the_conversation_as_parts(new_world: type[World]) -> None:
+async def test_images_reach_the_conversation_as_parts(new_world: type[RuntimeHarness]) -> None:
     @tool
     async def show() -> Image:
         return Image(b"abc")

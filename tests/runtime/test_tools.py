@@ -14,8 +14,8 @@ from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.record import ToolReturned, ToolStarted
 from rollout_server.runtime.tools.executor import ToolExecutor
 
-from tests.runtime.jumping import JumpingLoop
-from tests.runtime.world import Say, World, call, contents, outcome_of, wait
+from tests.support.jumping_loop import JumpingLoop
+from tests.support.runtime_harness import RuntimeHarness, Say, call, contents, outcome_of, wait
 
 
 @tool
@@ -52,7 +52,7 @@ def lingering(*seconds: float) -> Say:
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_results_keep_the_order_of_the_calls_whatever_finishes_first(seconds: list[int]) -> None:
     async def play() -> None:
-        rollout = World(Toolful()).start(lingering(*seconds), Say("done"))
+        rollout = RuntimeHarness(Toolful()).start(lingering(*seconds), Say("done"))
         outcome = await outcome_of(rollout)
         assert contents(outcome, "tool") == [repr(float(value)) for value in seconds]
         assert [m.fields()["tool_call_id"] for m in outcome.messages if m.role == "tool"] == [
@@ -67,21 +67,23 @@ def test_results_keep_the_order_of_the_calls_whatever_finishes_first(seconds: li
         runner.run(play())
 
 
-async def test_all_calls_have_started_before_one_returns(new_world: type[World]) -> None:
+async def test_all_calls_have_started_before_one_returns(new_world: type[RuntimeHarness]) -> None:
     rollout = new_world(Toolful()).start(lingering(0, 0, 0), Say("done"))
     await outcome_of(rollout)
     records = [entry.record for entry in rollout.log.entries if isinstance(entry.record, ToolStarted | ToolReturned)]
     assert [type(record) for record in records] == [ToolStarted] * 3 + [ToolReturned] * 3
 
 
-async def test_the_result_of_an_early_call_is_in_the_log_before_the_late_one_returns(new_world: type[World]) -> None:
+async def test_the_result_of_an_early_call_is_in_the_log_before_the_late_one_returns(
+    new_world: type[RuntimeHarness],
+) -> None:
     rollout = new_world(Toolful()).start(lingering(1, 60), Say("done"))
     await asyncio.sleep(2)
     assert isinstance(rollout.log.entries[-1].record, ToolReturned)
     assert len(rollout.machine.messages) == 2  # the conversation takes the results together
 
 
-async def test_of_the_calls_in_one_turn_the_first_run(new_world: type[World]) -> None:
+async def test_of_the_calls_in_one_turn_the_first_run(new_world: type[RuntimeHarness]) -> None:
     rollout = new_world(Toolful()).start(lingering(3, 2, 1), Say("done"), limits=Limits(calls_per_turn=2))
     outcome = await outcome_of(rollout)
     assert contents(outcome, "tool") == ["3.0", "2.0", "Error: Too many tool calls in one turn; the first 2 ran"]
@@ -105,7 +107,7 @@ async def test_of_the_calls_in_one_turn_the_first_run(new_world: type[World]) ->
     ],
 )
 async def test_what_arguments_are_answered(
-    new_world: type[World], arguments: str | Mapping[str, JSON], said: str
+    new_world: type[RuntimeHarness], arguments: str | Mapping[str, JSON], said: str
 ) -> None:
     message = {
         "role": "assistant",
@@ -127,7 +129,7 @@ async def test_what_arguments_are_answered(
     ],
 )
 async def test_a_tool_that_fails_answers_the_model_and_the_rollout_goes_on(
-    new_world: type[World], wanted: ToolCall, said: str
+    new_world: type[RuntimeHarness], wanted: ToolCall, said: str
 ) -> None:
     outcome = await outcome_of(new_world(Toolful()).start(Say("try", (wanted,)), Say("done")))
     assert contents(outcome, "tool") == [said]
@@ -140,7 +142,7 @@ async def test_an_agent_without_tools_says_so() -> None:
     assert result.content == "Error: Unknown function 'add'. Available: []"
 
 
-async def test_play_reads_the_results(new_world: type[World]) -> None:
+async def test_play_reads_the_results(new_world: type[RuntimeHarness]) -> None:
     class Reading(Toolful):
         async def play(self, run: Run) -> None:
             results = await run.call((await run.sample()).tool_calls)
@@ -151,7 +153,7 @@ async def test_play_reads_the_results(new_world: type[World]) -> None:
     assert rollout.log.entries[-2].record.text == "x=0.0/False y=Error: no/True"  # type: ignore[union-attr]
 
 
-async def test_no_calls_are_no_turn_with_tools(new_world: type[World]) -> None:
+async def test_no_calls_are_no_turn_with_tools(new_world: type[RuntimeHarness]) -> None:
     class Calm(Toolful):
         async def play(self, run: Run) -> None:
             await run.sample()

@@ -53,7 +53,7 @@ class Current(RolloutAgentLoop):
 
 
 @dataclass(frozen=True)
-class Place:
+class SdkServer:
     """A running server, its trainer, and a client of the server. Rollout ids of a place are its own."""
 
     server: Server
@@ -139,11 +139,11 @@ class Place:
         await self.trainer.put_script(self.id(rollout_id), Script(lines))
 
 
-OpenPlace = Callable[..., Awaitable[Place]]
+OpenPlace = Callable[..., Awaitable[SdkServer]]
 
 
 @asynccontextmanager
-async def opened(loop: RolloutAgentLoop, debug_dir: str | None = None) -> AsyncIterator[Place]:
+async def opened(loop: RolloutAgentLoop, debug_dir: str | None = None) -> AsyncIterator[SdkServer]:
     """A place for one loop."""
     settings = Settings(
         _env_file=None,
@@ -161,11 +161,11 @@ async def opened(loop: RolloutAgentLoop, debug_dir: str | None = None) -> AsyncI
         url = f"http://127.0.0.1:{server.http_port}"
         trainer = await stack.enter_async_context(StrictTrainer(tools_from=url, dialect=TrainerDialect.EITHER))
         client = httpx.AsyncClient(base_url=url, timeout=60, trust_env=False)
-        yield Place(server, trainer, await stack.enter_async_context(client))
+        yield SdkServer(server, trainer, await stack.enter_async_context(client))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared() -> AsyncIterator[tuple[Place, Current]]:
+async def shared() -> AsyncIterator[tuple[SdkServer, Current]]:
     """A place for a module's tests, whose loop they choose."""
     current = Current()
     async with opened(current) as place:
@@ -179,11 +179,11 @@ def numbers() -> count[int]:
 
 
 @pytest.fixture
-def open_place(shared: tuple[Place, Current], numbers: count[int]) -> OpenPlace:
+def open_place(shared: tuple[SdkServer, Current], numbers: count[int]) -> OpenPlace:
     """`await open_place(loop)`: the module's place, in which this loop plays from now on."""
     place, current = shared
 
-    async def chosen(loop: RolloutAgentLoop) -> Place:
+    async def chosen(loop: RolloutAgentLoop) -> SdkServer:
         current.loop = loop
         return replace(place, current=current, number=next(numbers))
 

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from rollout_server.testing.http.server import HttpServer
 
-from tests.sdk.conftest import Place
+from tests.sdk.conftest import SdkServer
 
 
 class LenientTrainer:
@@ -40,7 +40,7 @@ class LenientTrainer:
         async with self._arrived:
             await self._arrived.wait_for(lambda: len(self.asked) >= requests)
 
-    async def play(self, place: Place, rollout_id: str, **changes: Any) -> dict[str, Any]:
+    async def play(self, place: SdkServer, rollout_id: str, **changes: Any) -> dict[str, Any]:
         """One rollout with this trainer: the outcome that it is told."""
         body = {"server_url": self.url, "completion_params": {}, "messages": [{"role": "user", "content": "Hello"}]}
         answer = await place.start(rollout_id, **(body | changes))

@@ -13,7 +13,7 @@ import pytest_asyncio
 from fastapi import FastAPI
 from rollout_server.core.message import Message
 from rollout_server.core.spec import Dialect, Sampling, Spec, Target
-from rollout_server.runtime.request import Request
+from rollout_server.runtime.agent_protocol import Request
 from rollout_server.sdk import (
     OsmosisLLMClient,
     OsmosisValidationError,

@@ -11,8 +11,8 @@ import httpx
 from rollout_server.testing import TrainerDialect
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.system.bodies import TOKENIZER, body
-from tests.system.processes import Serving, environment
+from tests.support.bodies import TOKENIZER, body
+from tests.support.processes import Serving, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """

@@ -19,7 +19,7 @@ from rollout_server.edge.api_keys import entry_of
 from rollout_server.settings import Settings, WrongSettings, load, names_of
 from typer.testing import CliRunner, Result
 
-from tests.system.processes import command, environment
+from tests.support.processes import command, environment
 
 FIELDS = Settings.model_fields
 ENTRIES = {"api_keys": entry_of("a", "k"), "targets": "10.0.0.0/8,*.example:80", "target_schemes": "https,grpcs"}

@@ -12,9 +12,9 @@ from rollout_server.app import Server
 from rollout_server.edge.api_keys import entry_of
 from rollout_server.settings import WrongSettings
 
-from tests.rpc.agents import Idle
-from tests.rpc.asking import settings
-from tests.system.processes import command, environment
+from tests.support.agents import Idle
+from tests.support.processes import command, environment
+from tests.support.start_requests import settings
 
 TLS = "ROLLOUT_TLS_CERT, ROLLOUT_TLS_KEY or ROLLOUT_TLS_CLIENT_CA"
 SECRET = "marker-0123456789"

@@ -16,11 +16,11 @@ from rollout_server.settings import Settings
 from rollout_server.testing.model.calculator import CalculatorModel, Model
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.system.bodies import TOKENIZER
+from tests.support.bodies import TOKENIZER
 
 
 @dataclass(frozen=True)
-class World:
+class Service:
     """A server, its trainer, and an HTTP client for the server."""
 
     server: Server
@@ -33,7 +33,7 @@ Open = Callable[..., Any]
 
 async def open_world(
     stack: AsyncExitStack, *, agents: Sequence[Agent] = (), model: Model | None = None, **settings: Any
-) -> World:
+) -> Service:
     """Starts a world that ends with the stack."""
     chosen = Settings(
         _env_file=None,
@@ -47,7 +47,7 @@ async def open_world(
     trainer = await stack.enter_async_context(StrictTrainer(model=model or CalculatorModel(), tools_from=url))
     limits = httpx.Limits(max_connections=None)
     client = httpx.AsyncClient(base_url=url, timeout=60, limits=limits, trust_env=False)
-    return World(server, trainer, await stack.enter_async_context(client))
+    return Service(server, trainer, await stack.enter_async_context(client))
 
 
 @pytest.fixture
@@ -55,14 +55,14 @@ async def open_here() -> AsyncIterator[Open]:
     """`await open_here(agents=..., model=..., **settings)`: a world that ends with the test."""
     async with AsyncExitStack() as stack:
 
-        async def opened(**options: Any) -> World:
+        async def opened(**options: Any) -> Service:
             return await open_world(stack, **options)
 
         yield opened
 
 
 @pytest.fixture
-async def world(open_here: Open) -> World:
+async def world(open_here: Open) -> Service:
     """A world with default settings."""
-    opened: World = await open_here()
+    opened: Service = await open_here()
     return opened

@@ -10,9 +10,9 @@ import httpx
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
-from tests.system.bodies import body, rpc
-from tests.system.conftest import Open, World
-from tests.system.gate import GatedModel
+from tests.support.bodies import body, rpc
+from tests.support.gated_model import GatedModel
+from tests.system.conftest import Open, Service
 
 Asking = asyncio.Task[httpx.Response]
 
@@ -20,7 +20,7 @@ Asking = asyncio.Task[httpx.Response]
 class Gated:
     """A world whose trainer waits for the test, and rollout `r1` in it."""
 
-    def __init__(self, world: World, gate: GatedModel) -> None:
+    def __init__(self, world: Service, gate: GatedModel) -> None:
         self.world = world
         self.gate = gate
 
@@ -191,7 +191,7 @@ async def test_with_somebody_left_nothing_is_cancelled(gated: Gated) -> None:
 
 async def test_a_rollout_that_waits_for_a_place_is_cancelled_too(open_here: Open) -> None:
     gate = GatedModel()
-    world: World = await open_here(model=gate, detach_grace_seconds=0.3, max_running=1)
+    world: Service = await open_here(model=gate, detach_grace_seconds=0.3, max_running=1)
     running = asyncio.create_task(world.http.post("/rollout", json=body("runs", world.trainer.url)))
     await gate.asked()
     waiting = asyncio.create_task(world.http.post("/rollout", json=body("waits", world.trainer.url)))

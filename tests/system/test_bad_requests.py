@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from tests.system.bodies import body
-from tests.system.conftest import World, open_world
-from tests.system.gate import GatedModel
+from tests.support.bodies import body
+from tests.support.gated_model import GatedModel
+from tests.system.conftest import Service, open_world
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -26,7 +26,7 @@ SECRET = "sk-live-0123456789"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
     """One world for all of these, with a tokenizer that lacks its template."""
     bare = tmp_path_factory.mktemp("tokenizers") / "bare"
     shutil.copytree(TOY_TOKENIZER, bare, ignore=shutil.ignore_patterns("*.py", "*.jinja", "__pycache__"))
@@ -43,7 +43,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Worl
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def world(shared: World) -> AsyncIterator[World]:
+async def world(shared: Service) -> AsyncIterator[Service]:
     """The shared world. Afterwards nobody was called for a bad request, nothing runs, and the server goes on."""
     before = len(shared.trainer.requests)
     yield shared
@@ -98,7 +98,7 @@ INVALID: dict[str, tuple[dict[str, Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize(("changes", "loc"), INVALID.values(), ids=INVALID.keys())
-async def test_what_does_not_validate_is_named(world: World, changes: dict[str, Any], loc: list[Any]) -> None:
+async def test_what_does_not_validate_is_named(world: Service, changes: dict[str, Any], loc: list[Any]) -> None:
     whole = {"callback_api_key": SECRET, **changes}
     answer = await world.http.post("/rollout", json=body("bad", world.trainer.url, changes=whole))
     assert answer.status_code == 422
@@ -123,13 +123,13 @@ NOT_JSON = {
 
 
 @pytest.mark.parametrize("content", NOT_JSON.values(), ids=NOT_JSON.keys())
-async def test_what_is_no_json_object(world: World, content: bytes) -> None:
+async def test_what_is_no_json_object(world: Service, content: bytes) -> None:
     answer = await world.http.post("/rollout", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 422
     assert all({"type", "loc", "msg"} <= found.keys() for found in answer.json()["detail"])
 
 
-async def test_other_content_types(world: World) -> None:
+async def test_other_content_types(world: Service) -> None:
     text = json.dumps(body("bad", world.trainer.url))
     answer = await world.http.post("/rollout", content=text, headers={"content-type": "text/plain"})
     assert answer.status_code == 422
@@ -142,7 +142,7 @@ async def pieces(count: int) -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_over_the_limit(world: World, chunked: bool) -> None:
+async def test_a_body_over_the_limit(world: Service, chunked: bool) -> None:
     """aiohttp reads while it writes, so it hears of the refusal in any case."""
     content: Any = pieces(256) if chunked else b" " * 2**24
     headers = {"content-type": "application/json"}
@@ -154,7 +154,7 @@ async def test_a_body_over_the_limit(world: World, chunked: bool) -> None:
         assert str(BODY_BYTES) in (await answer.json())["detail"]
 
 
-async def test_a_client_that_writes_before_it_reads_hears_of_it_too(world: World) -> None:
+async def test_a_client_that_writes_before_it_reads_hears_of_it_too(world: Service) -> None:
     answer = await world.http.post("/rollout", content=b" " * 2**24, headers={"content-type": "application/json"})
     assert answer.status_code == 413
 
@@ -166,7 +166,7 @@ OTHER: dict[str, tuple[dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize(("changes", "status", "named"), OTHER.values(), ids=OTHER.keys())
-async def test_what_this_server_cannot_run(world: World, changes: dict[str, Any], status: int, named: str) -> None:
+async def test_what_this_server_cannot_run(world: Service, changes: dict[str, Any], status: int, named: str) -> None:
     answer = await world.http.post("/rollout", json=body("bad", world.trainer.url, changes=changes))
     assert answer.status_code == status
     assert named in answer.json()["detail"]
@@ -195,7 +195,7 @@ FAILING: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 
 @pytest.mark.parametrize(("changes", "category", "named"), FAILING.values(), ids=FAILING.keys())
 async def test_what_turns_out_not_to_run(
-    world: World, changes: dict[str, Any], category: str, named: list[str]
+    world: Service, changes: dict[str, Any], category: str, named: list[str]
 ) -> None:
     """These were accepted, so they end as rollouts do: 200, with what a person can act on."""
     answer = await world.http.post("/rollout", json=body("bad", world.trainer.url, changes=changes))
@@ -207,19 +207,19 @@ async def test_what_turns_out_not_to_run(
     assert said["metrics"]["response_tokens"] == 0
 
 
-async def test_other_paths_and_methods(world: World) -> None:
+async def test_other_paths_and_methods(world: Service) -> None:
     assert (await world.http.get("/rollout")).status_code == 405
     assert (await world.http.post("/rollouts", json={})).status_code == 404
     assert (await world.http.get("/tools?agent=nobody")).status_code == 404
 
 
-async def test_an_id_of_256_characters_of_any_kind_is_one(shared: World) -> None:
+async def test_an_id_of_256_characters_of_any_kind_is_one(shared: Service) -> None:
     for rollout_id in ("x" * 256, "ü" * 256, "../../etc/passwd", "a\nb\x00", "\N{GRINNING FACE}"):
         said = (await shared.http.post("/rollout", json=body(rollout_id, shared.trainer.url))).json()
         assert (said["rollout_id"], said["status"]) == (rollout_id, "COMPLETED")
 
 
-async def test_an_id_that_runs_with_another_payload(shared: World) -> None:
+async def test_an_id_that_runs_with_another_payload(shared: Service) -> None:
     async with AsyncExitStack() as stack:
         gate = GatedModel()
         stack.callback(gate.open)

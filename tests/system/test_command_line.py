@@ -18,7 +18,7 @@ from rollout_server.cli.commands import app
 from rollout_server.settings import Settings
 from typer.testing import CliRunner, Result
 
-from tests.system.processes import command, environment
+from tests.support.processes import command, environment
 
 Invoke = Callable[..., Result]
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ from rollout_server.testing.checks.verdict import JudgedTurn, TrainerSample, Ver
 from rollout_server.testing.script import Extensions, Fault, FaultKind, Reception, Script
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.system.bodies import rpc
+from tests.support.bodies import rpc
 from tests.system.test_many_rollouts import Sum
 
 MANY = 200

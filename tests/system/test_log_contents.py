@@ -20,9 +20,9 @@ import pytest_asyncio
 from rollout_server.testing.script import Fault, FaultKind, Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.system.bodies import body, rpc, run, start_request, tool_texts
-from tests.system.processes import Serving, serve
-from tests.trainer.raw_trainer import answer, raw_trainer
+from tests.support.bodies import body, rpc, run, start_request, tool_texts
+from tests.support.http_trainer import answer, raw_trainer
+from tests.support.processes import Serving, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -22,8 +22,8 @@ from rollout_server.testing.model.calculator import CalculatorModel
 from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.tool import tool
 
-from tests.system.bodies import body, rpc, run, start_request, tool_texts
-from tests.system.conftest import Open, World
+from tests.support.bodies import body, rpc, run, start_request, tool_texts
+from tests.system.conftest import Open, Service
 
 MANY = 200
 
@@ -60,14 +60,14 @@ GRPC = {f"grpc {number}": Sum(MANY + number) for number in range(MANY)}
 
 
 @asynccontextmanager
-async def clients(world: World) -> AsyncIterator[aiohttp.ClientSession]:
+async def clients(world: Service) -> AsyncIterator[aiohttp.ClientSession]:
     """HTTP clients for all rollouts at once. httpx gets slow with the square of its connections."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(str(world.http.base_url), connector=connector) as http:
         yield http
 
 
-async def over_http(world: World, http: aiohttp.ClientSession, rollout_id: str, sum_: Sum) -> None:
+async def over_http(world: Service, http: aiohttp.ClientSession, rollout_id: str, sum_: Sum) -> None:
     asked = body(rollout_id, world.trainer.url, sum_.question)
     async with http.post("/rollout", json=asked) as answer:
         assert answer.status == 200
@@ -80,7 +80,7 @@ async def over_http(world: World, http: aiohttp.ClientSession, rollout_id: str, 
 
 
 async def over_grpc(
-    world: World, stub: rollout_service_pb2_grpc.RolloutServiceAsyncStub, rollout_id: str, sum_: Sum
+    world: Service, stub: rollout_service_pb2_grpc.RolloutServiceAsyncStub, rollout_id: str, sum_: Sum
 ) -> None:
     first, *items = [item async for item in run(stub, start_request(rollout_id, world.trainer.url, sum_.question))]
     uid, events = first.started.rollout.uid, [item.event for item in items]
@@ -121,7 +121,7 @@ async def listed(stub: rollout_service_pb2_grpc.RolloutServiceAsyncStub, rollout
 
 
 async def test_200_over_http_and_200_over_grpc_at_once(open_here: Open) -> None:
-    world: World = await open_here(max_running=2 * MANY)
+    world: Service = await open_here(max_running=2 * MANY)
     async with rpc(world.server.grpc_port) as stub, clients(world) as http, asyncio.TaskGroup() as group:
         for (http_id, http_sum), (grpc_id, grpc_sum) in zip(HTTP.items(), GRPC.items(), strict=True):
             group.create_task(over_http(world, http, http_id, http_sum))
@@ -135,7 +135,7 @@ async def test_200_over_http_and_200_over_grpc_at_once(open_here: Open) -> None:
     assert_requests_kept_apart(world)
 
 
-def assert_requests_kept_apart(world: World) -> None:
+def assert_requests_kept_apart(world: Service) -> None:
     """The trainer saw each rollout's turns once, in order, under keys of their own, with no stray number."""
     keys = defaultdict[str, list[str]](list)
     for request in world.trainer.requests:
@@ -152,7 +152,7 @@ def assert_requests_kept_apart(world: World) -> None:
 
 async def test_few_places_and_many_rollouts(open_here: Open) -> None:
     """Rollouts that wait for a place are all played in the end, each once."""
-    world: World = await open_here(max_running=3)
+    world: Service = await open_here(max_running=3)
     few = dict(list(HTTP.items())[:30])
     async with clients(world) as http:
         await asyncio.gather(*(over_http(world, http, rollout_id, sum_) for rollout_id, sum_ in few.items()))
@@ -178,7 +178,7 @@ class Backwards(Agent):
 
 
 async def test_results_keep_the_order_of_the_calls(open_here: Open) -> None:
-    world: World = await open_here(agents=[Backwards(8)], model=CalculatorModel())
+    world: Service = await open_here(agents=[Backwards(8)], model=CalculatorModel())
     calls = tuple(tool_call(f"c{number}", "place", {"number": number}) for number in range(8))
     await world.trainer.put_script("r1", Script((ScriptedReply(tool_calls=calls), ScriptedReply(content="done"))))
     said = (await world.http.post("/rollout", json=body("r1", world.trainer.url))).json()

@@ -11,13 +11,13 @@ from urllib.parse import urljoin
 
 import pytest
 
-from tests.system.conftest import Open, World
+from tests.system.conftest import Open, Service
 
 
 @pytest.fixture
-async def world(open_here: Open) -> World:
+async def world(open_here: Open) -> Service:
     """A server that knows the tokenizer of the example under its name."""
-    opened: World = await open_here(tokenizers={"Qwen/Qwen3-8B": "toy"})
+    opened: Service = await open_here(tokenizers={"Qwen/Qwen3-8B": "toy"})
     return opened
 
 
@@ -25,7 +25,7 @@ LINK = re.compile(r"""(?:src|href)\s*=\s*["']?([^"'\s>]+)|url:\s*'([^']+)'""")
 EXTERNAL = re.compile(r"https?://|//[a-z]", re.IGNORECASE)
 
 
-async def test_the_page_loads_nothing_from_elsewhere(world: World) -> None:
+async def test_the_page_loads_nothing_from_elsewhere(world: Service) -> None:
     page = await world.http.get("/docs")
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/html")
@@ -48,7 +48,7 @@ async def test_the_page_loads_nothing_from_elsewhere(world: World) -> None:
     assert (await world.http.get("/redoc")).status_code == 404
 
 
-async def test_the_page_may_run_no_other_script_and_reach_no_other_origin(world: World) -> None:
+async def test_the_page_may_run_no_other_script_and_reach_no_other_origin(world: Service) -> None:
     page = await world.http.get("/docs")
     policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
     (inline,) = re.findall(r"<script>(.*?)</script>", page.text, re.DOTALL)
@@ -60,7 +60,7 @@ async def test_the_page_may_run_no_other_script_and_reach_no_other_origin(world:
     assert "<style" not in page.text
 
 
-async def test_the_example_runs(world: World) -> None:
+async def test_the_example_runs(world: Service) -> None:
     described = (await world.http.get("/openapi.json")).json()
     content = described["paths"]["/rollout"]["post"]["requestBody"]["content"]["application/json"]
     example = content["example"]
@@ -76,7 +76,7 @@ async def test_the_example_runs(world: World) -> None:
     assert said.keys() == described["components"]["schemas"]["RolloutResponse"]["properties"].keys()
 
 
-async def test_every_reference_leads_somewhere(world: World) -> None:
+async def test_every_reference_leads_somewhere(world: Service) -> None:
     described = (await world.http.get("/openapi.json")).json()
     for reference in set(references(described)):
         found = described

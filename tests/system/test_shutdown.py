@@ -21,9 +21,9 @@ from osmosis.rollout.v1 import outcome_pb2
 from osmosis.rollout.v1.outcome_pb2 import Outcome
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.system.bodies import body, rpc, run, start_request, tool_texts
-from tests.system.gate import GatedModel
-from tests.system.processes import ANY_PORTS, Serving, command, serve
+from tests.support.bodies import body, rpc, run, start_request, tool_texts
+from tests.support.gated_model import GatedModel
+from tests.support.processes import ANY_PORTS, Serving, command, serve
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

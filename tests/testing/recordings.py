@@ -1,18 +1,13 @@
-"""The recorded transcripts of the dialect, where they are at hand."""
+"""The golden transcripts of the synchronous dialect, as the strict trainer's tests read them."""
 
 import json
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-SHARED = Path(__file__).parents[3] / "shared"
-SYNC = SHARED / "transcripts" / "sync"
-CONFORMANCE = SHARED / "tokenizers" / "conformance"
+from tests.support.golden import SYNC
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """The transcripts in which a trainer is called, by name; empty where there are none."""
+    """The transcripts in which a trainer is called, by name."""
     read = {path.stem: json.loads(path.read_text()) for path in sorted(SYNC.glob("*.json"))}
     return {name: script for name, script in read.items() if to_trainer(script)}
 
@@ -26,6 +21,3 @@ def tools() -> list[Any]:
     """The tools that the recorded trainers rendered."""
     told: list[Any] = json.loads((SYNC / "tools.json").read_text())["exchanges"][0]["response"]["tools"]
     return told
-
-
-needs_recordings = pytest.mark.skipif(not SYNC.is_dir(), reason="../shared/transcripts/sync is not beside this clone")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,8 @@ from rollout_server.testing.checks.renderer import PlainRenderer
 from rollout_server.testing.checks.token_mode_check import PromptSpan, TokenModeCheck, TokenPrompt
 from transformers import AutoTokenizer
 
-from .recordings import SHARED
+from tests.support.tokenizers import VECTORS, real_tokenizer
 
-VECTORS = SHARED / "tokenizers" / "vectors"
-NAMES = sorted(path.stem for path in VECTORS.glob("*.jsonl"))
 WRONG_EVERY = 3
 """Wrong environments are tried on one row of so many: each needs several renderings."""
 
@@ -24,8 +23,8 @@ def rendering() -> Iterator[Callable[..., PlainRenderer]]:
     load = cache(AutoTokenizer.from_pretrained)
 
     def make(name: str, template: str, kwargs: dict[str, Any]) -> PlainRenderer:
-        tokenizer = load(SHARED / "tokenizers" / name)
-        tokenizer.chat_template = (SHARED / "tokenizers" / name / template).read_text(encoding="utf-8")
+        tokenizer = load(real_tokenizer(name))
+        tokenizer.chat_template = real_tokenizer(f"{name}/{template}").read_text(encoding="utf-8")
         return PlainRenderer(tokenizer, template_kwargs=kwargs)
 
     yield make
@@ -59,12 +58,10 @@ def wrong(right: list[int]) -> dict[str, list[int]]:
     }
 
 
-@pytest.mark.parametrize("name", NAMES or ["qwen2.5-instruct"])
-def test_golden_environments(rendering: Callable[..., PlainRenderer], name: str) -> None:
-    if not NAMES:
-        pytest.skip("../shared/tokenizers is not beside this clone")
-    header, *rows = map(json.loads, (VECTORS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines())
-    tools = json.loads((VECTORS / "tools.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("path", VECTORS, ids=lambda path: path.stem)
+def test_golden_environments(rendering: Callable[..., PlainRenderer], path: Path) -> None:
+    header, *rows = map(json.loads, real_tokenizer(f"vectors/{path.name}").read_text(encoding="utf-8").splitlines())
+    tools = json.loads(real_tokenizer("vectors/tools.json").read_text(encoding="utf-8"))
     renderer = rendering(header["tokenizer"], header["template"], header["template_kwargs"])
     judge = TokenModeCheck(renderer)
     for index, row in enumerate(rows):

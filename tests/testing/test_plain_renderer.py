@@ -10,7 +10,8 @@ from rollout_server.testing.script import ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer
 
-from .recordings import SHARED
+from tests.support.golden import CONFORMANCE
+from tests.support.tokenizers import real_tokenizer
 
 FINAL = {
     "conformance": "Eight.<|im_end|>",
@@ -34,12 +35,10 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[Callable[[str], Any]]:
     """Each tokenizer once: some take seconds."""
-    from_directory = cache(lambda name: AutoTokenizer.from_pretrained(SHARED / "tokenizers" / name))
+    from_directory = cache(AutoTokenizer.from_pretrained)
 
     def load(name: str) -> Any:
-        if not (SHARED / "tokenizers" / name).is_dir():
-            pytest.skip("../shared/tokenizers is not beside this clone")
-        return from_directory(name)
+        return from_directory(CONFORMANCE if name == "conformance" else real_tokenizer(name))
 
     yield load
     from_directory.cache_clear()

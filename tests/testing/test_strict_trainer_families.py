@@ -13,7 +13,8 @@ from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.tokens.conftest import TOOLS, answered, directory, executor, ours, packed
+from tests.edge.tokens.conftest import TOOLS, answered, executor, ours, packed
+from tests.support.tokenizers import directory
 
 from .test_strict_trainer_completions import status_of
 from .tokens import TokenCaller, other

@@ -9,7 +9,9 @@ from rollout_server.testing.model.scenarios import SCENARIOS
 from rollout_server.testing.script import Fault, FaultKind, Line, Script, ScriptedReply
 from rollout_server.testing.trainer import StrictTrainer
 
-from .recordings import CONFORMANCE, needs_recordings, recorded, to_trainer, tools
+from tests.support.golden import CONFORMANCE
+
+from .recordings import recorded, to_trainer, tools
 
 IDS = ("token_ids", "logprobs", "prompt_token_ids")
 RECORDED = recorded()
@@ -65,7 +67,6 @@ async def ask(client: httpx.AsyncClient, exchange: dict[str, Any]) -> httpx.Resp
         return None
 
 
-@needs_recordings
 @pytest.mark.parametrize("name", sorted(set(RECORDED) - OTHER_VOCABULARY))
 async def test_recorded_calls_are_answered_with_the_recorded_ids(name: str, client) -> None:
     exchanges = to_trainer(RECORDED[name])
@@ -98,12 +99,10 @@ def compare(got: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert len(got["logprobs"]) == len(wanted["logprobs"])
 
 
-@needs_recordings
 def test_every_recorded_situation_has_a_scenario() -> None:
     assert set(RECORDED) == set(SCENARIOS)
 
 
-@needs_recordings
 @pytest.mark.parametrize("name", sorted(RECORDED))
 def test_scenarios_have_the_structure_of_the_recordings(name: str) -> None:
     if name in OTHER_VOCABULARY:

@@ -10,17 +10,9 @@ from rollout_server.tokencheck.check import Subject, check
 from rollout_server.tokencheck.conversation import CheckConversation
 from rollout_server.tokencheck.report import TemplateReport
 
-from tests.tokens.reading import tokenizer_of
+from tests.support.tokenizers import real_tokenizer, tokenizer_of
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"
 TOY_TEMPLATE = (TOY_TOKENIZER / "chat_template.jinja").read_text(encoding="utf-8")
-
-
-def family(name: str) -> Path:
-    """A tokenizer of the shared test data; skips the test where there is none."""
-    if not (path := SHARED / name).exists():
-        pytest.skip(f"needs ../shared/tokenizers/{name} beside the repository")
-    return path
 
 
 def spoilt(*changes: tuple[str, str]) -> str:
@@ -50,7 +42,7 @@ def verdicts() -> Callable[[str], TemplateReport]:
 
     def of(name: str) -> TemplateReport:
         if name not in found:
-            found[name] = checked(TOY_TOKENIZER if name == "toy" else family(name))
+            found[name] = checked(TOY_TOKENIZER if name == "toy" else real_tokenizer(name))
         return found[name]
 
     return of

@@ -18,8 +18,8 @@ from rollout_server.tokencheck.simulate import Simulator
 from rollout_server.tokencheck.template import Template
 from rollout_server.tokencheck.template_traits import ArgumentsTrait, DateTrait, find_traits
 
-from tests.tokencheck.conftest import checked, family
-from tests.tokens.reading import tokenizer_of
+from tests.support.tokenizers import real_tokenizer, tokenizer_of
+from tests.tokencheck.conftest import checked
 
 Verdicts = Callable[[str], TemplateReport]
 FAMILIES = ("toy", "qwen2.5", "qwen3", "llama3", "deepseek-v3", "gpt-oss", "mistral-small-3.2", "phi-3.5")
@@ -83,8 +83,8 @@ def test_qwen_3_drops_earlier_thinking(verdicts: Verdicts) -> None:
 
 
 def test_qwen_3_instruct_only_appends() -> None:
-    template = family("qwen3/templates/qwen3_instruct_2507.jinja").read_text(encoding="utf-8")
-    verdict = checked(family("qwen3"), template)
+    template = real_tokenizer("qwen3/templates/qwen3_instruct_2507.jinja").read_text(encoding="utf-8")
+    verdict = checked(real_tokenizer("qwen3"), template)
     assert (verdict.stable, found(verdict)) == (True, set())
     assert any("reasoning_content" in text for text in verdict.cautions)
 
@@ -122,7 +122,7 @@ def test_phi_3_5_knows_no_tools(verdicts: Verdicts) -> None:
 @pytest.mark.parametrize("name", ["toy", "qwen2.5"])
 def test_counts_are_those_of_plain_rendering(name: str) -> None:
     """The same sums with nothing but the library."""
-    tokenizer = tokenizer_of(TOY_TOKENIZER if name == "toy" else family(name))
+    tokenizer = tokenizer_of(TOY_TOKENIZER if name == "toy" else real_tokenizer(name))
     call: dict[str, Any] = {"id": "a1b2c3d4e", "type": "function"}
     call["function"] = {"name": "add", "arguments": '{"a":5,"b":3}'}
     messages: list[dict[str, Any]] = [

@@ -15,19 +15,17 @@ from rollout_server.tokencheck.model_output import Writing
 from rollout_server.tokencheck.reference_tokens import ReferenceBuilder
 from rollout_server.tokencheck.template import RenderedConversation, Template
 
-from tests.tokencheck.conftest import SHARED, family
-from tests.tokens.reading import tokenizer_of
+from tests.support.tokenizers import VECTORS, real_tokenizer, tokenizer_of
 
-VECTORS = sorted((SHARED / "vectors").glob("*.jsonl")) or [SHARED / "vectors" / "qwen2.5-instruct.jsonl"]
 # What the messages do not tell: how arguments were spelled, with which stop it ended, what the template left out.
 UNTOLD = {"compact JSON", "unicode escapes", "number formats", "other stop token", "content+call", "edge whitespace"}
 
 
 @pytest.mark.parametrize("path", VECTORS, ids=lambda path: path.stem)
 def test_what_was_written_and_what_came_after(path: Path) -> None:
-    header, *rows = map(json.loads, family(f"vectors/{path.name}").read_text(encoding="utf-8").splitlines())
-    tools = json.loads(family("vectors/tools.json").read_text(encoding="utf-8"))
-    at = family(header["tokenizer"])
+    header, *rows = map(json.loads, real_tokenizer(f"vectors/{path.name}").read_text(encoding="utf-8").splitlines())
+    tools = json.loads(real_tokenizer("vectors/tools.json").read_text(encoding="utf-8"))
+    at = real_tokenizer(header["tokenizer"])
     tokenizer = tokenizer_of(at, (at / header["template"]).read_text(encoding="utf-8"))
     frame = Frame(None, header["template_kwargs"], datetime.fromisoformat(header["rendered_on"]))
     with ThreadPoolExecutor(1) as executor:

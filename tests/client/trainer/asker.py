@@ -23,7 +23,7 @@ from rollout_client.trainer.rollout_records import Outcomes, Records
 from rollout_client.trainer.server import Listener
 from rollout_client.trainer.turns import Model, Turns
 
-from tests.client.trainer.toy import END, ToyModel, decode
+from tests.support.toy_model import END, ToyModel, decode
 
 OTHER, MODEL = token_pb2.AUTHOR_OTHER, token_pb2.AUTHOR_MODEL
 

@@ -24,7 +24,7 @@ from rollout_client.trainer.rollout_records import Record
 from tests.client.scripted import Refusal, Stage, scripted
 from tests.client.trainer.asker import MODEL, OTHER, Asker, _Bearer, refusal, standing
 from tests.client.trainer.test_turns import PROMPT, RESULT
-from tests.client.trainer.toy import END, ToyModel, decode, until
+from tests.support.toy_model import END, ToyModel, decode, until
 
 STOP: dict[str, Any] = {"stop": outcome_pb2.Stop(reason="stop")}
 FAILED: dict[str, Any] = {"failure": outcome_pb2.Failure(category=outcome_pb2.FAILURE_CATEGORY_NETWORK, message="gone")}

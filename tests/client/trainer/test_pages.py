@@ -16,7 +16,7 @@ from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from tests.rpc.asking import settings
+from tests.support.start_requests import settings
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "trainer.md").read_text()

@@ -18,8 +18,8 @@ from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 
 from tests.client.cutting import Line
-from tests.client.trainer.toy import CALL, END, ToyModel, by_turns, decode, encode, until
-from tests.rpc.asking import settings
+from tests.support.start_requests import settings
+from tests.support.toy_model import CALL, END, ToyModel, by_turns, decode, encode, until
 
 QUESTION = "Please calculate 5 plus 3."
 

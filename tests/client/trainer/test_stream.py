@@ -18,10 +18,10 @@ from rollout_client.trainer import Finished, Generated, Group, RecordMismatch, T
 from tests.client.cutting import Line
 from tests.client.trainer.asker import Asker
 from tests.client.trainer.host import Host, Hosted, Rejected, hosting
-from tests.client.trainer.severed import Cut, SeveredLine
 from tests.client.trainer.test_outcomes import delivered
 from tests.client.trainer.test_turns import PROMPT, RESULT
-from tests.client.trainer.toy import END, ToyModel, decode, until
+from tests.support.severed_connection import Cut, SeveredLine
+from tests.support.toy_model import END, ToyModel, decode, until
 
 SOON = Retry(first=0.005, longest=0.02)
 

@@ -14,9 +14,9 @@ from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 
 from tests.client.cutting import Line
-from tests.client.trainer.severed import Cut, SeveredLine
-from tests.client.trainer.toy import CALL, END, ToyModel, by_turns, decode, encode, until
-from tests.rpc.asking import settings
+from tests.support.severed_connection import Cut, SeveredLine
+from tests.support.start_requests import settings
+from tests.support.toy_model import CALL, END, ToyModel, by_turns, decode, encode, until
 
 SOON = Retry(first=0.005, longest=0.02)
 QUESTION = "Please calculate 5 plus 3."

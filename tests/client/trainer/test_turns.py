@@ -13,7 +13,7 @@ from osmosis.rollout.v1 import message_pb2, spec_pb2, token_pb2
 from rollout_client.trainer import Generated, ParsedCompletion, ToolCall, TryAgainLater
 
 from tests.client.trainer.asker import MODEL, OTHER, Limits, held_after, refusal, retry_info, standing
-from tests.client.trainer.toy import CALL, END, ToyModel, by_turns, encode, until
+from tests.support.toy_model import CALL, END, ToyModel, by_turns, encode, until
 
 PROMPT = encode("<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n")
 RESULT = encode("\n<|im_start|>user\n8<|im_end|>\n<|im_start|>assistant\n")

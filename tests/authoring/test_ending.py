@@ -1,0 +1,121 @@
+"""A server ends when it is told to, whatever its agents still do."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+from rollout_client import AsyncClient
+from rollout_server.testing.script import Script, ScriptedReply, tool_call
+from rollout_server.testing.trainer import StrictTrainer
+
+from tests.support.processes import ANY_PORTS, Logged, environment, serve, started
+
+STUBBORN = """
+import asyncio, contextlib, logging, time
+from rollout_server import Agent, tool
+
+log = logging.getLogger("author")
+
+@tool
+async def stay():
+    '''Swallows its cancellation.'''
+    log.warning("began tool")
+    while True:
+        try:
+            await asyncio.sleep(3600)  # tool
+        except BaseException:
+            pass
+
+class Stubborn(Agent):
+    name = "stubborn"
+    tools = (stay,)
+
+    async def play(self, run):
+        match run.metadata["how"]:
+            case "play":
+                log.warning("began play")
+                while True:
+                    with contextlib.suppress(BaseException):
+                        await asyncio.sleep(3600)  # play
+            case "executor":
+                log.warning("began executor")
+                await asyncio.to_thread(time.sleep, 3600)
+            case "thread":
+                await run.run_in_thread("a thread of its own", self.sit)
+        await super().play(run)
+
+    def sit(self):
+        log.warning("began thread")
+        time.sleep(3600)
+"""
+
+NEVER_STARTS = """
+import asyncio, contextlib, logging
+from rollout_server import Agent
+
+class Slow(Agent):
+    name = "slow"
+
+    async def start(self):
+        logging.getLogger("author").warning("began to start")
+        while True:
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(3600)
+"""
+
+
+def line_of(text: str, source: str) -> int:
+    """The number of the line that holds a text."""
+    (found,) = [number for number, line in enumerate(source.splitlines(), start=1) if text in line]
+    return found
+
+
+async def test_nothing_that_goes_on_holds_up_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "stubborn.py"
+    path.write_text(STUBBORN)
+    calls = Script((ScriptedReply(tool_calls=(tool_call("c", "stay", {}),)),))
+    async with (
+        serve(str(path), cwd=tmp_path, ROLLOUT_DRAIN_SECONDS="0", ROLLOUT_HTTP="false") as server,
+        StrictTrainer(script=calls) as trainer,
+        AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
+        asyncio.TaskGroup() as group,
+    ):
+
+        async def outcome_of(how: str) -> str:
+            run = client.run(
+                messages=[{"role": "user", "content": "Go."}],
+                completions=f"grpc://{trainer.grpc_target}",
+                metadata={"how": how},
+            )
+            async for _ in run:
+                pass
+            assert run.outcome is not None
+            return run.outcome.failure.message
+
+        ways = ("play", "tool", "executor", "thread")
+        outcomes = [group.create_task(outcome_of(how)) for how in ways]
+        for how in ways:
+            await server.logged(f"began {how}")
+        server.send(signal.SIGTERM)
+        assert {await outcome for outcome in outcomes} == {"the server stopped while the rollout ran; start it again"}
+        async with asyncio.timeout(60):
+            assert await server.ended() == 0
+    for mark in ("# tool", "# play"):
+        at = f"{path}:{line_of(mark, STUBBORN)}"
+        assert f"does not give way to its cancellation at {at}; the program ends without it" in server.text
+    assert "Traceback" not in server.text
+
+
+async def test_a_server_that_has_not_started_ends_too(tmp_path: Path) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text(NEVER_STARTS)
+    env = environment(ROLLOUT_TOKENIZERS_OFFLINE="true", ROLLOUT_HTTP="false")
+    async with started(Logged, "serve", *ANY_PORTS, str(path), cwd=tmp_path, env=env) as server:
+        await server.logged("began to start")
+        server.send(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            assert await server.ended() == 0
+    assert "stopped before it served" in server.text
+    assert "Traceback" not in server.text

@@ -1,0 +1,158 @@
+"""Rollouts against engines, through the real server, and what their samples must be."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from osmosis.rollout.v1 import outcome_pb2
+from rollout_client import AsyncClient, Target, TrainingSample, samples
+from rollout_server import Agent, Run
+from rollout_server.app import Server
+from rollout_server.calculator import add, multiply
+from rollout_server.settings import Settings
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+
+from tests.support.engine_model import Generated
+from tests.support.engines import MODEL, Engine
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>'
+# Written as no template writes it: the engine renders what its parser kept, which is not what was sampled.
+SQUEEZED = '<tool_call>{"name":"add","arguments":{"a":5,"b":3}}</tool_call>'
+TWO_CALLS = f'Both.\n{CALL}\n<tool_call>\n{{"name": "multiply", "arguments": {{"a": 2, "b": 4}}}}\n</tool_call>'
+THOUGHT = f"<think>\nFive and three.\n</think>\n\n{CALL}"
+DONE = "#### 8"
+DIALECTS = {"OpenaiEngine": "openai", "VllmEngine": "vllm", "SglangEngine": "sglang"}
+
+
+class Sums(Agent):
+    """Adds and multiplies."""
+
+    name = "sums"
+    tools = (add, multiply)
+
+
+class Parts(Agent):
+    """Goes on with one conversation, takes another way from the same place, and starts one aside with another tool."""
+
+    name = "parts"
+    tools = (add,)
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        branch = await run.fork()
+        aside = await run.fork([{"role": "user", "content": "Help."}], tools=[multiply])
+        for conversation in (run, branch):
+            await conversation.append({"role": "user", "content": "And now?"})
+        for conversation in (run, branch, aside):
+            await conversation.sample()
+
+
+class Cooling(Agent):
+    """Samples its second turn of three in a way of its own."""
+
+    name = "cooling"
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        await run.append({"role": "user", "content": "And now?"})
+        await run.sample(temperature=0.25, max_tokens=64, logprobs=False, extra={"seed": 2})
+        await run.append({"role": "user", "content": "And now?"})
+        await run.sample()
+
+
+class Tree(Agent):
+    """Branches of branches, with and without turns between, and a shorter context in place of the first conversation."""
+
+    name = "tree"
+    tools = (add,)
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        branch = await run.fork()
+        at_once = await branch.fork()
+        await self._goes_on(branch)
+        again = await branch.fork()
+        shorter = await run.fork([{"role": "user", "content": "In short."}], kind="compaction")
+        for conversation in (at_once, again, branch, shorter, shorter):
+            await self._goes_on(conversation)
+        await asyncio.gather(*(self._goes_on(each) for each in (at_once, again, await shorter.fork())))
+
+    async def _goes_on(self, run: Run) -> None:
+        await run.append({"role": "user", "content": f"Turn {run.turn}?"})
+        await run.sample()
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[AsyncClient]:
+    """A client of a real server that asks again soon."""
+    ports: Any = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False}
+    retries: Any = {"retry_base_seconds": 0.01, "retry_max_seconds": 0.02, "retries": 2}
+    settings = Settings(_env_file=None, tokenizers={"t": TOY_TOKENIZER}, tokenizers_offline=True, **ports, **retries)
+    async with (
+        Server([Sums(), Parts(), Tree(), Cooling()], settings) as server,
+        AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
+    ):
+        yield client
+
+
+def target(engine: Engine, **fields: Any) -> Target:
+    return Target(engine.url, **{"dialect": DIALECTS[type(engine).__name__], "model": MODEL, **fields})
+
+
+async def roll(client: AsyncClient, engine: Engine, **spec: Any) -> outcome_pb2.Outcome:
+    """One rollout to its end."""
+    spec = {"completions": target(engine), "messages": [{"role": "user", "content": "5 plus 3?"}], **spec}
+    run = client.run(**spec)
+    async for _ in run:
+        pass
+    rollout = await client.get(run.uid, view="full")
+    return rollout.outcome
+
+
+def warned(outcome: outcome_pb2.Outcome) -> list[str]:
+    return [warning.code for warning in outcome.warnings]
+
+
+def check_whole(sample: TrainingSample, seen: Sequence[Generated]) -> None:
+    """The sample is, id by id, what the engine was shown and wrote in these turns, each of which goes on from the one before."""
+    ids = sample.prompt_ids + sample.response_ids
+    last = seen[-1]
+    assert ids == last.prompt + last.ids
+    mask, logprobs = [0] * len(ids), array("f", [0.0] * len(ids))
+    for turn in seen:
+        start = len(turn.prompt)
+        assert ids[:start] == turn.prompt
+        assert ids[start : start + len(turn.ids)] == turn.ids
+        mask[start : start + len(turn.ids)] = [1] * len(turn.ids)
+        logprobs[start : start + len(turn.ids)] = array("f", turn.logprobs)
+    assert sample.prompt_ids == seen[0].prompt
+    assert sample.response_mask == mask[len(sample.prompt_ids) :]
+    assert sample.logprobs == logprobs[len(sample.prompt_ids) :].tolist()
+
+
+def check_once(found: Sequence[TrainingSample], seen: Sequence[Generated]) -> None:
+    """Whatever the model wrote trains in one sample and in no other, with its logprobs, behind exactly what the model saw."""
+    trained = 0
+    for turn in seen:
+        start, stop = len(turn.prompt), len(turn.prompt) + len(turn.ids)
+        homes = 0
+        for sample in found:
+            opening = len(sample.prompt_ids)
+            shown = [*sample.prompt_ids, *sample.response_ids][:stop] == [*turn.prompt, *turn.ids]
+            if shown and start >= opening and any(sample.response_mask[start - opening : stop - opening]):
+                homes += 1
+                assert sample.response_mask[start - opening : stop - opening] == [1] * len(turn.ids)
+                assert sample.logprobs is not None
+                assert sample.logprobs[start - opening : stop - opening] == array("f", turn.logprobs).tolist()
+        assert homes == 1, turn
+        trained += len(turn.ids)
+    assert sum(sum(sample.response_mask) for sample in found) == trained
+
+
+def only(outcome: outcome_pb2.Outcome) -> TrainingSample:
+    (sample,) = samples(outcome)
+    return sample

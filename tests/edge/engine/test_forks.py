@@ -1,0 +1,67 @@
+"""Several conversations in one rollout: engines remember nothing, so each goes its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rollout_client import AsyncClient, samples
+
+from tests.edge.engine.rolling import SQUEEZED, check_once, check_whole, roll, warned
+from tests.support.engine_model import ToyModel
+from tests.support.engines import Engine, SglangEngine, VllmEngine, serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+MODES: dict[str, dict[str, Any]] = {
+    "messages": {},
+    "predicted": {"tokenizer": "t"},
+    "tokens": {"token_mode": "tokens", "tokenizer": "t"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+async def test_each_conversation_is_a_sample_of_its_own(
+    client: AsyncClient, kind: Callable[[ToyModel], Engine], mode: dict[str, Any]
+) -> None:
+    engine = kind(ToyModel(["Well.", "On.", "Or.", SQUEEZED]))
+    async with serving(engine):
+        outcome = await roll(client, engine, agent="parts", **mode)
+    assert (outcome.stop.reason, warned(outcome)) == ("stop", [])
+    first, on, other, helped = engine.model.seen
+    told = {sample.kind: sample for sample in samples(outcome)}
+    check_whole(told["main"], [first, on])
+    check_whole(told["branch"], [other])
+    check_whole(told["subagent"], [helped])
+    assert told["branch"].parent_tokens == len(first.prompt) + len(first.ids)
+    assert other.prompt == on.prompt
+    tools = [[tool["function"]["name"] for tool in body["tools"]] for body in engine.bodies() if "tools" in body]
+    if kind is SglangEngine or not mode.get("token_mode"):
+        assert tools == [["add"], ["add"], ["add"], ["multiply"]]
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+@pytest.mark.parametrize("squeezed", [False, True], ids=["exact", "drifting"])
+async def test_each_answer_trains_once_in_a_tree_of_branches(
+    client: AsyncClient, kind: Callable[[ToyModel], Engine], mode: dict[str, Any], squeezed: bool
+) -> None:
+    """Where an engine renders, what it keeps of a call is not what was sampled: whoever goes on from it begins a segment anew."""
+    texts = [f"Answer {n}." for n in range(10)]
+    if squeezed:
+        texts[1] = texts[3] = SQUEEZED
+    engine = kind(ToyModel(texts))
+    async with serving(engine):
+        outcome = await roll(client, engine, agent="tree", **mode)
+    assert (outcome.failure.message, outcome.stop.reason, len(engine.model.seen)) == ("", "stop", 10)
+    found = samples(outcome)
+    check_once(found, engine.model.seen)
+    drifts = squeezed and "token_mode" not in mode
+    assert set(warned(outcome)) == ({"token_drift"} if drifts else set())
+    if not drifts:
+        assert sorted(sample.kind for sample in found) == ["branch"] * 4 + ["compaction", "main"]
+    whole = {sample.segment_id: [*sample.prompt_ids, *sample.response_ids] for sample in found}
+    for sample in found:
+        shared = whole[sample.parent_id][: sample.parent_tokens] if sample.parent_tokens else []
+        assert whole[sample.segment_id][: len(shared)] == shared

@@ -1,0 +1,214 @@
+"""The truth without the count: the same as with it, at a cost that does not grow with the history where the template allows."""
+
+from typing import Any
+
+import pytest
+from rollout_server.core.ledger import Prediction, pack_tokens
+from rollout_server.edge.tokens.renderer import Renderer
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.runtime.errors import RolloutFailed
+
+from tests.edge.tokens.conftest import TOOLS, answered, call, packed
+from tests.support.tokenizers import FAMILIES
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+DEVELOPER = {"role": "developer", "content": "Be brief."}
+ASKED = {"role": "user", "content": "What is 5 + 3?"}
+SAID = {"role": "assistant", "content": "Eight."}
+MORE = {"role": "user", "content": "And twice that?"}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [call('{"a": 5, "b": 3}')]}
+HEARD = {"role": "tool", "tool_call_id": "a1b2c3d4e", "name": "add", "content": "8"}
+CHATML = (
+    "{%- for message in messages -%}{{- '<|im_start|>' ~ message.role ~ '\n' ~ message.content ~ '<|im_end|>\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+APPENDED = f"\n<|im_start|>user\n{MORE['content']}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("start", [[ASKED], [SYSTEM, ASKED], [DEVELOPER, ASKED], [ASKED, SYSTEM, SAID, ASKED]])
+async def test_what_is_appended_is_the_truth(ours, plain, family, start) -> None:
+    loaded, naive = ours(family), plain(family)
+    messages = list(start)
+    try:
+        naive.prompt(start, TOOLS)
+    except Exception as error:
+        pytest.skip(f"the template refuses the conversation: {error}")
+    rounds = [(SAID, MORE), (SAID, MORE)] if family == "phi-3.5" else [(CALLED, HEARD), (CALLED, HEARD), (SAID, MORE)]
+    whole, short = Renderer(loaded, TOOLS, {}), Renderer(loaded, TOOLS, {})
+    assert await short.append(packed(*messages), None, 0) == await whole.predict(packed(*messages), None, 0)
+    for said, heard in rounds:
+        asked = len(messages)
+        messages += [said, heard]
+        for ids, reason in (([loaded.probed.stop(calls=said is CALLED).id], "stop"), ([], "length"), (None, "stop")):
+            turn = (packed(*messages), answered(said, ids, reason), asked)
+            expected = await Renderer(loaded, TOOLS, {}).predict(*turn)
+            assert expected.exact
+            assert (await short.append(*turn)).predicted == expected.predicted
+
+
+class Counting(LoadedTokenizer):
+    """Notes how many messages are rendered at a time."""
+
+    rendered: list[int]
+
+    def text(self, messages: Any, *arguments: Any, **options: Any) -> str:
+        self.rendered.append(len(messages))
+        return super().text(messages, *arguments, **options)
+
+
+@pytest.mark.parametrize("start", [[ASKED], [SYSTEM, ASKED], [DEVELOPER, ASKED], [ASKED, SYSTEM]])
+async def test_a_long_history_costs_no_more_than_a_short_one(plain, executor, start) -> None:
+    """Only the first two turns behind an answer and every sixteenth render the whole conversation."""
+    counting = Counting("toy", plain("toy").tokenizer, executor)
+    counting.rendered = []
+    renderer = Renderer(counting, TOOLS, {})
+    stop = plain("toy").ids("<|im_end|>")
+    messages, whole = packed(*start), []
+    await renderer.append(messages, None, 0)
+    for turn in range(1, 40):
+        counting.rendered.clear()
+        asked = len(messages)
+        messages += packed(CALLED, HEARD)
+        rendered = await renderer.append(messages, answered(CALLED, stop), asked)
+        assert not rendered.short_form_dropped
+        if len(messages) in counting.rendered:
+            whole.append(turn)
+        else:
+            assert max(counting.rendered) <= len(start) + 3
+    assert [turn for turn in whole if turn > 2] == [18, 34]
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        pytest.param(
+            "{%- if messages | length > 40 -%}{{- ' again' -}}{%- endif -%}", id="a count it cannot see at load"
+        ),
+        pytest.param("{%- if messages | length > 41 -%}{{- ' again' -}}{%- endif -%}", id="one that is met at first"),
+        pytest.param(
+            "{%- if '/brief' in (messages | map(attribute='content') | join) -%}{{- ' now' -}}{%- endif -%}",
+            id="a switch",
+        ),
+    ],
+)
+async def test_a_short_form_that_differs_is_dropped_before_it_is_used(ours, plain, again) -> None:
+    loaded, naive = (
+        ours("toy", CHATML.replace("{{- '<|im_start|>assistant\n' -}}", "{{- '<|im_start|>assistant' -}}" + again)),
+        plain("toy"),
+    )
+    assert loaded.probed.short_form
+    renderer, dropped = Renderer(loaded, [], {}), []
+    messages = packed(ASKED)
+    await renderer.append(messages, None, 0)
+    for turn in range(1, 30):
+        asked = len(messages)
+        more = {**MORE, "content": "Twice, /brief"} if turn == 10 else MORE
+        messages += packed(SAID, more)
+        last = answered(SAID, naive.ids("<|im_end|>"))
+        rendered = await renderer.append(messages, last, asked)
+        assert rendered.predicted == (await Renderer(loaded, [], {}).predict(messages, last, asked)).predicted
+        dropped += [turn] if rendered.short_form_dropped else []
+    assert len(dropped) == 1
+
+
+async def test_what_the_template_leaves_out_is_named(ours, plain) -> None:
+    silent = CHATML.replace("for message in messages", "for message in messages if message.role != 'system'")
+    loaded, naive = ours("toy", silent), plain("toy")
+    renderer = Renderer(loaded, [], {})
+    await renderer.append(packed(ASKED), None, 0)
+    turn = packed(ASKED, SAID, SYSTEM, MORE), answered(SAID, naive.ids("<|im_end|>")), 1
+    for rendered in (await renderer.append(*turn), await Renderer(loaded, [], {}).predict(*turn)):
+        assert list(rendered.unseen) == [2]
+        assert rendered.predicted.environment == pack_tokens(naive.ids(APPENDED))
+
+
+async def test_a_template_that_refuses_the_conversation_is_obeyed(ours, plain) -> None:
+    """Two questions in a row, long ago, are refused, although the short form does not hold them."""
+    strict = (
+        "{%- for message in messages -%}"
+        "{%- if message.role == 'user' and not loop.first and messages[loop.index0 - 1].role == 'user' -%}"
+        "{{- raise_exception('Roles must alternate.') -}}{%- endif -%}{%- endfor -%}"
+    )
+    loaded, naive = ours("toy", strict + CHATML), plain("toy")
+    turn = packed(ASKED, MORE, SAID, MORE), answered(SAID, naive.ids("<|im_end|>")), 2
+    with pytest.raises(RolloutFailed, match="Roles must alternate"):
+        await Renderer(loaded, [], {}).append(*turn)
+
+
+async def test_a_reminder_behind_the_answer_is_part_of_the_environment(ours, plain) -> None:
+    """It ends with the stop that also closes the answer."""
+    reminder = "{{- '<|im_start|>system\nStay brief.<|im_end|>\n' if message.role == 'assistant' -}}{%- endfor -%}"
+    loaded, naive = ours("toy", CHATML.replace("{%- endfor -%}", reminder)), plain("toy")
+    turn = packed(ASKED, SAID, MORE), answered(SAID, naive.ids("<|im_end|>")), 1
+    expected = pack_tokens(naive.ids("\n<|im_start|>system\nStay brief.<|im_end|>" + APPENDED))
+    for rendered in (await Renderer(loaded, [], {}).append(*turn), await Renderer(loaded, [], {}).predict(*turn)):
+        assert rendered.predicted == Prediction(pack_tokens(), expected)
+        assert rendered.exact
+
+
+async def test_a_message_that_the_usual_stop_does_not_announce(ours, plain) -> None:
+    """GLM ends an answer with the token that begins the next message; behind it another message than a question may come."""
+    template = (
+        "{%- for message in messages -%}{{- '<|im_start|>' if message.role == 'user' "
+        "else '<|endoftext|>' if message.role == 'system' "
+        "else '<|im_end|>' -}}{{- message.content -}}{%- endfor -%}{{- '<|im_end|>' if add_generation_prompt -}}"
+    )
+    loaded, naive = ours("toy", template), plain("toy")
+    assert loaded.probed.final is not None
+    assert loaded.probed.final.text == "<|im_start|>"
+    late, behind = {**SYSTEM, "content": "Be kind."}, "<|endoftext|>Be kind.<|im_end|>"
+    for ids in ([5], naive.ids("<|im_start|>")):
+        rendered = await Renderer(loaded, [], {}).append(packed(ASKED, SAID, late), answered(SAID, ids), 1)
+        assert rendered.predicted == Prediction(pack_tokens(), pack_tokens(naive.ids(behind)))
+
+
+async def test_what_the_template_leaves_out_is_named_behind_a_short_history_too(ours, plain) -> None:
+    silent = CHATML.replace("for message in messages", "for message in messages if message.role != 'system'")
+    loaded, naive = ours("toy", silent), plain("toy")
+    renderer, messages = Renderer(loaded, [], {}), packed(ASKED)
+    for _ in range(4):
+        asked = len(messages)
+        messages += packed(SAID, SYSTEM, MORE)
+        rendered = await renderer.append(messages, answered(SAID, naive.ids("<|im_end|>")), asked)
+        assert list(rendered.unseen) == [asked + 1]
+
+
+async def test_a_template_that_repeats_the_question_which_a_short_history_lacks(ours, plain) -> None:
+    """A text that stands for the question is in no prompt, and no reason to give the short form up."""
+    again = (
+        "{{- '<|im_start|>assistant\n' -}}{%- for message in messages if message.role == 'user' -%}"
+        "{{- message.content if loop.first -}}{%- endfor -%}"
+    )
+    loaded, naive = ours("toy", CHATML.replace("{{- '<|im_start|>assistant\n' -}}", again)), plain("toy")
+    assert loaded.probed.short_form
+    turn = packed(SYSTEM, SAID, MORE), answered(SAID, naive.ids("<|im_end|>")), 1
+    rendered = await Renderer(loaded, [], {}).append(*turn)
+    assert rendered.predicted.environment == pack_tokens(naive.ids(APPENDED + MORE["content"]))
+    assert not rendered.short_form_dropped
+
+
+async def test_a_fork_proves_its_short_form_on_its_own(ours, plain) -> None:
+    brief = "{%- if '/brief' in (messages | map(attribute='content') | join) -%}{{- ' now' -}}{%- endif -%}"
+    loaded = ours("toy", CHATML.replace("{{- '<|im_start|>assistant\n' -}}", "{{- '<|im_start|>assistant' -}}" + brief))
+    stop = plain("toy").ids("<|im_end|>")
+    renderer, messages = Renderer(loaded, [], {}), packed(ASKED)
+    for turn in range(5):
+        asked = len(messages)
+        messages += packed(SAID, {**MORE, "content": "Twice, /brief"} if turn == 2 else MORE)
+        last, each = answered(SAID, stop), ([renderer] if turn < 4 else [renderer.fork(), renderer])
+        found = [(await renderer.append(messages, last, asked)).short_form_dropped for renderer in each]
+    assert found == [True, True]
+
+
+async def test_a_line_that_the_model_and_the_template_end_is_ended_twice(ours, plain) -> None:
+    """No special token closes the answer, so nobody can say that the two are the same."""
+    bare = (
+        "{%- for message in messages -%}{{- message.role ~ ': ' ~ message.content ~ '\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
+    )
+    loaded, naive = ours("toy", bare), plain("toy")
+    assert loaded.probed.final is None
+    for last in ([5], naive.ids("\n")):
+        rendered = await Renderer(loaded, [], {}).append(packed(ASKED, SAID, MORE), answered(SAID, last), 1)
+        assert rendered.predicted.environment == pack_tokens(naive.ids(f"\nuser: {MORE['content']}\nassistant: "))

@@ -1,0 +1,532 @@
+"""Where an answer ends, in templates that are plain functions: each does one thing that a real one does among others."""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isnan
+from typing import Any
+
+import pytest
+from rollout_server.core.ledger import Prediction, pack_tokens
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.edge.tokens.drift_excerpt import DriftExcerpt
+from rollout_server.edge.tokens.rendering_form import Arguments, RenderingForm, parsed
+from rollout_server.edge.tokens.template_literals import Literals
+from rollout_server.edge.tokens.template_probe import StopToken, probe
+from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, text_after_answer, unseen_messages
+from rollout_server.runtime.errors import RolloutFailed
+
+from tests.edge.tokens.conftest import call, packed
+
+Fields = Mapping[str, Any]
+STOP = "<stop>"
+ASKED = {"role": "user", "content": "Five and three?"}
+SAID = {"role": "assistant", "content": "Eight."}
+MORE = {"role": "user", "content": "And twice that?"}
+HEARD = {"role": "tool", "content": "8"}
+
+
+def template(
+    each: Callable[[Fields], str] = lambda message: f"{message['role']}:{message['content']}{STOP}\n",
+    prompt: str = "assistant:",
+    head: Callable[[Sequence[Fields]], str] = lambda _: "",
+) -> Callable[[Sequence[Fields], bool], str]:
+    """Renders a head that may look at everything, each message, and the generation prompt."""
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        return head(messages) + "".join(map(each, messages)) + (prompt if generation_prompt else "")
+
+    return render
+
+
+def environment(render: Callable[..., str], *messages: Fields, first: int = 2) -> str | None:
+    return environment_text(rendered(render, messages, first - 1), STOP)
+
+
+def rendered(render: Callable[..., str], messages: Sequence[Fields], answered: int) -> RenderedTurn:
+    return RenderedTurn(render, messages, answered, render(messages, True), render(messages[:answered], True))
+
+
+def behind_text(render: Callable[..., str], messages: Sequence[Fields], answered: int) -> str | None:
+    return text_after_answer(RenderedTurn(render, messages, answered, render(messages, True), ""))
+
+
+def test_nothing_new_behind_a_generation_prompt_that_holds_the_stop() -> None:
+    assert environment(template(prompt=f"{STOP}assistant:"), ASKED, SAID) == f"\n{STOP}assistant:"
+
+
+def test_nothing_new_behind_an_answer_that_is_closed_in_another_way_at_the_very_end() -> None:
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        text = template(prompt="assistant:")(messages, generation_prompt)
+        return text if generation_prompt else text.removesuffix(f"{STOP}\n") + "<end>"
+
+    said = [ASKED, SAID, {**MORE, "content": f"No {STOP}"}, SAID]
+    assert environment(render, *said, first=4) == "\nassistant:"
+    assert environment(render, ASKED, SAID) == "\nassistant:"
+
+
+def test_nothing_new_behind_calls() -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [call("{}")]}
+    assert environment(template(prompt=f"{STOP}assistant:"), ASKED, called) == f"\n{STOP}assistant:"
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        text = template()(messages, generation_prompt)
+        ended = not generation_prompt and messages[-1]["role"] == "assistant"
+        return text.removesuffix(f"{STOP}\n") + "<end>" if ended else text
+
+    assert environment(render, ASKED, called) is None  # the last stop is that of the question
+    assert environment(render, ASKED, SAID, MORE, called, first=4) is None
+
+
+def test_a_template_that_looks_for_the_generation_prompt_from_the_start() -> None:
+    def looks(head: Callable[[Sequence[Fields]], str]) -> Callable[[Sequence[Fields], bool], str]:
+        return lambda messages, prompt: ("asked " if prompt else "shown ") + template(head=head)(messages, prompt)
+
+    expected = f"\nuser:Five and three?{STOP}\nassistant:"
+    assert environment(looks(lambda messages: str(messages.count(messages[-1]))), ASKED, SAID, ASKED) == expected
+    assert environment(looks(lambda messages: str(messages[0]["content"])), ASKED, SAID, ASKED) == expected
+
+
+def test_an_answer_of_nothing_at_the_start_of_the_text() -> None:
+    render = template(lambda message: f"{message['content']}{STOP}\n")
+    nothing = {"role": "assistant", "content": ""}
+    assert environment(render, nothing, MORE, first=1) == f"\nAnd twice that?{STOP}\nassistant:"
+
+
+def test_no_place_without_a_stop_and_none_without_what_was_said_next() -> None:
+    assert environment(template(lambda message: f"{message['content']}\n"), ASKED, SAID, MORE) is None
+    silent = template(lambda message: f"{message['role']}{STOP}\n")
+    assert environment(silent, ASKED, SAID, MORE) is None
+    assert environment(silent, ASKED, SAID, MORE, MORE) is None
+
+
+def test_a_template_that_looks_at_both_ends_of_the_content() -> None:
+    def head(messages: Sequence[Fields]) -> str:
+        content = messages[-1]["content"]
+        return f"tool{STOP}" if content.startswith("<r>") and content.endswith("</r>") else f"people{STOP}"
+
+    heard = {"role": "user", "content": "<r>8 or nine</r>"}
+    assert environment(template(head=head), ASKED, SAID, heard) == f"\nuser:<r>8 or nine</r>{STOP}\nassistant:"
+
+
+@pytest.mark.parametrize(
+    ("messages", "first"),
+    [
+        ([ASKED, SAID, ASKED], 2),
+        ([ASKED, SAID, ASKED, SAID, ASKED], 4),
+        ([ASKED, SAID, ASKED, ASKED], 2),
+        ([MORE, SAID, ASKED, SAID, MORE, ASKED], 4),
+        ([ASKED, SAID, MORE, ASKED, MORE, SAID], 2),
+    ],
+)
+def test_a_template_that_looks_for_the_same_message_elsewhere(messages: list[Fields], first: int) -> None:
+    """It puts the tools in front of each message that equals the last of the user, as Mistral's does."""
+
+    def render(said: Sequence[Fields], generation_prompt: bool) -> str:
+        last = next(message for message in reversed(said) if message["role"] == "user")
+        each = (f"{'<tools>' if m == last else ''}{m['role']}:{m['content']}{STOP}\n" for m in said)
+        return "".join(each) + ("assistant:" if generation_prompt else "")
+
+    full = render(messages, True)
+    assert environment(render, *messages, first=first) == full.split(STOP, first)[first]
+
+
+def test_an_answer_without_a_stop_ends_with_its_text() -> None:
+    render = template(lambda message: f"{message['role']}:{message['content']}\n")
+    messages = [ASKED, SAID, MORE, SAID, MORE]
+    full = render(messages, True)
+    assert behind_text(render, messages, 3) == f"\nuser:{MORE['content']}\nassistant:"
+    assert behind_text(render, messages, 1) == full.partition("Eight.")[2]
+    assert behind_text(render, [SAID], 0) == "\nassistant:"
+
+
+def test_an_answer_that_begins_the_text() -> None:
+    render = template(lambda message: str(message["content"]) + "\n")
+    assert behind_text(render, [SAID, MORE], 0) == "\nAnd twice that?\nassistant:"
+    nothing = {"role": "assistant", "content": ""}
+    assert behind_text(render, [nothing, MORE], 0) == "\nAnd twice that?\nassistant:"
+
+
+@pytest.mark.parametrize(
+    "render",
+    [
+        template(head=lambda messages: f"{len(messages[1]['content'])}:"),
+        template(head=lambda messages: "long" if len(messages[1]["content"]) > 10 else "short"),
+        template(head=lambda messages: "a lot" if len(messages[1]["content"]) > 10 else "a bit"),
+        template(lambda message: f"{message['content']}|{message['content']}\n"),
+        template(lambda message: f"{message['content'][:3]}\n"),
+    ],
+    ids=["counted in front", "judged in front", "judged as shortly", "said twice", "cut short"],
+)
+def test_an_answer_whose_text_is_elsewhere_too(render: Callable[..., str]) -> None:
+    messages = [ASKED, SAID, MORE]
+    assert behind_text(render, messages, 1) is None
+
+
+@pytest.mark.parametrize("length", range(15, 30))
+def test_a_text_of_any_length_that_leaves_the_answer_out(length: int) -> None:
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        return "x" * length
+
+    assert behind_text(render, [ASKED, SAID, MORE], 1) is None
+    assert environment(render, ASKED, SAID, MORE) is None
+    assert environment(render, ASKED, SAID) is None
+
+
+def test_answers_that_end_with_something_else_than_text() -> None:
+    render = template()
+    for said in ({**SAID, "tool_calls": [call("{}")]}, {**SAID, "content": None}, {**SAID, "content": [SAID]}):
+        messages = [ASKED, said, MORE]
+        assert behind_text(render, messages, 1) is None
+
+
+def test_a_template_that_refuses_the_mark() -> None:
+    def each(message: Fields) -> str:
+        if len(message["content"]) > 16:
+            raise RolloutFailed(Failure(Category.TOKENIZER, "too long"))
+        return f"{message['content']}{STOP}\n"
+
+    render = template(each)
+    assert behind_text(render, [ASKED, SAID], 1) is None
+    assert environment(render, ASKED, SAID, MORE) is None
+
+
+def test_the_longest_of_the_tokens_that_begin_behind_an_answer_is_its_stop() -> None:
+    special = {7: "<stop", 8: STOP, 9: "<st"}
+    probed = probe(template(lambda message: f"{message['content']}{STOP}\n"), special)
+    assert probed.final == probed.calls == StopToken(STOP, 8)
+
+
+@pytest.mark.parametrize(
+    ("closing", "alone", "opening", "eos", "expected"),
+    [
+        ("</call></calls><stop>", "</call></calls><stop>", "", None, "<stop>"),
+        ("</call>, {}</calls>\n<stop>\n", "</call></calls>\n<stop>\n", "", None, "<stop>"),
+        ("<stop><end>", "<return>", "", None, "<stop>"),  # another closes the last of all (gpt-oss)
+        ("<stop>\n", "<stop>\n<end>", "", None, "<stop>"),  # and the whole text (phi-3)
+        ("<stop><begin>", "<stop><begin>", "", 8, "<stop>"),
+        ("</call><stop>", "</call><stop>", "<begin>assistant:", None, "<stop>"),  # opens another answer unasked
+        ("<stop>", "<stop>", "<stop><begin>assistant:", None, "<stop>"),
+        ("<stop>", "<stop>", "<begin>assistant:", None, "<stop>"),
+        ("", "", "<begin>assistant:", None, "<begin>"),  # nothing closes it but the next message
+        ("", "", "", None, "<begin>"),
+    ],
+)
+def test_the_token_that_closes_an_answer_is_the_last_of_those_behind_it(
+    closing: str, alone: str, opening: str, eos: int | None, expected: str
+) -> None:
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        said = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        last = len(messages) - 1
+        each = (
+            f"{m['content'] or m['tool_calls']}{(alone if place == last else closing) if place in said else '<end>'}"
+            for place, m in enumerate(messages)
+        )
+        return "<begin>".join(each) + (opening or "<begin>assistant:" * generation_prompt)
+
+    special = dict(enumerate(("</call>", "</calls>", "<begin>", "<end>", "<return>"), 1)) | {8: STOP}
+    probed = probe(render, special, eos)
+    assert probed.calls is not None
+    assert (probed.calls.text, probed.final) == (expected, probed.calls)
+
+
+def test_answers_that_end_with_the_token_of_the_next_message() -> None:
+    """As GLM's do; what ends a call is part of the answer then."""
+
+    def each(message: Fields) -> str:
+        calls = "".join(f"{each['function']}</call>" for each in message.get("tool_calls") or ())
+        return f"<{message['role']}>{message['content']}{calls}"
+
+    special = dict(enumerate(("<user>", "<assistant>", "<tool>", "</call>"), 1))
+    probed = probe(template(each, prompt="<assistant>"), special)
+    assert (probed.final, probed.calls) == (
+        StopToken("<user>", 1, opens_next=True),
+        StopToken("<tool>", 3, opens_next=True),
+    )
+    assert probed.inside == {4}
+
+
+def test_a_generation_prompt_that_ends_as_answers_do() -> None:
+    closed = template(lambda m: f"{m['content'] or m['tool_calls']}</call>{STOP}", prompt=f"assistant:{STOP}")
+    assert probe(closed, {7: "</call>", 8: STOP}).final == StopToken(STOP, 8)
+
+
+def left_open(messages: Sequence[Fields], generation_prompt: bool) -> str:
+    """Closes final answers only: calls and what tools answered to them stand in one message."""
+    each = (f"{m['tool_calls']}|" if m.get("tool_calls") else f"{m['content']}{STOP}" for m in messages)
+    return "".join(each) + "<begin>assistant:" * generation_prompt
+
+
+def test_no_stop_is_borrowed_from_behind_the_next_message() -> None:
+    probed = probe(left_open, {8: STOP, 9: "<begin>"})
+    assert (probed.final, probed.calls) == (StopToken(STOP, 8), None)
+    unclosed = template(lambda message: f"{message['role']}:{message['content']}\n", prompt="<begin>")
+    assert probe(unclosed, {9: "<begin>"}).final is None
+
+
+def test_the_stop_of_an_earlier_message_is_not_that_of_the_answer() -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [call("{}")]}
+    assert environment(left_open, ASKED, called, MORE) is None
+    assert environment(left_open, ASKED, SAID, MORE) == f"{MORE['content']}{STOP}<begin>assistant:"
+    nothing = template(prompt="assistant:<st>")
+    assert (
+        environment(nothing, ASKED, {**SAID, "content": ""}, MORE) == f"\nuser:{MORE['content']}{STOP}\nassistant:<st>"
+    )
+
+
+def test_a_template_for_conversations_with_tools_only() -> None:
+    def none(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        raise RolloutFailed(Failure(Category.TOKENIZER, "no tools"))
+
+    assert "no tools" in probe(none, {8: STOP}).refusal
+    probed = probe(none, {8: STOP}, None, template(lambda m: f"{m['content'] or m['tool_calls']}{STOP}"))
+    assert (probed.refusal, probed.final, probed.calls, probed.short_form) == (
+        "",
+        StopToken(STOP, 8),
+        StopToken(STOP, 8),
+        True,
+    )
+
+
+def test_what_was_said_may_begin_the_text_and_its_stop_follow_at_once() -> None:
+    render = template(lambda message: f"{message['content']}{STOP}\n" if message["role"] == "assistant" else "")
+    probed = probe(render, {8: STOP, 9: "", 10: "elsewhere"})
+    assert probed.final == probed.calls == StopToken(STOP, 8)
+    assert environment(render, ASKED, SAID, SAID) == f"\nEight.{STOP}\nassistant:"
+
+
+def test_a_stop_of_one_character_with_which_the_next_message_begins() -> None:
+    messages = [ASKED, SAID, {"role": "user", "content": "|or more?"}]
+    render = template(lambda message: f"{message['content']}|\n")
+    assert environment_text(rendered(render, messages, 1), "|") == "\n|or more?|\nassistant:"
+
+
+def test_content_keeps_its_parts() -> None:
+    parts = [{"type": "text", "text": "And twice"}, {"type": "text", "text": "that?"}]
+
+    def each(message: Fields) -> str:
+        content = message["content"]
+        said = [content] if isinstance(content, str) else [part["text"] for part in content]
+        return " ".join(said) + f"{STOP}\n"
+
+    render = template(each, head=lambda messages: str([len(message["content"]) for message in messages[2:]]))
+    expected = f"\nAnd twice that?{STOP}\nassistant:"
+    assert environment(render, ASKED, SAID, {"role": "user", "content": parts}) == expected
+
+
+def test_a_template_that_says_how_many_messages_there_are_and_how_they_begin() -> None:
+    render = template(head=lambda messages: f"{len(messages)} {messages[0]['content']} ")
+    expected = f"\nuser:Five and three?{STOP}\nuser:And twice that?{STOP}\nassistant:"
+    assert environment(render, ASKED, SAID, ASKED, MORE) == expected
+
+
+def test_the_first_part_of_content_decides() -> None:
+    parts = [{"type": "text", "text": "<r>And twice"}, {"type": "text", "text": "that?"}]
+
+    def said(message: Fields) -> str:
+        content = message["content"]
+        return content if isinstance(content, str) else " ".join(part["text"] for part in content)
+
+    render = template(
+        lambda message: f"{said(message)}{STOP}\n",
+        head=lambda messages: "tool" if said(messages[-1]).startswith("<r>") else "user",
+    )
+    expected = f"\n<r>And twice that?{STOP}\nassistant:"
+    assert environment(render, ASKED, SAID, {"role": "user", "content": parts}) == expected
+
+
+def once(messages: Sequence[Fields], generation_prompt: bool) -> str:
+    """Says something in front of the first tool result only, as DeepSeek's templates do."""
+    first = next((place for place, message in enumerate(messages) if message["role"] == "tool"), -1)
+    each = (
+        f"{'<first>' if place == first else ''}{m['content'] or m['tool_calls']}{STOP}"
+        for place, m in enumerate(messages)
+    )
+    return "".join(each) + ("assistant:" if generation_prompt else "")
+
+
+def questioning(messages: Sequence[Fields], generation_prompt: bool) -> str:
+    """Takes no question mark for a question."""
+    if messages[0]["content"] == "?":
+        raise RolloutFailed(Failure(Category.TOKENIZER, "no question"))
+    return template(lambda m: f"{m['content'] or m['tool_calls']}{STOP}")(messages, generation_prompt)
+
+
+def prompting(messages: Sequence[Fields], generation_prompt: bool) -> str:
+    """Asks for an answer in other words once tools were used twice."""
+    text = "".join(f"{m['content'] or m['tool_calls']}{STOP}" for m in messages)
+    again = sum(message["role"] == "tool" for message in messages) > 1
+    return text + ("again:" if again else "assistant:") * generation_prompt
+
+
+def repeating(messages: Sequence[Fields], generation_prompt: bool) -> str:
+    """Says behind the results what was said beside the calls, as Gemma's template does."""
+    said, text = "", ""
+    for m in messages:
+        text += f"{m['tool_calls'] if m.get('tool_calls') else m['content']}{STOP}{said if m['role'] == 'tool' else ''}"
+        said = m["content"]
+    return text + "assistant:" * generation_prompt
+
+
+@pytest.mark.parametrize(
+    ("render", "holds"), [(once, False), (prompting, False), (questioning, True), (repeating, True)]
+)
+def test_a_short_form_holds_where_what_it_keeps_decides_the_environment(
+    render: Callable[..., str], holds: bool
+) -> None:
+    probed = probe(render, {8: STOP})
+    assert (probed.final, probed.refusal, probed.short_form) == (StopToken(STOP, 8), "", holds)
+
+
+@pytest.mark.parametrize(("numbers", "holds"), [((5,), False), ((2,), True)])
+def test_templates_are_tried_with_as_many_messages_as_their_numbers(numbers: tuple[int, ...], holds: bool) -> None:
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        text = "".join(f"{m['content'] or m['tool_calls']}{STOP}" for m in messages)
+        again = sum(message["role"] == "tool" for message in messages) > 5
+        return text + ("again:" if again else "assistant:") * generation_prompt
+
+    assert probe(render, {8: STOP}, literals=Literals(numbers=numbers)).short_form is holds
+
+
+def test_a_template_that_shows_no_answers_closes_none() -> None:
+    assert probe(template(lambda message: f"{message['role']}|", prompt="|"), {8: "|"}).final is None
+
+
+def test_where_nothing_was_seen_there_is_no_short_form() -> None:
+    assert not probe(template(lambda message: f"{message['content']}{STOP}\n"), {}).short_form
+
+
+def test_what_stands_before_an_answer_does_not_matter_to_the_short_form() -> None:
+    """The history may say how it goes on after a tool; what follows an answer is the same behind the short one."""
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        before = ["", *(message["role"] for message in messages[:-1])]
+        pairs = zip(before, messages, strict=True)
+        each = (f"{'so ' if b == 'tool' else ''}{m['content'] or m['tool_calls']}{STOP}" for b, m in pairs)
+        return "".join(each) + ("assistant:" if generation_prompt else "")
+
+    assert probe(render, {8: STOP}).short_form
+
+
+def test_a_refusal_shows_the_end_of_what_was_rendered() -> None:
+    render = template(lambda message: f"{message['content']}\n", head=lambda _: "x" * 500)
+    last_only = probe(lambda messages, prompt: render(messages[-1:], prompt), {})
+    assert "leaves out what was said before" in last_only.refusal
+    assert last_only.refusal.endswith(repr("x" * 144 + "Hello\nassistant:"))
+
+
+def test_a_template_that_only_works_without_a_generation_prompt_is_refused() -> None:
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        if len(messages) == 1 and generation_prompt:
+            raise RolloutFailed(Failure(Category.TOKENIZER, "no prompt"))
+        return template()(messages, generation_prompt)
+
+    assert "no prompt" in probe(render, {}).refusal
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('{"a":8.0,"b":1e400}', {"a": 8.0, "b": float("inf")}),
+        ('{"a": -Infinity, "a": Infinity}', {"a": float("inf")}),
+        ('{"b": "\\u00e9"}', {"b": "é"}),
+        ("[1]", "[1]"),
+        ("{not json", "{not json"),
+        ('{"a":' * 100_000, '{"a":' * 100_000),
+        ("", ""),
+    ],
+)
+def test_arguments_are_parsed_as_the_fronts_of_trainers_do(written: str, read: Any) -> None:
+    (message,) = packed({"role": "assistant", "content": "", "tool_calls": [call(written)]})
+    fields: Any = parsed(message, 0, Arguments.PARSED)
+    assert fields["tool_calls"][0]["function"]["arguments"] == read
+    fields = parsed(message, 0, Arguments.RECEIVED)
+    assert fields["tool_calls"][0]["function"]["arguments"] == written
+
+
+def test_not_a_number_is_an_argument_too() -> None:
+    (message,) = packed({"role": "assistant", "content": "", "tool_calls": [call('{"a": NaN}')]})
+    fields: Any = parsed(message, 0, Arguments.PARSED)
+    assert isnan(fields["tool_calls"][0]["function"]["arguments"]["a"])
+
+
+def test_forms_are_values() -> None:
+    assert RenderingForm() == RenderingForm()
+    assert len({RenderingForm(), RenderingForm(), *RenderingForm().others()}) == 12
+
+
+async def test_as_much_is_told_around_a_parting_as_is_said(ours: Any) -> None:
+    loaded = ours("toy")
+    parting = DriftExcerpt(loaded)
+    ids = loaded.encode("".join(chr(97 + number % 26) + "\n" for number in range(60)))
+    reported = ids[:20] + pack_tokens([0]) + ids[21:]
+    expected = await parting.around(Prediction(pack_tokens(), ids), reported, pack_tokens())
+    assert expected == (loaded.decode(ids[12:36]), loaded.decode(reported[12:36]))
+
+
+def test_a_stop_in_the_parts_of_an_answer() -> None:
+    def each(message: Fields) -> str:
+        content = message["content"]
+        return (content if isinstance(content, str) else "".join(part["text"] for part in content)) + f"{STOP}\n"
+
+    said = {"role": "assistant", "content": [{"type": "text", "text": "Eight"}, {"type": "text", "text": f"{STOP}?"}]}
+    assert environment(template(each), ASKED, said) == "\nassistant:"
+    assert environment(template(each), ASKED, said, MORE) == f"\nAnd twice that?{STOP}\nassistant:"
+
+
+@pytest.mark.parametrize(("more", "text"), [([], ""), ([MORE], f"user:And twice that?{STOP}\n")])
+def test_the_stop_of_an_empty_answer_may_begin_as_the_prompt_goes_on(more: list[Fields], text: str) -> None:
+    render = template(prompt="assistant:<think>")
+    assert environment(render, ASKED, {**SAID, "content": ""}, *more) == f"\n{text}assistant:<think>"
+
+
+def test_no_place_where_tool_results_are_not_shown() -> None:
+    deaf = template(lambda m: f"{m['role']}:{'' if m['role'] == 'tool' else m['content']}{STOP}\n")
+    assert environment(deaf, ASKED, SAID, HEARD) is None
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_that_are_not_shown_add_nothing(role: str) -> None:
+    render = template(lambda m: "" if m["role"] == role else f"{m['role']}:{m['content']}{STOP}\n")
+    assert environment(render, ASKED, SAID, {"role": role, "content": "Be kind."}) == "\nassistant:"
+
+
+def test_no_place_where_an_instruction_that_is_not_shown_changes_the_rest() -> None:
+    def each(message: Fields) -> str:
+        return "" if message["role"] == "system" else f"{message['role']}:{message['content']}{STOP}\n"
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        told = f"told{STOP}" if messages[-1]["role"] == "system" else ""
+        return "".join(map(each, messages)) + told + ("assistant:" if generation_prompt else "")
+
+    assert environment(render, ASKED, SAID, {"role": "system", "content": "Be kind."}) is None
+
+
+def test_a_reminder_behind_an_answer_that_the_template_strips() -> None:
+    def each(message: Fields) -> str:
+        reminder = f"Stay brief.{STOP}" if message["role"] == "assistant" else ""
+        return f"{message['role']}:{message['content'].strip()}{STOP}\n{reminder}"
+
+    expected = f"\nStay brief.{STOP}user:And twice that?{STOP}\nassistant:"
+    assert environment(template(each), ASKED, {**SAID, "content": "Eight.\n"}, MORE) == expected
+
+
+def test_a_stop_in_an_argument_behind_which_the_template_writes_syntax() -> None:
+    def each(message: Fields) -> str:
+        calls = [each["function"]["arguments"] for each in message.get("tool_calls") or ()]
+        written = "".join(f"<parameter={name}>{value}</parameter>" for each in calls for name, value in each.items())
+        return f"{message['role']}:{message['content']}{written}{STOP}\n"
+
+    function = {"name": "add", "arguments": {"a": f"5{STOP}"}}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    assert environment(template(each), ASKED, called, HEARD) == f"\ntool:8{STOP}\nassistant:"
+
+
+def test_a_message_in_another_spelling_is_seen_and_one_in_front_of_everything_is_not() -> None:
+    spelled = rendered(template(lambda m: f"{m['content'].replace(' ', '_')}{STOP}\n"), [ASKED, SAID, MORE], 1)
+    assert unseen_messages(spelled, f"\nAnd_twice_that?{STOP}\nassistant:") == []
+    kind = {"role": "system", "content": "Be kind."}
+    in_front = template(
+        lambda m: "" if m["role"] == "system" else f"{m['content']}{STOP}\n",
+        head=lambda messages: "".join(m["content"] for m in messages if m["role"] == "system"),
+    )
+    turn = rendered(in_front, [ASKED, SAID, kind, MORE], 1)
+    assert unseen_messages(turn, f"\nAnd twice that?{STOP}\nassistant:") == [2]

@@ -1,0 +1,147 @@
+"""The short history that stands for a long one, and when it has to be compared with it."""
+
+from typing import Any
+
+from rollout_server.edge.tokens.short_form import ShortFormProof, shortened
+from rollout_server.edge.tokens.template_literals import Literals, literals
+
+from tests.edge.tokens.conftest import call
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASKED = {"role": "user", "content": "Five and three?" * 100}
+CALLED: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call('{"a": 5}')]}
+HEARD = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "8"}
+SAID = {"role": "assistant", "content": "Eight."}
+
+
+def test_the_leading_system_messages_the_last_question_and_the_answer_are_kept() -> None:
+    history = [SYSTEM, {**SYSTEM, "role": "developer"}, {**ASKED, "content": "Hello"}, SAID, ASKED, CALLED, HEARD]
+    messages = [*history, CALLED, HEARD, HEARD]
+    assert shortened(messages, 7, "filler") == ([*history[:2], ASKED, CALLED, HEARD, HEARD], 3)
+    assert shortened([SYSTEM, ASKED, CALLED, HEARD], 2, "filler") == ([SYSTEM, ASKED, CALLED, HEARD], 2)
+
+
+def test_a_history_without_a_question_gets_one() -> None:
+    assert shortened([SYSTEM, SAID, ASKED], 1, "filler") == (
+        [SYSTEM, {"role": "user", "content": "filler"}, SAID, ASKED],
+        2,
+    )
+
+
+def due(proof: ShortFormProof, messages: list[Any], *turns: list[Any]) -> list[bool]:
+    """Whether each turn is compared; all comparisons find the two equal."""
+    found = []
+    for turn in turns:
+        answered = len(messages)
+        messages += turn
+        found.append(proof.due(messages, answered))
+        if found[-1]:
+            proof.equal()
+    return found
+
+
+def test_the_first_turns_and_every_sixteenth_are_compared() -> None:
+    compared = due(ShortFormProof(Literals()), [ASKED], *[[CALLED, HEARD]] * 40)
+    assert [turn for turn, each in enumerate(compared, 1) if each] == [1, 2, 18, 34]
+
+
+def test_every_new_shape_is_compared() -> None:
+    """In the turn in which it comes, and once more when it has become part of the history that is dropped."""
+    usual = [CALLED, HEARD]
+    shapes: list[list[Any]] = [
+        [{**CALLED, "content": ""}, HEARD],
+        [{**CALLED, "content": "Let me see."}, HEARD],
+        [{**CALLED, "reasoning_content": "Let me see."}, HEARD],
+        [{**CALLED, "tool_calls": [call("")]}, HEARD],
+        [
+            {**CALLED, "tool_calls": [call('{"a": 5}'), call('{"a": 6}', call_id="other")]},
+            HEARD,
+            {**HEARD, "tool_call_id": "other"},
+        ],
+        [CALLED, {**HEARD, "tool_call_id": "of an earlier call"}],
+        [CALLED, HEARD, SYSTEM],
+        [CALLED, {**HEARD, "content": ""}],
+        [CALLED, {**HEARD, "content": " "}],
+        [CALLED, {**HEARD, "content": [{"type": "text", "text": "8"}]}],
+        [SAID, ASKED],
+    ]
+    for shape in shapes:
+        proof, messages = ShortFormProof(Literals()), [ASKED]
+        assert due(proof, messages, usual, usual, usual) == [True, True, False]
+        assert due(proof, messages, shape) == [True]
+        due(proof, messages, usual, shape)
+        assert due(proof, messages, usual, shape, usual, shape) == [False] * 4
+
+
+def test_a_string_of_the_template_is_a_new_shape_in_each_role() -> None:
+    proof, messages = ShortFormProof(Literals(frozenset({"/brief"}))), [ASKED]
+    usual, heard = [CALLED, HEARD], [CALLED, {**HEARD, "content": "a/brief/file"}]
+    assert due(proof, messages, usual, usual, usual, heard, usual, usual) == [True, True, False, True, True, False]
+    assert due(proof, messages, heard) == [False]  # contents of tool results change in each turn
+    switch, asked = [SAID, {**ASKED, "content": "Hello /brief"}], [SAID, ASKED]
+    due(proof, messages, asked, asked)
+    # It comes, it is the last question, which a short history keeps, and then it is dropped.
+    assert due(proof, messages, asked, switch, asked, asked, asked) == [False, True, True, True, False]
+    assert due(proof, messages, switch, asked, asked) == [True, True, False]
+
+
+def test_passing_a_number_of_the_template_is_a_new_shape() -> None:
+    compared = due(ShortFormProof(Literals(numbers=(9, 20))), [ASKED], *[[CALLED, HEARD]] * 12)
+    assert [turn for turn, each in enumerate(compared, 1) if each] == [1, 2, 4, 5, 10]  # at 9 messages, 11 and 21
+
+
+def test_calls_and_parts_are_counted_up_to_three() -> None:
+    def called(number: int) -> list[Any]:
+        return [{**CALLED, "tool_calls": [call("{}", call_id=f"c{index}") for index in range(number)]}, HEARD]
+
+    def heard(number: int) -> list[Any]:
+        return [CALLED, {**HEARD, "content": [{"type": "text", "text": "8"}] * number}]
+
+    for shape in (called, heard):
+        proof, messages = ShortFormProof(Literals()), [ASKED]
+        assert due(proof, messages, *map(shape, (1, 1, 2, 3)))[2:] == [True, True]
+        due(proof, messages, shape(1))
+        assert due(proof, messages, shape(3), shape(4)) == [True, False]
+
+
+def test_a_question_of_another_kind_is_compared_when_it_is_dropped() -> None:
+    usual, asked = [CALLED, HEARD], [SAID, ASKED]
+    messages = [ASKED, SAID, {**ASKED, "name": "ann"}]
+    compared = due(ShortFormProof(Literals()), messages, usual, usual, usual, asked, asked, asked)
+    assert compared == [True, True, False, True, True, False]
+
+
+def test_a_late_system_message_is_compared_when_it_is_dropped() -> None:
+    proof, messages, late = ShortFormProof(Literals()), [SYSTEM, ASKED], [CALLED, HEARD, SYSTEM]
+    due(proof, messages, *[[CALLED, HEARD]] * 3)
+    assert due(proof, messages, late, late, late) == [True, True, False]
+
+
+def test_what_a_fork_has_seen_is_new_to_the_other() -> None:
+    proof, messages = ShortFormProof(Literals(frozenset({"/brief"}))), [ASKED]
+    due(proof, messages, *[[CALLED, HEARD]] * 3)
+    heard = [CALLED, {**HEARD, "content": "/brief"}]
+    assert due(proof.fork(), list(messages), heard) == [True]
+    assert due(proof, messages, heard) == [True]
+
+
+def test_a_fork_goes_on_with_what_was_proved() -> None:
+    proof, messages = ShortFormProof(Literals()), [ASKED]
+    due(proof, messages, [CALLED, HEARD], [CALLED, HEARD])
+    fork, branch = proof.fork(), list(messages)
+    assert due(fork, branch, [CALLED, HEARD], [SAID, ASKED]) == [False, True]
+    assert due(proof, messages, [CALLED, HEARD], [SAID, ASKED]) == [False, True]
+    fork.differs()
+    assert (fork.usable, proof.usable) == (False, True)
+
+
+def test_the_literals_of_a_template_are_those_of_its_expressions() -> None:
+    from jinja2 import Environment
+
+    text = "Never this 99.{% if 'this' in messages[0].content and messages | length > 12 - 2 + 1 %}{{ '' ~ \"that\" }}{% endif %}"
+    assert literals([text, "{{ 'more' }}"], Environment()) == Literals(frozenset({"this", "that", "more"}), (2, 12))
+    assert literals(["{% if %}"], Environment()) is None
+    assert literals([f"{{{{ {'(' * 10_000}1{')' * 10_000} }}}}"], Environment()) is None
+    for quote in ("'", ""):
+        many = f"{quote} ~ {quote}".join(str(number) for number in range(1000))
+        assert literals([f"{{{{ {quote}{many}{quote} }}}}"], Environment()) is None

@@ -1,0 +1,55 @@
+"""Each trap of chat templates on its own: a synthetic template that has it, and conversations whose tokens its twin tells exactly.
+
+`tests/hostile` draws templates with several traps at a time, and more of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.hostile.templates import conversations
+from tests.hostile.templates.conversations import Conversation, Turn
+from tests.hostile.templates.grammar import OPTIONS, Traits, build
+from tests.hostile.templates.run import Case, Verdict, play
+
+SYSTEM = {"role": "system", "content": "Be brief. é"}
+USER = {"role": "user", "content": "What is 5 + 3?"}
+AGAIN = {"role": "user", "content": "<|im_end|> is not the end 😀"}
+ANSWER = {"role": "assistant", "content": "Eight.", "reasoning_content": "Five and three."}
+RESULT = {"role": "tool", "content": "8<|im_end|>\n", "tool_call_id": "call00001"}
+CALLING = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": '{"value": 8.0, "x":[1,2]}'}}
+    ],
+}
+RANDOM = 4
+"""Conversations that are drawn for each template, besides the written one."""
+
+
+def written(ending: str) -> Conversation:
+    """Answers and calls by turns, each ended in the same way."""
+    turns = (Turn(CALLING, (RESULT,), ending), Turn(ANSWER, (AGAIN,), ending))
+    return Conversation((SYSTEM, USER), turns * 3, tools=True)
+
+
+def trapped(name: str, word: str) -> Traits:
+    """The plain traits but one; a switch also switches something."""
+    return Traits(**{name: word}, **({"switch": "any_user"} if name == "switch_effect" else {}))
+
+
+TRAPS = [(name, word) for name, words in OPTIONS.items() for word in words[1:]]
+
+
+@pytest.mark.parametrize(("name", "word"), [("framing", "chatml"), *TRAPS])
+def test_no_token_is_wrong(name: str, word: str) -> None:
+    template, rng = build(trapped(name, word)), random.Random(f"{name}:{word}")
+    talks = [written("stop"), written("cut"), *(conversations.generate(rng) for _ in range(RANDOM))]
+    played = play([Case(template, conversation) for conversation in talks])
+    assert [(each.path, each.turn, each.verdict, each.expected, each.got) for each in played.differences] == []
+    verdicts = Counter(verdict for boundary in played.boundaries for _, verdict in boundary.verdicts)
+    assert verdicts[Verdict.RIGHT] > 0, verdicts

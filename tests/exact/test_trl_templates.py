@@ -1,0 +1,104 @@
+"""Chat templates of released models, with the toy tokenizer's vocabulary: what stands between two answers is exact, and its count.
+
+Right is what the strict trainer's judges say, which render everything and share nothing with the renderer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from rollout_server.core.ledger import pack_tokens
+from rollout_server.core.message import Message
+from rollout_server.core.record import Answered
+from rollout_server.edge.tokens.renderer import Renderer
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.testing.checks.renderer import PlainRenderer, UnrenderableError
+from rollout_server.testing.checks.token_mode_check import GivenPrompt, PromptPiece, TokenModeCheck
+from rollout_server.testing.script import tool_call
+
+from tests.exact.conversations import KINDS, Conversation, Look, written
+from tests.hostile.templates.run import Inline
+from tests.support.trl_templates import trl_templates, trl_tokenizer
+
+TURNS = 12
+ASKED = [{"role": "user", "content": "What is 5 + 3?"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": Look().name,
+            "description": Look().description,
+            "parameters": json.loads(Look().parameters_json_schema),
+        },
+    }
+]
+IMAGES: Final = frozenset({"idefics3", "llava_next", "smolvlm"})
+"""Their templates take no content that is a text, so that the server refuses to load them."""
+
+
+def packed(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    return [Message.parse(json.dumps(message, ensure_ascii=False)) for message in messages]
+
+
+@pytest.mark.parametrize("path", trl_templates())
+async def test_no_token_is_wrong(path: Path) -> None:
+    tokenizer = trl_tokenizer(path)
+    loaded = LoadedTokenizer(path.stem, tokenizer, Inline())
+    if path.stem.removesuffix("_training") in IMAGES:
+        assert loaded.probed.refusal
+        return
+    assert loaded.probed.refusal == ""
+    plain, boundaries = PlainRenderer(tokenizer), 0
+    for kind in KINDS if writes_calls(plain) else ["talk"]:
+        boundaries += await play(loaded, plain, written(kind, plain, TOOLS, TURNS))
+    assert boundaries > 0
+
+
+async def play(loaded: LoadedTokenizer, plain: PlainRenderer, conversation: Conversation) -> int:
+    """Plays a conversation both ways and judges each boundary; returns how many there were."""
+    predicting, appending = Renderer(loaded, TOOLS, {}), Renderer(loaded, TOOLS, {})
+    judge, messages = TokenModeCheck(plain), list(conversation.asked)
+    held = plain.prompt(messages, TOOLS)
+    for renderer in (predicting.predict, appending.append):
+        assert (await renderer(packed(messages), None, 0)).predicted.environment == pack_tokens(held)
+    for turn, exchange in enumerate(conversation.exchanges, 1):
+        reply, asked, before = exchange.reply, len(messages), plain.prompt(messages, TOOLS)
+        ids = plain.answer(messages, TOOLS, before, reply)
+        messages += [reply.message, *exchange.heard()]
+        reason = "length" if reply.cut else "stop"
+        last = Answered(turn, packed([reply.message])[0], reason, pack_tokens(ids))
+        try:
+            predicted = await predicting.predict(packed(messages), last, asked)
+        except RolloutFailed:  # the one reason: the template leaves out an answer that says nothing
+            assert plain.text(messages, TOOLS) == plain.text([*messages[:asked], *messages[asked + 1 :]], TOOLS)
+            return turn - 1
+        appended = await appending.append(packed(messages), last, asked)
+        assert predicted.mask_length == len(plain.prompt(messages, TOOLS)) - len(before) - len(ids), turn
+        assert predicted.exact
+        assert appended.predicted == predicted.predicted, turn
+        held += ids
+        closing, added = list(predicted.predicted.closing), list(predicted.predicted.environment)
+        start, held = len(held), [*held, *closing, *added]
+        piece = PromptPiece(turn, start, len(held), len(messages), asked, len(closing), reply.cut)
+        assert judge.fault(messages, TOOLS, GivenPrompt(held, (piece,))) is None, turn
+    return len(conversation.exchanges)
+
+
+def writes_calls(plain: PlainRenderer) -> bool:
+    """Whether the template writes the calls of an answer, or refuses them so.
+
+    Where it leaves them out, nobody can say what follows an answer of calls alone.
+    """
+    texts = set()
+    for name in ("look", "listen"):
+        called = {"role": "assistant", "content": "", "tool_calls": [tool_call("c00000000", name, "{}")]}
+        try:
+            texts.add(plain.text([*ASKED, called], TOOLS))
+        except UnrenderableError:
+            return True
+    return len(texts) > 1

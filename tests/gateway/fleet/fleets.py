@@ -1,0 +1,70 @@
+"""Several real servers, each at the end of a wire, and fleets before them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from rollout_gateway.channel import open_channel
+from rollout_gateway.fleet.fleet import Fleet
+
+from tests.gateway.wires import Wire, wire
+from tests.support.agents import Gated, Idle
+from tests.support.server_client import Caller, serving
+
+
+@dataclass(frozen=True)
+class FleetMember:
+    """A server, a channel of the test's own to it, and the wire by which others reach it."""
+
+    caller: Caller
+    wire: Wire
+    gated: Gated
+
+    async def rollouts(self) -> Sequence[pb.Rollout]:
+        """All it has, newest first."""
+        found = await self.caller.stub.ListRollouts(pb.ListRolloutsRequest(page_size=1000))
+        listed: Sequence[pb.Rollout] = found.rollouts
+        return listed
+
+
+@dataclass(frozen=True)
+class Fleets:
+    """Servers, and a fleet before them."""
+
+    places: Sequence[FleetMember]
+    fleet: Fleet
+    stack: AsyncExitStack
+
+    async def another(self) -> Fleet:
+        """Another gateway's fleet before the same servers, told of them in another order."""
+        return await _fleet(self.stack, [place.wire.address for place in reversed(self.places)])
+
+    async def all(self) -> Sequence[tuple[FleetMember, pb.Rollout]]:
+        """Everything that runs or ran, with its place."""
+        return [(place, rollout) for place in self.places for rollout in await place.rollouts()]
+
+    def at(self, address: str) -> FleetMember:
+        """The place with this address."""
+        (found,) = [place for place in self.places if place.wire.address == address]
+        return found
+
+
+async def _fleet(stack: AsyncExitStack, addresses: Iterable[str]) -> Fleet:
+    channels = [await stack.enter_async_context(open_channel(address)) for address in addresses]
+    return Fleet(channels)
+
+
+@asynccontextmanager
+async def fleets(count: int = 3, **settings: Any) -> AsyncIterator[Fleets]:
+    """So many servers, whose agents are `gated` and `idle`."""
+    async with AsyncExitStack() as stack:
+        places = []
+        for _ in range(count):
+            gated = Gated()
+            caller = await stack.enter_async_context(serving(gated, Idle(), **settings))
+            places.append(FleetMember(caller, await stack.enter_async_context(wire(caller.server.grpc_port)), gated))
+        yield Fleets(places, await _fleet(stack, [place.wire.address for place in places]), stack)

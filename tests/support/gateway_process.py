@@ -1,0 +1,43 @@
+"""`rollout gateway` as a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.processes import Logged, environment, started
+
+_LISTENING = re.compile(r"gateway on (https?)://127\.0\.0\.1:(\d+), before (.*)")
+
+
+@dataclass
+class Alone(Logged):
+    """A gateway that listens."""
+
+    scheme: str = ""
+    port: int = 0
+    before: str = ""
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"{self.scheme}://localhost:{self.port}"
+
+    async def start(self) -> None:
+        """Waits until it listens."""
+        await super().start()
+        await self.logged("gateway on ")
+        found = _LISTENING.search(self.text)
+        assert found is not None, self.text
+        self.scheme, self.port, self.before = found[1], int(found[2]), found[3]
+
+
+@contextlib.asynccontextmanager
+async def alone(*arguments: str, cwd: Path, **env: str) -> AsyncIterator[Alone]:
+    """`rollout gateway` on a port of its own choice."""
+    ports = ("--host", "127.0.0.1", "--port", "0")
+    async with started(Alone, "gateway", *ports, *arguments, cwd=cwd, env=environment(**env)) as gateway:
+        yield gateway

@@ -1,0 +1,114 @@
+"""Outcomes of random ledgers, as the server sends them, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from hypothesis import strategies as st
+from osmosis.rollout.v1 import outcome_pb2, spec_pb2, token_pb2
+from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from rollout_server.core.ledger import ConversationLedger, Ledger, Origin, Plane, SegmentKind, pack_logprobs
+from rollout_server.core.message import Message
+from rollout_server.core.outcome import Category, Failure, Metrics, Outcome, RewardResult, Stop
+from rollout_server.edge.wire.outcome import outcome_to_proto
+
+from tests.support.machine_records import draw_turn
+
+LEAST = -1e30
+ENDS = (Stop("stop"), Stop("max_tokens", truncated=True), Failure(Category.NETWORK, "the trainer is away", 2, None))
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> pb.Rollout:
+    """Finished rollouts in view "full".
+
+    Any turns whatever: with drift of each kind, gaps, closing tokens, missing logprobs, conversations beside the main one,
+    answers that their author masked, and values beside tokens.
+    """
+    ledger, data = Ledger(), draw(st.data())
+    lines, turns = [ledger.main], draw(st.integers(0, 6))
+    for number in range(1, turns + 1):
+        lines += draw(forks(ledger, draw(st.sampled_from(lines))))
+        line = draw(st.sampled_from(lines))
+        turn = draw_turn(data, number, list(line.prefix()) if line.tokens else None)
+        if draw(st.integers(0, 5)) == 0 or (line.gap and turn.reported is None):
+            line.gap = True
+            continue
+        if turn.logprobs is not None:  # as the server takes them: finite
+            turn = replace(turn, logprobs=pack_logprobs(max(value, LEAST) for value in turn.logprobs))
+        if draw(st.integers(0, 3)) == 0:
+            turn = replace(turn, planes=(Plane("routed_experts", "uint8", bytes(2 * len(turn.answer))),))
+        line.commit(turn)
+    for masked in draw(st.sets(st.integers(1, 6), max_size=2)):
+        for segment in ledger.segments:
+            segment.mask_turn(masked)
+    reward = draw(st.none() | st.floats(-10, 10))
+    outcome = Outcome(
+        draw(st.sampled_from(ENDS)),
+        (Message.write({"role": "user", "content": "Go."}),),
+        ledger.segments,
+        Metrics(completion_ms=1500.0, tool_ms=250.0, turns=turns),
+        RewardResult(reward, draw(st.dictionaries(st.text("äb", max_size=3), st.floats(0, 1), max_size=2))),
+        (),
+    )
+    return pb.Rollout(
+        uid="u1",
+        spec=spec_pb2.RolloutSpec(rollout_id="r/1", group_id="g"),
+        outcome=outcome_to_proto(outcome, typed=False, messages=True, samples=True, segments=True),
+    )
+
+
+@st.composite
+def forks(draw: st.DrawFn, ledger: Ledger, forked: ConversationLedger) -> list[ConversationLedger]:
+    """Nearly always none; else one conversation of any kind that is opened beside this one."""
+    kind = draw(st.sampled_from((None, None, None, SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)))
+    if kind is None:
+        return []
+    return [forked.branch() if kind is SegmentKind.BRANCH else ledger.open(Origin(kind, forked.id))]
+
+
+def span(author: str, count: int, **fields: object) -> token_pb2.Span:
+    """A span of this many tokens: "model", or why others wrote it; author-masked ones are "author"."""
+    model = author in ("model", "author")
+    reason = None if author == "model" else token_pb2.MaskReason.Value(f"MASK_REASON_{author.upper()}")
+    kind = token_pb2.AUTHOR_MODEL if model else token_pb2.AUTHOR_OTHER
+    first = fields.pop("first", 10)
+    assert isinstance(first, int)
+    ids = range(first, first + count)
+    return token_pb2.Span(author=kind, mask_reason=reason, token_ids=ids, **{"turn": 1, **fields})  # type: ignore[arg-type]
+
+
+def placed(spans: Sequence[token_pb2.Span]) -> list[token_pb2.SampleSpan]:
+    """The spans as a sample tells them: where they stand instead of what they hold."""
+    stops = list(accumulate(len(each.token_ids) for each in spans))
+    return [
+        token_pb2.SampleSpan(
+            author=each.author,
+            mask_reason=each.mask_reason,
+            turn=each.turn,
+            start=start,
+            stop=stop,
+            policy_version=each.policy_version,
+        )
+        for each, start, stop in zip(spans, [0, *stops], stops, strict=False)
+    ]
+
+
+def outcome_of(*spans: token_pb2.Span, **sample: object) -> outcome_pb2.Outcome:
+    """An outcome of one segment; `sample` changes what its sample says."""
+    ids = [token for each in spans[1:] for token in each.token_ids]
+    trains = [not each.mask_reason for each in spans[1:] for _ in each.token_ids]
+    fields: dict[str, object] = {
+        "segment_id": "0",
+        "prompt_ids": spans[0].token_ids,
+        "response_ids": ids,
+        "response_mask": bytes(trains),
+        "logprobs": token_pb2.Logprobs(values=[-0.5 * each for each in trains]),
+    }
+    origin = token_pb2.SegmentOrigin(kind=token_pb2.SEGMENT_KIND_MAIN)
+    segment = token_pb2.Segment(id="0", origin=origin, spans=spans, verified=True)
+    fields |= {"spans": placed(spans), "origin": origin, "verified": True}
+    made = token_pb2.Sample(**(fields | sample))  # type: ignore[arg-type]
+    return outcome_pb2.Outcome(stop=outcome_pb2.Stop(reason="stop"), segments=[segment], samples=[made])
