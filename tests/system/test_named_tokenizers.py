@@ -12,8 +12,8 @@ from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.support.gateways import http_client
 from tests.support.bodies import body
+from tests.support.gateways import http_client
 
 
 def settings(directory: Path) -> Settings:
