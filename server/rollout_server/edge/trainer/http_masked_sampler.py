@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rollout_server.core.ledger import SegmentKind, pack_tokens
+from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.drift_excerpt import DriftExcerpt
+from rollout_server.edge.tokens.drift_excerpt import drift_excerpt
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.tokens.rendering_form import RenderingForm
 from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_answer_aside
@@ -49,14 +49,14 @@ class MaskedSampler:
         self._tools = tools
         self._url = f"{spec.completions.url}/v1/chat/completions"
         self._writer = RequestWriter(spec.rollout_id)
-        self._opened: tuple[Renderer, DriftExcerpt] | None = None
+        self._renderer: Renderer | None = None
         self._form = trainers.forms.of(spec) or trainers.form
         self._asked = False
 
     async def sample(self, ask: CompletionRequest) -> Answered:
         """Renders, posts, checks. Raises `RolloutFailed`."""
         self._asked, turn = True, ask.asked.turn
-        renderer, parting = await self._open()
+        renderer = await self._open()
         rendered = await _rendered(ask, renderer)
         started = time.monotonic()
         fetched, mask_length = await self._fetch(ask, renderer, rendered)
@@ -69,7 +69,7 @@ class MaskedSampler:
         if renderer.form != self._form:
             self._form = renderer.form
             self._trainers.forms.remember(self._spec, self._form)
-        around = await parting.around(predicted, answer.reported, answer.token_ids or pack_tokens())
+        around = await drift_excerpt(renderer.loaded, ask.ledger, predicted, answer.reported)
         return Answered(
             turn=turn,
             message=answer.message,
@@ -128,12 +128,12 @@ class MaskedSampler:
         request = HttpRequest(self._url, body, turn_headers(ask), is_known=ask.last is not None)
         return await fetch_once(self._trainers.client, CompletionFetch(request, ask.asked.turn, ask.deadline))
 
-    async def _open(self) -> tuple[Renderer, DriftExcerpt]:
-        if self._opened is None:
+    async def _open(self) -> Renderer:
+        if self._renderer is None:
             tokenizers, name = self._trainers.tokenizers, self._spec.tokenizer
-            renderer = await open_renderer(tokenizers, name, self._tools, self._form)
-            self._opened, self._form = (renderer, DriftExcerpt(renderer.loaded)), renderer.form
-        return self._opened
+            self._renderer = await open_renderer(tokenizers, name, self._tools, self._form)
+            self._form = self._renderer.form
+        return self._renderer
 
 
 def _notes(

@@ -118,9 +118,8 @@ class Run:
         if isinstance(asked, LimitReached):
             self._course.end(asked.stop)
         remark, deadline = partial(self._remark, asked.turn), self._rollout.deadline
-        ask = CompletionRequest(
-            asked, talk.messages, talk.last_answer, talk.asked, deadline, self._rollout.credentials, remark, own
-        )
+        held = talk.messages, talk.last_answer, talk.asked, talk.line
+        ask = CompletionRequest(asked, *held, deadline, self._rollout.credentials, remark, own)
         self._course.record(asked)
         try:
             with self._course.waiting():
