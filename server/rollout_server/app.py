@@ -38,8 +38,7 @@ from rollout_server.edge.loop_lag import LoopLag
 from rollout_server.edge.loop_watchdog import LoopWatch
 from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.edge.metrics.server import serve_metrics
-from rollout_server.edge.rpc.local_sockets import own_socket
-from rollout_server.edge.rpc.server import RpcServer, RpcSettings
+from rollout_server.edge.rpc.server import RpcServer, RpcSettings, own_socket
 from rollout_server.edge.rpc.service import RolloutService
 from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.rpc.train_service import TrainerService

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from rollout_client import AsyncClient, Conflict, InvalidRequest, Target
-from rollout_server.edge.engine.routes import Routes
+from rollout_server.edge.engine.completion_client import Routes
 
 from tests.engines.model import ToyModel
 from tests.engines.rolling import DONE, roll, target

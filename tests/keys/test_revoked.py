@@ -14,10 +14,9 @@ import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server import app
 from rollout_server.core.error import Unauthenticated
-from rollout_server.edge import wrong_keys
-from rollout_server.edge.api_keys import entry_of
+from rollout_server.edge import api_keys
+from rollout_server.edge.api_keys import BURST, DELAY_SECONDS, WrongKeys, entry_of
 from rollout_server.edge.rpc.open_calls import OpenCalls
-from rollout_server.edge.wrong_keys import BURST, DELAY_SECONDS, WrongKeys
 
 from tests.keys.test_callers import bearing
 from tests.keys.test_keyring import put
@@ -139,7 +138,7 @@ async def test_wrong_keys_are_logged_by_their_hash_alone(server: Caller, caplog:
     async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
         for headers in ({"authorization": "Bearer wrong-one"}, {}):
             assert (await client.post("/v1/rollouts", json={}, headers=headers)).status_code == 401
-    (record,) = (each for each in caplog.records if each.name == wrong_keys.__name__)
+    (record,) = (each for each in caplog.records if each.name == api_keys.__name__)
     assert hashlib.sha256(b"wrong-one").hexdigest()[:12] in record.getMessage()
     assert "wrong-one" not in caplog.text
 

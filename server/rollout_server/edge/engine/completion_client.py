@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
+from urllib.parse import urlsplit
 
 from rollout_server.core.ledger import Tokens
 from rollout_server.core.message import Message
@@ -12,9 +13,8 @@ from rollout_server.core.spec import Spec
 from rollout_server.edge.engine.errors import wants_other_limit
 from rollout_server.edge.engine.request import OTHER_LIMIT, ChatWriter, TokenWriter
 from rollout_server.edge.engine.response import EngineResponse, Sampled, read_completion, read_sampled
-from rollout_server.edge.engine.routes import Routes
 from rollout_server.edge.engine.transport import Access, post, usable, whole, wrote
-from rollout_server.edge.trainer.response_limits import aside
+from rollout_server.edge.offload import offload_response
 from rollout_server.edge.trainer.retry import Fetched
 from rollout_server.runtime.ports import CompletionRequest, Tool
 
@@ -22,6 +22,36 @@ _SCALE_OUT: Final = (
     "token mode needs the routes that vLLM serves with --enable-scale-out, and `completions.model` to be a name it serves; message "
     "mode needs no such routes"
 )
+
+
+_VERSION = "/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The URLs of one engine. `base` is what OpenAI's clients call the base URL."""
+
+    base: str
+
+    @classmethod
+    def of(cls, url: str) -> Routes:
+        """A URL with a path is the base itself; one without gets the path that every engine serves by default."""
+        return cls(url if urlsplit(url).path.strip("/") else f"{url}{_VERSION}")
+
+    @property
+    def chat(self) -> str:
+        """Chat completions."""
+        return f"{self.base}/chat/completions"
+
+    @property
+    def generate(self) -> str:
+        """vLLM: ids in, ids out. It stands beside the OpenAI routes, not under them."""
+        return f"{self.base.removesuffix(_VERSION)}/inference/v1/generate"
+
+    @property
+    def derender(self) -> str:
+        """vLLM: sampled ids to the message that they are."""
+        return f"{self.chat}/derender"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +147,7 @@ class Generation:
         body = writer.rendering(prompt, generated, self._chat.body(messages, ask))
         fetched = await self._post(self._routes.derender, body, ask)
         message = usable(fetched, ask)
-        answer = await aside(lambda: self._chat.read(message, ask.asked.turn), len(message))
+        answer = await offload_response(lambda: self._chat.read(message, ask.asked.turn), len(message))
         return _completed(answer, sampled, attempts + fetched.attempts)
 
     async def _post(self, url: str, body: bytes, ask: CompletionRequest) -> Fetched:

@@ -19,8 +19,8 @@ import msgspec
 from rollout_server.core.ledger import Tokens
 from rollout_server.core.message import Message
 from rollout_server.core.spec import Dialect, Sampling, Spec, Target
+from rollout_server.edge.tokens.cache import as_function
 from rollout_server.edge.trainer.chat_completion import RequestWriter
-from rollout_server.edge.trainer.rendering import as_function
 from rollout_server.edge.trainer.sampling_parameters import engine_parameters
 from rollout_server.runtime.ports import Tool
 

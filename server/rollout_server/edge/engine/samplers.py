@@ -19,11 +19,10 @@ from rollout_server.core.spec import Dialect, Spec
 from rollout_server.edge.engine.completion_client import Chat, CompletionClient, EngineCompletion, Generation
 from rollout_server.edge.engine.response import Sampled
 from rollout_server.edge.engine.transport import Access
-from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
 from rollout_server.edge.tokens.drift_excerpt import drift_excerpt
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.trainer.form_cache import FormCache
-from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
 from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed, Sampler, Tool
 

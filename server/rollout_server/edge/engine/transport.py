@@ -16,9 +16,8 @@ from typing import Final, Protocol, TypeVar
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.engine.errors import aborted, is_error, refused_by_engine
 from rollout_server.edge.engine.request import LimitNames
-from rollout_server.edge.trainer.headers import turn_headers
-from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest
-from rollout_server.edge.trainer.response_limits import aside
+from rollout_server.edge.offload import offload_response
+from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_again
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter
 from rollout_server.runtime.ports import CompletionRequest, RolloutFailed
@@ -76,7 +75,7 @@ async def whole(
         fetched = await fetch()
         attempts += fetched.attempts
         body = usable(fetched, ask)
-        answer = await aside(partial(read, body, turn), len(body))
+        answer = await offload_response(partial(read, body, turn), len(body))
         if answer.finish_reason not in _BROKEN_OFF:
             return answer, body, attempts
         if failures >= access.retries.count:

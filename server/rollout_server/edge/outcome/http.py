@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rollout_server.edge.trainer.headers import keyed_headers
 from rollout_server.edge.trainer.http_client import (
     ConnectionLost,
     ConnectionRefused,
@@ -11,6 +10,7 @@ from rollout_server.edge.trainer.http_client import (
     HttpResponse,
     ResponseTooLarge,
     TargetForbidden,
+    keyed_headers,
 )
 from rollout_server.edge.trainer.http_errors import error_text
 from rollout_server.runtime.delivery import DeliveryAcknowledged, DeliveryRefused, DeliveryUnsettled, Receipt

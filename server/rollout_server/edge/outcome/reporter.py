@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollout_server.core.spec import Dialect, Target
 from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.outcome.http import HttpCourier
-from rollout_server.edge.wire.delivery import WriteBody, delivery_bytes, finished_rollout
+from rollout_server.edge.wire.rollout import WriteBody, delivery_bytes, finished_rollout
 from rollout_server.runtime.delivery import Receipt
 from rollout_server.runtime.ports import PackedOutcome
 from rollout_server.runtime.rollout import Rollout

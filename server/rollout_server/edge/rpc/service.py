@@ -14,13 +14,13 @@ from osmosis.rollout.v1 import event_pb2, rollout_service_pb2_grpc
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
 from rollout_server.core.error import InvalidRequest, Violation
+from rollout_server.edge.offload import offload_request
 from rollout_server.edge.rpc.caller import caller
-from rollout_server.edge.trainer.response_limits import aside
 from rollout_server.edge.wire import request as wire
 from rollout_server.edge.wire.event import event, timestamp
 from rollout_server.edge.wire.message import tool_to_proto
 from rollout_server.edge.wire.rollout import agent_to_proto, rollout_to_proto, started
-from rollout_server.edge.wire.spec import duration
+from rollout_server.edge.wire.spec import duration, seconds
 from rollout_server.runtime.registry.admitted import AdmittedStart
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
@@ -87,10 +87,10 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         """Waits for the outcome."""
         view = wire.known(request.view, pb.RolloutView, "view")
         rollout = self._roster.get(request.uid, caller())
-        seconds = _patience(request, context)
+        timeout = _wait_seconds(request, context)
         with rollout.attached():
             with suppress(TimeoutError):
-                await asyncio.wait_for(rollout.log.ended(), seconds)
+                await asyncio.wait_for(rollout.log.ended(), timeout)
             return pb.WaitRolloutResponse(rollout=rollout_to_proto(rollout, view))
 
     async def GetRollout(self, request: pb.GetRolloutRequest, context: _Context) -> pb.GetRolloutResponse:
@@ -170,7 +170,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             wish = wire.wish(request, who)
             return self._roster.admit(wish, self._facts.violations(wish))
 
-        return self._roster.start(await aside(admitted, request.ByteSize()))
+        return self._roster.start(await offload_request(admitted, request.ByteSize()))
 
 
 async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[event_pb2.RolloutEvent]:
@@ -185,14 +185,14 @@ async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[ev
         yield event(rollout, entry, detail)
 
 
-def _patience(request: pb.WaitRolloutRequest, context: _Context) -> float:
+def _wait_seconds(request: pb.WaitRolloutRequest, context: _Context) -> float:
     """How long to wait, in seconds: a little less than the call's deadline, so that the answer arrives before it."""
     remaining = context.time_remaining()
-    asked = wire.seconds(request.timeout) if request.HasField("timeout") else None
-    if asked is not None and asked < 0:
+    wait = seconds(request.timeout) if request.HasField("timeout") else None
+    if wait is not None and wait < 0:
         raise InvalidRequest(Violation("timeout", "must not be negative"))
-    if asked is None:
-        asked = DEFAULT_WAIT if remaining is None else remaining
+    if wait is None:
+        wait = DEFAULT_WAIT if remaining is None else remaining
     if remaining is not None:
-        asked = min(asked, remaining - min(0.5, 0.1 * remaining))
-    return max(0.0, min(asked, LONGEST_WAIT))
+        wait = min(wait, remaining - min(0.5, 0.1 * remaining))
+    return max(0.0, min(wait, LONGEST_WAIT))

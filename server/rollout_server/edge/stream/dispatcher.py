@@ -9,10 +9,10 @@ from contextlib import suppress
 from functools import partial
 
 from rollout_server.core.error import Busy, InvalidRequest, NotFound, NotPossible, RolloutError, Violation
+from rollout_server.edge.offload import offload_request
 from rollout_server.edge.stream.items import RefusedItem, StartedItem
 from rollout_server.edge.stream.stream import TrainerStream
 from rollout_server.edge.stream.streams import Streams
-from rollout_server.edge.trainer.response_limits import aside
 from rollout_server.edge.wire import request as requests
 from rollout_server.edge.wire import train as wire
 from rollout_server.runtime.registry.admitted import AdmittedStart
@@ -129,7 +129,9 @@ class Dispatcher:
 
     async def _start(self, stream: TrainerStream, sequence: int, start: wire.Start, caller: Caller) -> None:
         try:
-            admitted = await aside(lambda: self._admitted(start, caller), start.ByteSize() * max(start.count, 1))
+            admitted = await offload_request(
+                lambda: self._admitted(start, caller), start.ByteSize() * max(start.count, 1)
+            )
             taken = await self.roster.start_all(admitted, partial(self._check, stream))
         except RolloutError as error:
             stream.reply(RefusedItem(sequence, error))

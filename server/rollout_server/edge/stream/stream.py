@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rollout_server.core.error import InvalidRequest, RolloutError, Violation
 from rollout_server.core.outcome import Cancellation
@@ -17,7 +18,6 @@ from rollout_server.edge.stream.items import (
     UnacknowledgedItem,
 )
 from rollout_server.edge.stream.ledger_reads import LedgerReads
-from rollout_server.edge.stream.limits import StreamLimits
 from rollout_server.edge.stream.pending_completions import PendingCompletions
 from rollout_server.edge.stream.stream_rollout import LedgerRead, PendingCompletion, StreamRollout
 from rollout_server.edge.trainer.grpc_client import Rejection
@@ -26,6 +26,26 @@ from rollout_server.edge.wire.completion import Response
 from rollout_server.runtime.rollout import Rollout
 
 CLOSED = Cancellation("the trainer closed its stream")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """Times in seconds.
+
+    Args:
+        grace: how long a cut stream is kept.
+        timeout: how long an ask that was sent may stay unanswered.
+        streams, of_caller: streams at the same time, in all and of one caller, the cut ones among them.
+        rollouts: rollouts of one stream whose outcomes are not acknowledged.
+        unacknowledged: items with a sequence that were sent and not acknowledged; so many refusals may wait to be sent as well.
+    """
+
+    grace: float = 30.0
+    timeout: float = 300.0
+    streams: int = 1000
+    of_caller: int = 100
+    rollouts: int = 10_000
+    unacknowledged: int = 1024
 
 
 class TrainerStream:

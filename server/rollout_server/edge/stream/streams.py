@@ -7,8 +7,7 @@ import logging
 import secrets
 
 from rollout_server.core.error import Busy, Draining, NotPossible, RolloutError, Superseded
-from rollout_server.edge.stream.limits import StreamLimits
-from rollout_server.edge.stream.stream import TrainerStream
+from rollout_server.edge.stream.stream import StreamLimits, TrainerStream
 from rollout_server.edge.stream.stream_rollout import StreamRollout
 from rollout_server.runtime.rollout import Rollout
 

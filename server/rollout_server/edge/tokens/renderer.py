@@ -20,10 +20,10 @@ from rollout_server.core.ledger import Prediction, Tokens, pack_tokens
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
+from rollout_server.edge.tokens.chat_template import Literals
 from rollout_server.edge.tokens.encoding import Encoded
 from rollout_server.edge.tokens.rendering_form import CountingMethod, Fields, RenderingForm, has_calls, parsed
 from rollout_server.edge.tokens.short_form import ShortFormProof, shortened
-from rollout_server.edge.tokens.template_literals import Literals
 from rollout_server.edge.tokens.template_probe import StopToken
 from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
 from rollout_server.edge.tokens.turn_boundary import (

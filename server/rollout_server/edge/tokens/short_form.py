@@ -14,8 +14,8 @@ from copy import copy
 from typing import Final, TypeAlias
 
 from rollout_server.core.message import JSON
+from rollout_server.edge.tokens.chat_template import Literals
 from rollout_server.edge.tokens.rendering_form import Fields, strings
-from rollout_server.edge.tokens.template_literals import Literals
 
 _SYSTEM: Final = ("system", "developer")
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")

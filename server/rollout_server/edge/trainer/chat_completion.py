@@ -16,7 +16,8 @@ import msgspec
 from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
 from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object, tool_calls
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, aside, check_message, check_values
+from rollout_server.edge.offload import offload_response
+from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, check_message, check_values
 from rollout_server.runtime.ports import RolloutFailed
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -149,7 +150,9 @@ def read_message(raw: msgspec.Raw, most_calls: int) -> tuple[Message, int]:
 
 async def read_answer_aside(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
     """The same; a large answer is parsed in a thread, so that other rollouts do not wait for it."""
-    return await aside(lambda: read_answer(body, turn, ids_needed=ids_needed, most_calls=most_calls), len(body))
+    return await offload_response(
+        lambda: read_answer(body, turn, ids_needed=ids_needed, most_calls=most_calls), len(body)
+    )
 
 
 def _check_content(fields: Mapping[str, JSON]) -> None:

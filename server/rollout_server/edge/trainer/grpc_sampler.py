@@ -20,7 +20,7 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
 from rollout_server.edge.grpc_channels import Channels
-from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.trainer.grpc_client import (
     BaseUnknown,
@@ -31,7 +31,6 @@ from rollout_server.edge.trainer.grpc_client import (
     TurnCall,
 )
 from rollout_server.edge.trainer.http_errors import redacted
-from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.edge.trainer.trainer_digest import (

@@ -10,16 +10,14 @@ from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
-from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
 from rollout_server.edge.tokens.drift_excerpt import drift_excerpt
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.tokens.rendering_form import RenderingForm
 from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_answer_aside
 from rollout_server.edge.trainer.form_cache import FormCache, likeliest, refuses_mask
-from rollout_server.edge.trainer.headers import turn_headers
-from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest
+from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
 from rollout_server.edge.trainer.http_errors import refused
-from rollout_server.edge.trainer.rendering import open_renderer
 from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, fetch_once
 from rollout_server.edge.trainer.sampling_parameters import masked_parameters

@@ -13,8 +13,7 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
 from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_answer_aside
-from rollout_server.edge.trainer.headers import turn_headers
-from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest
+from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
 from rollout_server.edge.trainer.http_errors import refused
 from rollout_server.edge.trainer.response_warnings import notes_on
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_again

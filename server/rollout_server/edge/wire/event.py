@@ -28,10 +28,9 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 from rollout_server.edge.wire import enums
-from rollout_server.edge.wire.message import message_to_proto, messages_to_proto
+from rollout_server.edge.wire.message import message_to_proto, messages_to_proto, utf8
 from rollout_server.edge.wire.outcome import origin_to_proto, outcome_to_proto, span_to_proto
 from rollout_server.edge.wire.spec import sampling_to_proto
-from rollout_server.edge.wire.text import utf8
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.rollout import Rollout
 

@@ -20,7 +20,7 @@ from rollout_server.edge.wire import request as wire
 from rollout_server.edge.wire.completion import Request, Response, checkpoint_from_proto, held_tokens
 from rollout_server.edge.wire.event import event
 from rollout_server.edge.wire.rollout import rollout_to_proto, started
-from rollout_server.edge.wire.spec import duration
+from rollout_server.edge.wire.spec import duration, seconds
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Caller, StartRequest
@@ -59,7 +59,7 @@ def answer(given: Given) -> tuple[str, Response | Rejection]:
     if given.HasField("answer"):
         return given.answer.turn_key, given.answer.response
     reject = given.reject
-    after = wire.seconds(reject.retry_after) if reject.HasField("retry_after") else None
+    after = seconds(reject.retry_after) if reject.HasField("retry_after") else None
     return reject.turn_key, Rejection(
         _CODES.get(reject.code, grpc.StatusCode.UNKNOWN),
         reject.message,
