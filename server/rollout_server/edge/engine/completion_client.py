@@ -12,9 +12,10 @@ from rollout_server.core.message import Message
 from rollout_server.core.spec import Spec
 from rollout_server.edge.engine.errors import wants_other_limit
 from rollout_server.edge.engine.request import OTHER_LIMIT, ChatWriter, TokenWriter
-from rollout_server.edge.engine.response import EngineResponse, Sampled, read_completion, read_sampled
+from rollout_server.edge.engine.response import read_completion, read_sampled
 from rollout_server.edge.engine.transport import Access, post, usable, whole, wrote
 from rollout_server.edge.offload import offload_response
+from rollout_server.edge.trainer.chat_completion import ChatCompletion
 from rollout_server.edge.trainer.retry import Fetched
 from rollout_server.runtime.ports import CompletionRequest, Tool
 
@@ -54,24 +55,16 @@ class Routes:
         return f"{self.chat}/derender"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCompletion:
-    """An answer: its message, what was sampled, and the requests that were sent for it."""
-
-    message: Message
-    tool_calls: int
-    finish_reason: str
-    sampled: Sampled
-    attempts: int
-
-
 class CompletionClient(Protocol):
     """Completes the conversation of one rollout, which only grows."""
 
     async def complete(
         self, messages: Sequence[Message], ask: CompletionRequest, prompt: Tokens | None = None
-    ) -> EngineCompletion:
-        """The answer to the conversation; `prompt` is how it was rendered here, in token mode. Raises `RolloutFailed`."""
+    ) -> tuple[ChatCompletion, int]:
+        """The completion of the conversation, and the requests that were sent for it. Raises `RolloutFailed`.
+
+        `prompt` is how the conversation was rendered here, in token mode.
+        """
 
 
 class Chat:
@@ -86,16 +79,16 @@ class Chat:
 
     async def complete(
         self, messages: Sequence[Message], ask: CompletionRequest, prompt: Tokens | None = None
-    ) -> EngineCompletion:
+    ) -> tuple[ChatCompletion, int]:
         """As `CompletionClient` says."""
 
         async def fetch() -> Fetched:
             return await self._fetch(messages, ask, prompt)
 
         answer, _, attempts = await whole(self._access, ask, fetch, self.read)
-        return _completed(answer, answer.sampled, attempts)
+        return answer, attempts
 
-    def read(self, body: bytes, turn: int) -> EngineResponse:
+    def read(self, body: bytes, turn: int) -> ChatCompletion:
         """An answer. Raises `RolloutFailed`."""
         return read_completion(body, turn, self._most_calls)
 
@@ -133,7 +126,7 @@ class Generation:
 
     async def complete(
         self, messages: Sequence[Message], ask: CompletionRequest, prompt: Tokens | None = None
-    ) -> EngineCompletion:
+    ) -> tuple[ChatCompletion, int]:
         """As `CompletionClient` says; a prompt is needed. Raises ValueError without one."""
         if prompt is None:
             raise ValueError("ids are needed to generate from")
@@ -148,14 +141,11 @@ class Generation:
         fetched = await self._post(self._routes.derender, body, ask)
         message = usable(fetched, ask)
         answer = await offload_response(lambda: self._chat.read(message, ask.asked.turn), len(message))
-        return _completed(answer, sampled, attempts + fetched.attempts)
+        completion = sampled.completion(answer.message, answer.tool_calls, answer.finish_reason)
+        return completion, attempts + fetched.attempts
 
     async def _post(self, url: str, body: bytes, ask: CompletionRequest) -> Fetched:
         fetched = await post(self._access, url, body, ask)
         if fetched.answer.status in (404, 405):
             usable(fetched, ask, _SCALE_OUT)
         return fetched
-
-
-def _completed(answer: EngineResponse, sampled: Sampled, attempts: int) -> EngineCompletion:
-    return EngineCompletion(answer.message, answer.tool_calls, answer.finish_reason, sampled, attempts)

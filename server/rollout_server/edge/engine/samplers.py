@@ -16,14 +16,14 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Dialect, Spec
-from rollout_server.edge.engine.completion_client import Chat, CompletionClient, EngineCompletion, Generation
-from rollout_server.edge.engine.response import Sampled
+from rollout_server.edge.engine.completion_client import Chat, CompletionClient, Generation
 from rollout_server.edge.engine.transport import Access
 from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
 from rollout_server.edge.tokens.drift_excerpt import drift_excerpt
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
+from rollout_server.edge.trainer.chat_completion import ChatCompletion
+from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
 from rollout_server.edge.trainer.form_cache import FormCache
-from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
 from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed, Sampler, Tool
 
 _REPORTS = {
@@ -64,9 +64,9 @@ class MessageSampler:
         renderer = await self._open()
         rendered = None if renderer is None else await _rendered(renderer, messages, ask)
         started = time.monotonic()
-        completed = await self._chat.complete(messages, ask)
-        answered = _answered(ask, completed, started)
-        answered = replace(answered, notes=tuple(self._notes(completed.sampled, ask, rendered)))
+        completion, attempts = await self._chat.complete(messages, ask)
+        elapsed = 1000 * (time.monotonic() - started)
+        answered = completion_record(ask, completion, attempts, elapsed, self._notes(completion, ask, rendered))
         if renderer is None or rendered is None:
             return answered
         predicted, reported = rendered.predicted, answered.reported
@@ -90,19 +90,21 @@ class MessageSampler:
             self._renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools, known)
         return self._renderer
 
-    def _notes(self, sampled: Sampled, ask: CompletionRequest, rendered: Rendered | None) -> Iterator[tuple[str, str]]:
+    def _notes(
+        self, completion: ChatCompletion, ask: CompletionRequest, rendered: Rendered | None
+    ) -> Iterator[tuple[str, str]]:
         turn, since = ask.asked.turn, _REPORTS.get(self._spec.completions.dialect)
         vocabulary = None if self._renderer is None else self._renderer.loaded.vocabulary
-        yield from notes_on(sampled.token_ids, sampled.logprobs, ask.sampling, turn, vocabulary)
+        yield from completion_warnings(completion.token_ids, completion.logprobs, ask.sampling, turn, vocabulary)
         if rendered is not None:
-            yield from notes_on_rendering(rendered, turn)
-        if sampled.token_ids is not None and (sampled.reported is not None or self._renderer is not None):
-            if sampled.reported is None:
+            yield from rendering_warnings(rendered, turn)
+        if completion.token_ids is not None and (completion.reported is not None or self._renderer is not None):
+            if completion.reported is None:
                 text = "the engine sent no prompt_token_ids; prompt and environment tokens are our rendering"
                 yield "unverified", f"turn {turn}: {text}"
         elif since is not None and not self._missed:
             self._missed = True
-            missing = "token_ids" if sampled.token_ids is None else "prompt_token_ids"
+            missing = "token_ids" if completion.token_ids is None else "prompt_token_ids"
             yield "tokens_unknown", f"turn {turn}: the engine sent no {missing}, which it was asked for; {since}"
 
 
@@ -126,13 +128,12 @@ class TokenSampler:
         predicted = rendered.predicted
         prompt = ask.ledger.held() + predicted.closing + predicted.environment
         started = time.monotonic()
-        completed = await self._by_ids.complete(messages, ask, prompt)
-        answered = replace(_answered(ask, completed, started), predicted=predicted)
-        if answered.token_ids is None:
+        completion, attempts = await self._by_ids.complete(messages, ask, prompt)
+        elapsed = 1000 * (time.monotonic() - started)
+        if completion.token_ids is None:
             raise RolloutFailed(_unknown(ask.asked.turn, self._spec.completions.dialect))
-        return replace(
-            answered, notes=tuple(_notes(completed.sampled, ask, rendered, self._renderer.loaded.vocabulary))
-        )
+        notes = _notes(completion, ask, rendered, self._renderer.loaded.vocabulary)
+        return replace(completion_record(ask, completion, attempts, elapsed, notes), predicted=predicted)
 
     def fork(self, fork: Fork) -> TokenSampler:
         """A branch goes on from the ids that are held; any other conversation begins with nothing."""
@@ -142,11 +143,13 @@ class TokenSampler:
         return other
 
 
-def _notes(sampled: Sampled, ask: CompletionRequest, rendered: Rendered, vocabulary: int) -> Iterator[tuple[str, str]]:
+def _notes(
+    completion: ChatCompletion, ask: CompletionRequest, rendered: Rendered, vocabulary: int
+) -> Iterator[tuple[str, str]]:
     turn = ask.asked.turn
-    yield from notes_on(sampled.token_ids, sampled.logprobs, ask.sampling, turn, vocabulary)
-    yield from notes_on_rendering(rendered, turn)
-    if sampled.reported is None:
+    yield from completion_warnings(completion.token_ids, completion.logprobs, ask.sampling, turn, vocabulary)
+    yield from rendering_warnings(rendered, turn)
+    if completion.reported is None:
         text = "the engine does not repeat the ids that it was sent, so nothing proves that it generated from them"
         yield "unverified", f"turn {turn}: {text}"
 
@@ -158,24 +161,6 @@ async def _rendered(renderer: Renderer, messages: Sequence[Message], ask: Comple
     except RolloutFailed as failed:
         text = f"{failed.failure.message}; without `tokenizer` the engine's own rendering is taken as it is"
         raise RolloutFailed(replace(failed.failure, message=text)) from None
-
-
-def _answered(ask: CompletionRequest, completed: EngineCompletion, started: float) -> Answered:
-    """The answer as a record, with what the engine says and nothing else. `started` is monotonic."""
-    sampled = completed.sampled
-    return Answered(
-        turn=ask.asked.turn,
-        message=completed.message,
-        finish_reason=completed.finish_reason,
-        token_ids=sampled.token_ids,
-        logprobs=sampled.logprobs,
-        reported=sampled.reported,
-        attempts=completed.attempts,
-        elapsed_ms=1000 * (time.monotonic() - started),
-        usage=sampled.usage,
-        policy_version=sampled.policy_version,
-        tool_calls=completed.tool_calls,
-    )
 
 
 def _unknown(turn: int, dialect: Dialect) -> Failure:

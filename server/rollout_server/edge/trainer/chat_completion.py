@@ -16,6 +16,7 @@ import msgspec
 from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
 from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object, tool_calls
 from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.segment import Plane
 from rollout_server.edge.offload import offload_response
 from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, check_message, check_values
 from rollout_server.runtime.ports import RolloutFailed
@@ -46,10 +47,11 @@ class _ChatUsage(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
-    """A trainer's answer, checked.
+    """A completion of a trainer or an engine, checked.
 
-    `logprobs` is as long as `token_ids`, or None where the trainer sent none that fit; `usage` counts prompt and completion
-    tokens, where the trainer does.
+    `token_ids` and `reported`, its prompt, are None where none were sent; `logprobs` is as long as `token_ids`, or None where there
+    are none that fit; `usage` counts prompt and completion tokens, where the other side does; `policy_version` is its word for its
+    weights. Over HTTP nothing comes beside the tokens.
     """
 
     message: Message
@@ -59,6 +61,9 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     reported: Tokens | None
     logprobs: Logprobs | None
     usage: tuple[int, int] | None = None
+    policy_version: str = ""
+    planes: tuple[Plane, ...] = ()
+    extra_json: str = ""
 
 
 _decoder = msgspec.json.Decoder(_ChatBody)

@@ -22,6 +22,7 @@ from rollout_server.core.spec import Spec
 from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
+from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
 from rollout_server.edge.trainer.grpc_client import (
     BaseUnknown,
     GrpcTrainerClient,
@@ -31,7 +32,6 @@ from rollout_server.edge.trainer.grpc_client import (
     TurnCall,
 )
 from rollout_server.edge.trainer.http_errors import redacted
-from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.edge.trainer.trainer_digest import (
     PromptDelta,
@@ -93,21 +93,9 @@ class CompletionSampler:
         call = TurnCall(request.asked.turn, request.deadline, request.credentials)
         started = time.monotonic()
         completion = await self._complete(request, messages, delta, call)
-        answered = Answered(
-            turn=request.asked.turn,
-            message=completion.message,
-            finish_reason=completion.finish_reason,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            attempts=call.attempts,
-            elapsed_ms=1000 * (time.monotonic() - started),
-            usage=completion.usage,
-            policy_version=completion.policy_version,
-            notes=(*call.remarks, *self._warnings(completion, request, rendered)),
-            tool_calls=completion.tool_calls,
-            planes=completion.planes,
-            extra_json=completion.extra_json,
-        )
+        elapsed = 1000 * (time.monotonic() - started)
+        warnings = (*call.remarks, *self._warnings(completion, request, rendered))
+        answered = completion_record(request, completion, call.attempts, elapsed, warnings)
         if rendered is not None and delta is not None:
             checked = await self._check_rendered(request, rendered.predicted, delta, completion, answered)
         else:
@@ -217,7 +205,6 @@ class CompletionSampler:
     async def _check_reported(self, request: CompletionRequest, completion: Completion, answered: Answered) -> Answered:
         """Message mode: the prompt is what the trainer says it was."""
         turn, ids, prompt = request.asked.turn, completion.token_ids, completion.reported
-        answered = replace(answered, reported=prompt)
         if ids is None or prompt is None:
             return answered
         delta = self._digest.reported(request, prompt)
@@ -272,9 +259,9 @@ class CompletionSampler:
     ) -> Iterator[tuple[str, str]]:
         turn, secrets = request.asked.turn, request.credentials.secrets()
         vocabulary = None if self._renderer is None else self._renderer.loaded.vocabulary
-        yield from notes_on(completion.token_ids, completion.logprobs, request.sampling, turn, vocabulary)
+        yield from completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn, vocabulary)
         if rendered is not None:
-            yield from notes_on_rendering(rendered, turn)
+            yield from rendering_warnings(rendered, turn)
         if rendered is not None and not (completion.shows_prompt and completion.after is not None):
             missing = "after" if completion.shows_prompt else "prompt_checkpoint"
             yield (

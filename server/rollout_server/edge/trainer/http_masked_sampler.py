@@ -15,10 +15,10 @@ from rollout_server.edge.tokens.drift_excerpt import drift_excerpt
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.tokens.rendering_form import RenderingForm
 from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_answer_aside
+from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
 from rollout_server.edge.trainer.form_cache import FormCache, likeliest, refuses_mask
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
 from rollout_server.edge.trainer.http_errors import refused
-from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, fetch_once
 from rollout_server.edge.trainer.sampling_parameters import masked_parameters
 from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed, Tool
@@ -68,21 +68,9 @@ class MaskedSampler:
             self._form = renderer.form
             self._trainers.forms.remember(self._spec, self._form)
         around = await drift_excerpt(renderer.loaded, ask.ledger, predicted, answer.reported)
-        return Answered(
-            turn=turn,
-            message=answer.message,
-            finish_reason=answer.finish_reason,
-            token_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-            predicted=predicted,
-            reported=answer.reported,
-            mask_length=mask_length or None,
-            attempts=fetched.attempts,
-            elapsed_ms=elapsed,
-            notes=_notes(answer, rendered, ask, renderer.loaded.vocabulary),
-            tool_calls=answer.tool_calls,
-            around=around,
-        )
+        notes = _notes(answer, rendered, ask, renderer.loaded.vocabulary)
+        record = completion_record(ask, answer, fetched.attempts, elapsed, notes)
+        return replace(record, predicted=predicted, mask_length=mask_length or None, around=around)
 
     def fork(self, fork: Fork) -> MaskedSampler:
         """Raises `RolloutFailed`: such a trainer keeps one list of messages and tokens for a rollout, and masks count from its end.
@@ -138,8 +126,8 @@ def _notes(
     answer: ChatCompletion, rendered: Rendered, ask: CompletionRequest, vocabulary: int
 ) -> tuple[tuple[str, str], ...]:
     turn = ask.asked.turn
-    notes = list(notes_on(answer.token_ids, answer.logprobs, ask.sampling, turn, vocabulary))
-    notes += notes_on_rendering(rendered, turn)
+    notes = list(completion_warnings(answer.token_ids, answer.logprobs, ask.sampling, turn, vocabulary))
+    notes += rendering_warnings(rendered, turn)
     if answer.reported is None:
         text = f"turn {turn}: the trainer sent no prompt_token_ids; prompt and environment tokens are our rendering"
         notes.append(("unverified", text))

@@ -13,9 +13,9 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
 from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_answer_aside
+from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
 from rollout_server.edge.trainer.http_errors import refused
-from rollout_server.edge.trainer.response_warnings import notes_on
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_again
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter, plain_parameters
 from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed
@@ -59,19 +59,7 @@ class PlainSampler:
             raise RolloutFailed(refused(fetched.answer, turn, ask.credentials.secrets()))
         most = self._spec.limits.calls_read
         answer = await read_answer_aside(fetched.answer.body, turn, ids_needed=False, most_calls=most)
-        return Answered(
-            turn=turn,
-            message=answer.message,
-            finish_reason=answer.finish_reason,
-            token_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-            reported=answer.reported,
-            attempts=fetched.attempts,
-            elapsed_ms=elapsed,
-            usage=answer.usage,
-            notes=self._notes(answer, fetched, ask),
-            tool_calls=answer.tool_calls,
-        )
+        return completion_record(ask, answer, fetched.attempts, elapsed, self._notes(answer, fetched, ask))
 
     def fork(self, fork: Fork) -> PlainSampler:
         """The trainer derives masks from what it was shown, so it takes any conversation, but it knows the agent's tools only."""
@@ -96,7 +84,7 @@ class PlainSampler:
 
     def _notes(self, answer: ChatCompletion, fetched: Fetched, ask: CompletionRequest) -> tuple[tuple[str, str], ...]:
         turn, key = ask.asked.turn, ask.asked.turn_key
-        notes = list(notes_on(answer.token_ids, answer.logprobs, ask.sampling, turn))
+        notes = list(completion_warnings(answer.token_ids, answer.logprobs, ask.sampling, turn))
         if self._unnamed:
             self._unnamed = False
             text = (
