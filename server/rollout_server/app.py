@@ -169,7 +169,7 @@ class Server:
             ),
             shared=keys.demands,
         )
-        metrics.watch_roster(roster)
+        metrics.watch_registry(roster)
         metrics.watch("trainer_streams", "Streams of trainers, the cut ones among them.", self._streams.__len__)
         metrics.watch("deliveries_pending", "Outcomes that nobody has acknowledged yet.", lambda: roster.owed)
         lag = LoopLag(metrics.families.loop_lag.observe, 0.1)

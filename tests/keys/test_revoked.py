@@ -146,10 +146,10 @@ async def test_wrong_keys_are_logged_by_their_hash_alone(server: Caller, caplog:
 def test_many_wrong_keys_are_slowed_down_and_logged_together(caplog: pytest.LogCaptureFixture) -> None:
     now = 100.0
     wrong = WrongKeys(lambda: now)
-    delays = [wrong.note(f"Bearer {number}", "peer") for number in range(BURST + 500)]
+    delays = [wrong.record(f"Bearer {number}", "peer") for number in range(BURST + 500)]
     assert delays == [0.0] * BURST + [DELAY_SECONDS] * 500
     assert len(caplog.records) == BURST
-    assert wrong.note(None, "peer") == 0.0
+    assert wrong.record(None, "peer") == 0.0
     now += 1000
-    assert wrong.note("Bearer later", "peer") == 0.0
+    assert wrong.record("Bearer later", "peer") == 0.0
     assert "500 more were refused before it" in caplog.records[-1].getMessage()

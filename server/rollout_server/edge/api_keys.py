@@ -178,7 +178,7 @@ class WrongKeys:
         self._counted = clock()
         self._unlogged = 0
 
-    def note(self, authorization: str | None, peer: str) -> float:
+    def record(self, authorization: str | None, peer: str) -> float:
         """Takes note of a refused header. Returns after how many seconds to answer; a request without a key is never delayed."""
         if authorization is None:
             return 0.0

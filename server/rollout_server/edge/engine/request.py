@@ -65,7 +65,7 @@ class ChatWriter:
         self._reports = spec.completions.dialect is not Dialect.OPENAI
         self._writer = RequestWriter(None)
 
-    def written(
+    def body(
         self, messages: Sequence[Message], sampling: Sampling, limit: str = LIMIT, input_ids: Tokens | None = None
     ) -> bytes:
         """The body for a conversation that extends the one written before. Raises `WrongParameter`.

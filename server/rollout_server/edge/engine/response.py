@@ -103,40 +103,40 @@ _metadata_decoder = msgspec.json.Decoder(_Metadata | None)
 
 def read_sampled(body: bytes, turn: int) -> Sampled:
     """An answer without a message: ids alone. Raises `RolloutFailed` with VALIDATION, naming turn and field."""
-    return _sampled(_parsed(body, turn))
+    return _sampled(_parse(body, turn))
 
 
 def read_completion(body: bytes, turn: int, most_calls: int) -> ChatCompletion:
     """A chat completion. Raises `RolloutFailed` with VALIDATION, naming turn and field."""
-    parsed = _parsed(body, turn)
+    parsed = _parse(body, turn)
     raw = parsed.choices[0].message
     if bytes(raw) == b"null":
-        raise malformed(turn, "`choices[0].message` is missing")
+        raise malformed_response(turn, "`choices[0].message` is missing")
     try:
         message, calls = read_message(raw, most_calls)
     except MalformedMessage as error:
-        raise malformed(turn, f"`choices[0].message`: {error}") from None
+        raise malformed_response(turn, f"`choices[0].message`: {error}") from None
     sampled = _sampled(parsed)
     return sampled.completion(message, calls, sampled.finish_reason)
 
 
-def malformed(turn: int, what: str) -> RolloutFailed:
+def malformed_response(turn: int, what: str) -> RolloutFailed:
     """The failure of a turn whose answer cannot be used."""
     return RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: the engine's answer is malformed: {what}", turn))
 
 
-def _parsed(body: bytes, turn: int) -> _EngineBody:
+def _parse(body: bytes, turn: int) -> _EngineBody:
     try:
         check_values(body, ANSWER_VALUES)
         parsed = _decoder.decode(body)
     except MalformedMessage as error:
-        raise malformed(turn, str(error)) from None
+        raise malformed_response(turn, str(error)) from None
     except msgspec.ValidationError as error:
-        raise malformed(turn, str(error)) from None
+        raise malformed_response(turn, str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise malformed(turn, f"it is not JSON: {error}") from None
+        raise malformed_response(turn, f"it is not JSON: {error}") from None
     if not parsed.choices:
-        raise malformed(turn, "`choices` is empty")
+        raise malformed_response(turn, "`choices` is empty")
     return parsed
 
 

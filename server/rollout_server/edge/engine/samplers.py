@@ -58,22 +58,24 @@ class MessageSampler:
         self._renderer: Renderer | None = None
         self._missed = False
 
-    async def sample(self, ask: CompletionRequest) -> Answered:
+    async def sample(self, request: CompletionRequest) -> Answered:
         """Asks and checks. Raises `RolloutFailed`."""
-        messages = ask.messages[: ask.asked.messages]
+        messages = request.messages[: request.asked.messages]
         renderer = await self._open()
-        rendered = None if renderer is None else await _rendered(renderer, messages, ask)
+        rendered = None if renderer is None else await _predict(renderer, messages, request)
         started = time.monotonic()
-        completion, attempts = await self._chat.complete(messages, ask)
+        completion, attempts = await self._chat.complete(messages, request)
         elapsed = 1000 * (time.monotonic() - started)
-        answered = completion_record(ask, completion, attempts, elapsed, self._notes(completion, ask, rendered))
+        answered = completion_record(
+            request, completion, attempts, elapsed, self._warnings(completion, request, rendered)
+        )
         if renderer is None or rendered is None:
             return answered
         predicted, reported = rendered.predicted, answered.reported
         if reported is not None:
             predicted = await renderer.learn(predicted, reported)
             self._engines.forms.remember(self._spec, renderer.form)
-        around = await drift_excerpt(renderer.loaded, ask.ledger, predicted, reported)
+        around = await drift_excerpt(renderer.loaded, request.ledger, predicted, reported)
         return replace(answered, predicted=predicted, around=around)
 
     def fork(self, fork: Fork) -> MessageSampler:
@@ -90,12 +92,12 @@ class MessageSampler:
             self._renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools, known)
         return self._renderer
 
-    def _notes(
-        self, completion: ChatCompletion, ask: CompletionRequest, rendered: Rendered | None
+    def _warnings(
+        self, completion: ChatCompletion, request: CompletionRequest, rendered: Rendered | None
     ) -> Iterator[tuple[str, str]]:
-        turn, since = ask.asked.turn, _REPORTS.get(self._spec.completions.dialect)
+        turn, since = request.asked.turn, _REPORTS.get(self._spec.completions.dialect)
         vocabulary = None if self._renderer is None else self._renderer.loaded.vocabulary
-        yield from completion_warnings(completion.token_ids, completion.logprobs, ask.sampling, turn, vocabulary)
+        yield from completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn, vocabulary)
         if rendered is not None:
             yield from rendering_warnings(rendered, turn)
         if completion.token_ids is not None and (completion.reported is not None or self._renderer is not None):
@@ -119,21 +121,21 @@ class TokenSampler:
         self._by_ids: CompletionClient = by_ids(engines.access, spec, tools)
         self._renderer: Renderer | None = None
 
-    async def sample(self, ask: CompletionRequest) -> Answered:
+    async def sample(self, request: CompletionRequest) -> Answered:
         """Renders, asks and checks. Raises `RolloutFailed`."""
-        messages = ask.messages[: ask.asked.messages]
+        messages = request.messages[: request.asked.messages]
         if self._renderer is None:
             self._renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools)
-        rendered = await self._renderer.append(messages, ask.last, ask.last_messages)
+        rendered = await self._renderer.append(messages, request.last, request.last_messages)
         predicted = rendered.predicted
-        prompt = ask.ledger.held() + predicted.closing + predicted.environment
+        prompt = request.ledger.held() + predicted.closing + predicted.environment
         started = time.monotonic()
-        completion, attempts = await self._by_ids.complete(messages, ask, prompt)
+        completion, attempts = await self._by_ids.complete(messages, request, prompt)
         elapsed = 1000 * (time.monotonic() - started)
         if completion.token_ids is None:
-            raise RolloutFailed(_unknown(ask.asked.turn, self._spec.completions.dialect))
-        notes = _notes(completion, ask, rendered, self._renderer.loaded.vocabulary)
-        return replace(completion_record(ask, completion, attempts, elapsed, notes), predicted=predicted)
+            raise RolloutFailed(_missing_ids(request.asked.turn, self._spec.completions.dialect))
+        warnings = _warnings(completion, request, rendered, self._renderer.loaded.vocabulary)
+        return replace(completion_record(request, completion, attempts, elapsed, warnings), predicted=predicted)
 
     def fork(self, fork: Fork) -> TokenSampler:
         """A branch goes on from the ids that are held; any other conversation begins with nothing."""
@@ -143,27 +145,27 @@ class TokenSampler:
         return other
 
 
-def _notes(
-    completion: ChatCompletion, ask: CompletionRequest, rendered: Rendered, vocabulary: int
+def _warnings(
+    completion: ChatCompletion, request: CompletionRequest, rendered: Rendered, vocabulary: int
 ) -> Iterator[tuple[str, str]]:
-    turn = ask.asked.turn
-    yield from completion_warnings(completion.token_ids, completion.logprobs, ask.sampling, turn, vocabulary)
+    turn = request.asked.turn
+    yield from completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn, vocabulary)
     yield from rendering_warnings(rendered, turn)
     if completion.reported is None:
         text = "the engine does not repeat the ids that it was sent, so nothing proves that it generated from them"
         yield "unverified", f"turn {turn}: {text}"
 
 
-async def _rendered(renderer: Renderer, messages: Sequence[Message], ask: CompletionRequest) -> Rendered:
+async def _predict(renderer: Renderer, messages: Sequence[Message], request: CompletionRequest) -> Rendered:
     """The turn as it is expected. That it cannot be rendered here is a failure, though the engine might render it."""
     try:
-        return await renderer.predict(messages, ask.last, ask.last_messages)
+        return await renderer.predict(messages, request.last, request.last_messages)
     except RolloutFailed as failed:
         text = f"{failed.failure.message}; without `tokenizer` the engine's own rendering is taken as it is"
         raise RolloutFailed(replace(failed.failure, message=text)) from None
 
 
-def _unknown(turn: int, dialect: Dialect) -> Failure:
+def _missing_ids(turn: int, dialect: Dialect) -> Failure:
     since = _REPORTS.get(dialect, "")
     text = f"turn {turn}: the engine sent no ids of its answer, and in token mode nothing can follow it without them; {since}"
     return Failure(Category.VALIDATION, text, turn)

@@ -25,7 +25,7 @@ class OutcomeReporter:
             return delivery_bytes(rollout, key)
         return self._write_body(finished_rollout(rollout))
 
-    async def deliver(self, parcel: PackedOutcome) -> Receipt:
+    async def deliver(self, packed: PackedOutcome) -> Receipt:
         """Sends it once."""
-        courier = self._grpc if parcel.target.dialect is Dialect.GRPC else self._http
-        return await courier.deliver(parcel)
+        courier = self._grpc if packed.target.dialect is Dialect.GRPC else self._http
+        return await courier.deliver(packed)

@@ -89,7 +89,7 @@ class _RejectedCall:
             await context.send_initial_metadata(((REQUEST_ID, request_id),))
         if isinstance(self._error, Unauthenticated):
             header = dict(context.invocation_metadata() or ()).get("authorization")
-            await asyncio.sleep(self._wrong_keys.note(header if isinstance(header, str) else None, context.peer()))
+            await asyncio.sleep(self._wrong_keys.record(header if isinstance(header, str) else None, context.peer()))
         await _end(context, self._error, self._method, request_id)
 
 

@@ -132,7 +132,7 @@ def _options(settings: RpcSettings) -> list[tuple[str, int]]:
         # What was taken can be read, in whatever view; the reader's own limit holds.
         ("grpc.max_send_message_length", -1),
         # gRPC answers a bare CANCELLED when more than a thousand calls wait to be picked up by Python, or one waits for 30 s.
-        # The roster admits instead: one call is picked up in each round of the event loop, which is long while it is busy.
+        # The registry admits instead: one call is picked up in each round of the event loop, which is long while it is busy.
         ("grpc.server.max_pending_requests", calls),
         ("grpc.server.max_pending_requests_hard_limit", calls),
         ("grpc.server_max_unrequested_time_in_server", 86_400),

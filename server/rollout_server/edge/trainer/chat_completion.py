@@ -101,7 +101,7 @@ class RequestWriter:
         return self._history
 
 
-def read_answer(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
+def parse_chat_completion(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
     """Parses and checks an answer. Raises `RolloutFailed` with VALIDATION, naming turn and field."""
     try:
         check_values(body, ANSWER_VALUES)
@@ -153,10 +153,10 @@ def read_message(raw: msgspec.Raw, most_calls: int) -> tuple[Message, int]:
     return message, len(tool_calls(fields))
 
 
-async def read_answer_aside(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
+async def read_chat_completion(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
     """The same; a large answer is parsed in a thread, so that other rollouts do not wait for it."""
     return await offload_response(
-        lambda: read_answer(body, turn, ids_needed=ids_needed, most_calls=most_calls), len(body)
+        lambda: parse_chat_completion(body, turn, ids_needed=ids_needed, most_calls=most_calls), len(body)
     )
 
 

@@ -31,7 +31,7 @@ from rollout_server.edge.trainer.grpc_client import (
     TrainerClient,
     TurnCall,
 )
-from rollout_server.edge.trainer.http_errors import redacted
+from rollout_server.edge.trainer.http_errors import redact
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.edge.trainer.trainer_digest import (
     PromptDelta,
@@ -47,8 +47,8 @@ from rollout_server.edge.wire.completion import (
     PromptUpdate,
     RequestBuilder,
     Response,
-    completion_aside,
     in_token_mode,
+    read_completion,
 )
 from rollout_server.runtime.ports import CompletionRequest, Fork, RolloutFailed, Tool
 
@@ -94,7 +94,7 @@ class CompletionSampler:
         started = time.monotonic()
         completion = await self._complete(request, messages, delta, call)
         elapsed = 1000 * (time.monotonic() - started)
-        warnings = (*call.remarks, *self._warnings(completion, request, rendered))
+        warnings = (*call.warnings, *self._warnings(completion, request, rendered))
         answered = completion_record(request, completion, call.attempts, elapsed, warnings)
         if rendered is not None and delta is not None:
             checked = await self._check_rendered(request, rendered.predicted, delta, completion, answered)
@@ -125,7 +125,7 @@ class CompletionSampler:
         turn = request.asked.turn
         try:
             response = await self._send(request, messages, delta, call)
-            return await completion_aside(response, self._spec.limits.calls_read)
+            return await read_completion(response, self._spec.limits.calls_read)
         except (BaseUnknown, ToolsUnknown) as unknown:
             what = "the whole history" if isinstance(unknown, BaseUnknown) else "the list of tools"
             text = f"turn {turn}: the trainer asks for {what}, which it was sent under this turn key already"
@@ -238,7 +238,7 @@ class CompletionSampler:
         secrets = request.credentials.secrets()
         own = pack_tokens(token for span in spans for token in span.ids)
         ours, other = [
-            redacted((await self._text(tokens[max(0, index - 4) : index + 8])).encode("utf-8", "replace"), secrets)
+            redact((await self._text(tokens[max(0, index - 4) : index + 8])).encode("utf-8", "replace"), secrets)
             for tokens in (own, ids)
         ]
         text = f"{message}, since turn {since}, from token {index} on: here {ours}, there {other}"
@@ -272,6 +272,6 @@ class CompletionSampler:
         if version in self._policies[:-1]:
             latest = self._policies[-1]
             text = f"turn {turn}: policy {version!r} answered, although {latest!r} had answered before it"
-            yield "policy_stale", redacted(text.encode("utf-8", "replace"), secrets)
+            yield "policy_stale", redact(text.encode("utf-8", "replace"), secrets)
         elif version and version not in self._policies:
             self._policies.append(version)

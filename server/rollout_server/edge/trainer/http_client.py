@@ -222,9 +222,9 @@ def _retry_after(response: aiohttp.ClientResponse) -> float | None:
         return None
 
 
-def turn_headers(ask: CompletionRequest) -> dict[str, str]:
+def turn_headers(request: CompletionRequest) -> dict[str, str]:
     """Of a completion: the same key on each attempt of a turn (D8)."""
-    return keyed_headers(ask.asked.turn_key, ask.credentials.completions)
+    return keyed_headers(request.asked.turn_key, request.credentials.completions)
 
 
 def keyed_headers(key: str, credential: str) -> dict[str, str]:

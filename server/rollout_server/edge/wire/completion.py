@@ -183,17 +183,17 @@ def _new_tokens(spans: Sequence[NewSpan], after: Checkpoint) -> pb.NewTokens:
     )
 
 
-async def response_aside(data: bytes) -> Response:
+async def parse_response(data: bytes) -> Response:
     """Parses an encoded answer, a large one in a thread. Raises `MalformedCompletion`."""
-    return await offload_response(lambda: _parsed(pb.CompleteResponse, data), len(data))
+    return await offload_response(lambda: _parse(pb.CompleteResponse, data), len(data))
 
 
-async def ledger_aside(data: bytes) -> tuple[Tokens, Sequence[Author]] | None:
+async def read_ledger(data: bytes) -> tuple[Tokens, Sequence[Author]] | None:
     """An encoded ledger as `held_tokens` reads it. Raises `MalformedCompletion`."""
-    return await offload_response(lambda: held_tokens(_parsed(pb.ReadLedgerResponse, data)), len(data))
+    return await offload_response(lambda: held_tokens(_parse(pb.ReadLedgerResponse, data)), len(data))
 
 
-def _parsed(kind: type[_P], data: bytes) -> _P:
+def _parse(kind: type[_P], data: bytes) -> _P:
     try:
         check_fields(data, kind.DESCRIPTOR, MESSAGE_VALUES)
         return kind.FromString(data)
@@ -243,7 +243,7 @@ def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Comple
     )
 
 
-async def completion_aside(proto: pb.CompleteResponse, most_calls: int) -> Completion:
+async def read_completion(proto: pb.CompleteResponse, most_calls: int) -> Completion:
     """The same; a large answer is read in a thread, so that other rollouts do not wait for it."""
     return await offload_response(lambda: completion_from_proto(proto, most_calls), proto.ByteSize())
 

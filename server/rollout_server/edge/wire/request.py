@@ -32,7 +32,7 @@ _DELIVERY_STATES = {value: state for state, value in enums.DELIVERY_STATES.items
 MAX_SELECTED = 1000
 
 
-def wish(
+def start_request(
     request: rollout_service_pb2.StartRolloutRequest, caller: Caller, completes: Target | None = None
 ) -> StartRequest:
     """A request for a rollout. `completes` says who does where the request may not. Raises `InvalidRequest`."""
@@ -47,7 +47,7 @@ def wish(
         wrong.append(Violation("spec.completions", "must be unset on TrainerService.Train: its caller completes"))
     if len(request.request_id) > 256:
         wrong.append(Violation("request_id", "has at most 256 characters"))
-    wrong += _unknown_words(request)
+    wrong += _unknown_enum_values(request)
     if wrong:
         raise InvalidRequest(*wrong)
     credentials = request.credentials
@@ -60,7 +60,7 @@ def wish(
     )
 
 
-def _unknown_words(request: rollout_service_pb2.StartRolloutRequest) -> list[Violation]:
+def _unknown_enum_values(request: rollout_service_pb2.StartRolloutRequest) -> list[Violation]:
     """Enum values of a later version of the contract: to take them for unset would run something else."""
     spec = request.spec
     words = [
@@ -112,7 +112,7 @@ def is_empty(proto: rollout_service_pb2.Selection) -> bool:
     return not (proto.group_id or proto.agent or proto.all or any(lists))
 
 
-def known(value: int, kind: _EnumType, field: str) -> int:
+def known_enum_value(value: int, kind: _EnumType, field: str) -> int:
     """A value of an enum. Raises `InvalidRequest` for one of a later version of the contract."""
     if value not in kind.values():
         raise InvalidRequest(Violation(field, f"{value} is not known here"))
