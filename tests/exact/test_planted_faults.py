@@ -257,17 +257,17 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
     (
         judged,
         Fault(
-            "one id too many is dropped, by place", "encoding", "self.places[index] + 1 :", "self.places[index] + 2 :"
+            "one id too many is dropped, by place", "encoding", "self.offsets[index] + 1 :", "self.offsets[index] + 2 :"
         ),
     ),
-    (judged, Fault("the tools are left out", "renderer", "tools=form.given(self._tools)", "tools=None")),
+    (judged, Fault("the tools are left out", "renderer", "tools=form.convert_tools(self._tools)", "tools=None")),
     (
         without_tools,
         Fault(
             "the tools stay what they were",
             "renderer",
-            "tools=form.given(self._tools)",
-            "tools=RenderingForm().given(self._tools)",
+            "tools=form.convert_tools(self._tools)",
+            "tools=RenderingForm().convert_tools(self._tools)",
         ),
     ),
     (
@@ -275,8 +275,8 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "another date each turn",
             "renderer",
-            "tools=form.given(self._tools)",
-            "tools=form.given(self._tools), date=datetime.now()",
+            "tools=form.convert_tools(self._tools)",
+            "tools=form.convert_tools(self._tools), date=datetime.now()",
         ),
     ),
     (

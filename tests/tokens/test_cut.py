@@ -10,7 +10,7 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.tokens.drift_excerpt import drift_excerpt
 from rollout_server.edge.tokens.rendering_form import Arguments, RenderingForm, parsed
 from rollout_server.edge.tokens.template_probe import StopToken, probe
-from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, text_after_answer
+from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, text_after_completion
 from rollout_server.runtime.ports import RolloutFailed
 
 from tests.tokens.conftest import call, packed
@@ -44,7 +44,7 @@ def rendered(render: Callable[..., str], messages: Sequence[Fields], answered: i
 
 
 def behind_text(render: Callable[..., str], messages: Sequence[Fields], answered: int) -> str | None:
-    return text_after_answer(RenderedTurn(render, messages, answered, render(messages, True), ""))
+    return text_after_completion(RenderedTurn(render, messages, answered, render(messages, True), ""))
 
 
 def test_nothing_new_behind_a_generation_prompt_that_holds_the_stop() -> None:

@@ -38,10 +38,10 @@ class HttpCourier:
             return DeliveryRefused(f"{request.host}: {error}")
         except ResponseTooLarge:  # it has answered, and with what status is unknown
             return DeliveryUnsettled(f"{request.host}: the answer is too large")
-        return _receipt(response, request.host, packed.credential)
+        return _delivery_result(response, request.host, packed.credential)
 
 
-def _receipt(response: HttpResponse, host: str, credential: str) -> Receipt:
+def _delivery_result(response: HttpResponse, host: str, credential: str) -> Receipt:
     if 200 <= response.status < 300:
         return DeliveryAcknowledged()
     message = error_text(response, (credential,) if credential else ())

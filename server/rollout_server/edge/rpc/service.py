@@ -64,7 +64,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: pb.RunRolloutRequest, context: _Context
     ) -> AsyncIterator[pb.RunRolloutResponse]:
         """Accepts a rollout or finds it, and streams its events."""
-        detail = wire.known_enum_value(request.detail, event_pb2.EventDetail, "detail")
+        detail = wire.valid_enum_value(request.detail, event_pb2.EventDetail, "detail")
         if not request.HasField("start"):
             raise InvalidRequest(Violation("start", "is missing: request_id, spec and credentials belong in it"))
         rollout, attached = await self._start(request.start)
@@ -77,7 +77,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: pb.WatchRolloutRequest, context: _Context
     ) -> AsyncIterator[pb.WatchRolloutResponse]:
         """Streams the events after a sequence number."""
-        detail = wire.known_enum_value(request.detail, event_pb2.EventDetail, "detail")
+        detail = wire.valid_enum_value(request.detail, event_pb2.EventDetail, "detail")
         rollout = self._registry.get(request.uid, caller())
         with rollout.attached():
             async for shown in _events(rollout, request.after_sequence, detail):
@@ -85,7 +85,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def WaitRollout(self, request: pb.WaitRolloutRequest, context: _Context) -> pb.WaitRolloutResponse:
         """Waits for the outcome."""
-        view = wire.known_enum_value(request.view, pb.RolloutView, "view")
+        view = wire.valid_enum_value(request.view, pb.RolloutView, "view")
         rollout = self._registry.get(request.uid, caller())
         timeout = _wait_seconds(request, context)
         with rollout.attached():
@@ -95,7 +95,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def GetRollout(self, request: pb.GetRolloutRequest, context: _Context) -> pb.GetRolloutResponse:
         """Reads one rollout."""
-        view = wire.known_enum_value(request.view, pb.RolloutView, "view")
+        view = wire.valid_enum_value(request.view, pb.RolloutView, "view")
         rollout = self._registry.get(request.uid, caller())
         return pb.GetRolloutResponse(rollout=rollout_to_proto(rollout, view))
 
@@ -104,7 +104,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         if request.page_size > MAX_PAGE:
             raise InvalidRequest(Violation("page_size", f"at most {MAX_PAGE} are allowed"))
         size = request.page_size or DEFAULT_PAGE
-        view = wire.known_enum_value(request.view, pb.RolloutView, "view")
+        view = wire.valid_enum_value(request.view, pb.RolloutView, "view")
         before = wire.page_start(request.page_token, request.selection)
         selected = self._registry.select(wire.selection(request.selection, caller()), before=before)
         page = list(islice(selected, size + 1))

@@ -112,7 +112,7 @@ def is_empty(proto: rollout_service_pb2.Selection) -> bool:
     return not (proto.group_id or proto.agent or proto.all or any(lists))
 
 
-def known_enum_value(value: int, kind: _EnumType, field: str) -> int:
+def valid_enum_value(value: int, kind: _EnumType, field: str) -> int:
     """A value of an enum. Raises `InvalidRequest` for one of a later version of the contract."""
     if value not in kind.values():
         raise InvalidRequest(Violation(field, f"{value} is not known here"))

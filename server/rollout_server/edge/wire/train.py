@@ -123,4 +123,4 @@ def ledger_item(uid: str, segment_id: str) -> Item:
 
 def detail(hello: Hello) -> int:
     """How much of each event is wanted; 0: none. Raises `InvalidRequest`."""
-    return wire.known_enum_value(hello.detail, event_pb2.EventDetail, "hello.detail")
+    return wire.valid_enum_value(hello.detail, event_pb2.EventDetail, "hello.detail")
