@@ -36,8 +36,7 @@ from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.grpc_loop import run_loop
 from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.edge.metrics.server import serve_metrics
-from rollout_server.edge.rpc.local_sockets import own_socket
-from rollout_server.edge.rpc.server import RpcServer, RpcSettings
+from rollout_server.edge.rpc.server import RpcServer, RpcSettings, own_socket
 from rollout_server.edge.rpc.service import RolloutService
 from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.rpc.train_service import TrainerService
@@ -174,7 +173,7 @@ class Server:
             ),
             shared=keys.demands,
         )
-        metrics.watch_roster(registry)
+        metrics.watch_registry(registry)
         metrics.watch("trainer_streams", "Streams of trainers, the cut ones among them.", self._streams.__len__)
         metrics.watch("deliveries_pending", "Outcomes that nobody has acknowledged yet.", lambda: registry.owed)
         lag = LoopLag(metrics.families.loop_lag.observe, 0.1)

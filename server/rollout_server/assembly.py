@@ -25,8 +25,8 @@ from rollout_server.edge.outcome.http import HttpCourier
 from rollout_server.edge.outcome.reporter import OutcomeReporter
 from rollout_server.edge.rpc.service import ServerFacts
 from rollout_server.edge.rpc.tls import ClientTls, ServerTls, channel_credentials, server_credentials
-from rollout_server.edge.stream.limits import StreamLimits
 from rollout_server.edge.stream.sampler import StreamTrainers
+from rollout_server.edge.stream.stream import StreamLimits
 from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules

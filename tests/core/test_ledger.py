@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from rollout_server.core.ledger import (
     Author,
+    ConversationLedger,
     Drift,
     DriftKind,
     Ledger,
@@ -184,6 +186,56 @@ def test_spans_of_a_long_rollout_lie_end_to_end() -> None:
     spans = ledger.segments[0].spans
     assert all(a.stop == b.start for a, b in pairwise(spans))
     assert spans[-1].stop == len(ledger.segments[0])
+
+
+class TestWhatSamplersRead:
+    """A branch's prompt is masked as a whole, but a trainer's digest counts who wrote its tokens where they were sampled."""
+
+    @staticmethod
+    def written(line: ConversationLedger) -> list[tuple[str, int, int, int]]:
+        return [(s.reason.value if s.reason else s.author.value, s.turn, s.start, s.stop) for s in line.authorship()]
+
+    HELD: ClassVar = [("prompt", 1, 0, 3), ("model", 1, 3, 5)]
+
+    def test_nothing_is_held_at_first(self) -> None:
+        line = Ledger().main
+        assert (self.written(line), line.tokens, line.extends(ids(1))) == ([], 0, True)
+        assert line.origin == Origin(SegmentKind.MAIN)
+
+    def test_a_branch_shows_who_wrote_its_prompt(self) -> None:
+        main = begun().main
+        branch = main.branch()
+        assert self.written(main) == self.written(branch) == self.HELD
+        main.commit(Turn(2, ids(12), None, predicts(4)))
+        branch.commit(Turn(3, ids(13), None, predicts(6, 7, closing=(5,))))
+        shown = [*self.HELD, ("closing", 3, 5, 6), ("environment", 3, 6, 8), ("model", 3, 8, 9)]
+        assert self.written(branch) == self.written(branch.branch()) == shown
+        assert branch.segment is not None
+        assert [span.stop for span in branch.segment.spans] == [8, 9], "what is handed out is one prompt"
+        again = branch.branch()
+        again.commit(Turn(4, ids(14), None, None, branch.held() + ids(8)))
+        assert self.written(again) == [*shown, ("environment", 4, 9, 10), ("model", 4, 10, 11)]
+
+    def test_a_branch_whose_prompt_is_another_than_predicted_has_no_closing(self) -> None:
+        branch = begun().main.branch()
+        branch.commit(Turn(2, ids(12), None, predicts(6, closing=(5,)), branch.held() + ids(6)))
+        assert self.written(branch) == [*self.HELD, ("environment", 2, 5, 6), ("model", 2, 6, 7)]
+
+    def test_a_prompt_that_does_not_extend_what_is_held_is_nobodys_but_the_worlds(self) -> None:
+        branch = begun().main.branch()
+        assert not branch.extends(ids(1, 2, 3, 10))
+        branch.commit(Turn(2, ids(12), None, None, ids(1, 2, 3, 10)))
+        assert self.written(branch) == [("prompt", 2, 0, 4), ("model", 2, 4, 5)]
+        assert branch.origin == Origin(SegmentKind.BRANCH, "0", 4)
+
+    def test_nothing_extends_a_gap(self) -> None:
+        main = begun().main
+        main.gap = True
+        assert not main.extends(main.held() + ids(4))
+        main.commit(Turn(3, ids(12), None, None, main.held() + ids(4)))
+        assert self.written(main) == [("prompt", 3, 0, 6), ("model", 3, 6, 7)]
+        assert main.origin == Origin(SegmentKind.GAP, "0", 5)
+        assert main.extends(main.held())
 
 
 class TestLongOnes:

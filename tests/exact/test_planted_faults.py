@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from rollout_server.core.ledger import pack_tokens
+from rollout_server.core.ledger import Ledger, Turn, pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
 from rollout_server.testing.checks.judge import Judge
@@ -204,14 +204,15 @@ async def encoded(copy: Copy) -> None:
 
 async def parted(copy: Copy) -> None:
     """The texts around the first token that differs, also in the turns after it."""
-    parting = copy.modules["drift_excerpt"].DriftExcerpt(copy.loaded(toy()))
-    prediction = copy.modules["drift_excerpt"].Prediction
+    excerpt, prediction = copy.modules["drift_excerpt"].drift_excerpt, copy.modules["drift_excerpt"].Prediction
+    ledger, loaded = Ledger().main, copy.loaded(toy())
     ids = [
         pack_tokens(toy().encode(text, add_special_tokens=False)) for text in ("Hello there.", " Tuesday", " Friday")
     ]
     nothing = pack_tokens()
-    assert await parting.around(prediction(nothing, ids[0]), ids[0], ids[1]) == ("", "")
-    texts = await parting.around(prediction(nothing, ids[1]), ids[0] + ids[1] + ids[2], ids[1])
+    assert await excerpt(loaded, ledger, prediction(nothing, ids[0]), ids[0]) == ("", "")
+    ledger.commit(Turn(1, ids[1], None, None, ids[0]))
+    texts = await excerpt(loaded, ledger, prediction(nothing, ids[1]), ids[0] + ids[1] + ids[2])
     assert [("Tuesday Tuesday" in text, "Friday" in text) for text in texts] == [(True, False), (False, True)]
 
 
@@ -261,17 +262,17 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
     (
         judged,
         Fault(
-            "one id too many is dropped, by place", "encoding", "self.places[index] + 1 :", "self.places[index] + 2 :"
+            "one id too many is dropped, by place", "encoding", "self.offsets[index] + 1 :", "self.offsets[index] + 2 :"
         ),
     ),
-    (judged, Fault("the tools are left out", "renderer", "tools=form.given(self._tools)", "tools=None")),
+    (judged, Fault("the tools are left out", "renderer", "tools=form.convert_tools(self._tools)", "tools=None")),
     (
         without_tools,
         Fault(
             "the tools stay what they were",
             "renderer",
-            "tools=form.given(self._tools)",
-            "tools=RenderingForm().given(self._tools)",
+            "tools=form.convert_tools(self._tools)",
+            "tools=RenderingForm().convert_tools(self._tools)",
         ),
     ),
     (
@@ -279,8 +280,8 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "another date each turn",
             "renderer",
-            "tools=form.given(self._tools)",
-            "tools=form.given(self._tools), date=datetime.now()",
+            "tools=form.convert_tools(self._tools)",
+            "tools=form.convert_tools(self._tools), date=datetime.now()",
         ),
     ),
     (
@@ -362,10 +363,10 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
     (
         parted,
         Fault(
-            "the answer is not held",
+            "what the ledger holds is not expected",
             "drift_excerpt",
-            "(expected if reported is None else reported) + answer",
-            "expected if reported is None else reported",
+            "ledger.held() + predicted.closing",
+            "predicted.closing",
         ),
     ),
 )

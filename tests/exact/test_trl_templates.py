@@ -18,7 +18,7 @@ from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.testing.checks.renderer import PlainRenderer, UnrenderableError
-from rollout_server.testing.checks.token_mode_check import GivenPrompt, PromptPiece, TokenModeCheck
+from rollout_server.testing.checks.token_mode_check import PromptSpan, TokenModeCheck, TokenPrompt
 from rollout_server.testing.script import tool_call
 
 from tests.exact.conversations import KINDS, Conversation, Look, written
@@ -84,8 +84,8 @@ async def play(loaded: LoadedTokenizer, plain: PlainRenderer, conversation: Conv
         held += ids
         closing, added = list(predicted.predicted.closing), list(predicted.predicted.environment)
         start, held = len(held), [*held, *closing, *added]
-        piece = PromptPiece(turn, start, len(held), len(messages), asked, len(closing), reply.cut)
-        assert judge.fault(messages, TOOLS, GivenPrompt(held, (piece,))) is None, turn
+        piece = PromptSpan(turn, start, len(held), len(messages), asked, len(closing), reply.cut)
+        assert judge.fault(messages, TOOLS, TokenPrompt(held, (piece,))) is None, turn
     return len(conversation.exchanges)
 
 

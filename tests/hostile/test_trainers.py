@@ -21,7 +21,7 @@ from rollout_server.core.spec import Dialect, Spec
 from rollout_server.core.spec import Target as SpecTarget
 from rollout_server.core.spec_validation import Bounds, settle
 from rollout_server.edge.rpc.field_count import TooManyFields, check_fields
-from rollout_server.edge.trainer.chat_completion import read_answer
+from rollout_server.edge.trainer.chat_completion import parse_chat_completion
 from rollout_server.edge.trainer.response_limits import (
     ANSWER_BYTES,
     ANSWER_VALUES,
@@ -33,8 +33,8 @@ from rollout_server.edge.trainer.response_limits import (
 from rollout_server.edge.wire.completion import (
     MalformedCompletion,
     completion_from_proto,
-    ledger_aside,
-    response_aside,
+    parse_response,
+    read_ledger,
 )
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.run.tool_calls import _AT_ONCE
@@ -189,7 +189,7 @@ async def test_what_is_refused_takes_no_more_memory_than_a_piece_of_it(data: byt
     tracemalloc.start()
     try:
         with pytest.raises(RolloutFailed) as failed:
-            read_answer(data, 1, ids_needed=False, most_calls=MOST)
+            parse_chat_completion(data, 1, ids_needed=False, most_calls=MOST)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -220,7 +220,7 @@ async def test_separators_in_texts_are_no_values() -> None:
 )
 async def test_what_is_no_json_is_refused_all_the_same(junk: bytes) -> None:
     with pytest.raises(RolloutFailed):
-        read_answer(junk, 1, ids_needed=False, most_calls=MOST)
+        parse_chat_completion(junk, 1, ids_needed=False, most_calls=MOST)
 
 
 async def test_an_answer_is_read_up_to_its_limit_of_bytes(client: AsyncClient) -> None:
@@ -347,10 +347,10 @@ EMPTY_PARTS = (b"\x0a\x00") * LARGE
 async def test_fields_are_counted_before_they_become_objects() -> None:
     chat = message_pb2.ChatMessage(role="assistant")
     data = pb.CompleteResponse(message=message_pb2.Message(chat=chat)).SerializeToString()
-    assert (await response_aside(data)).message.chat == chat
+    assert (await parse_response(data)).message.chat == chat
     tracemalloc.start()
     try:
-        for read in (response_aside, ledger_aside):
+        for read in (parse_response, read_ledger):
             with pytest.raises(MalformedCompletion, match=f"more than {MESSAGE_VALUES} fields"):
                 await read(EMPTY_PARTS)
         _, peak = tracemalloc.get_traced_memory()
@@ -364,7 +364,7 @@ async def test_fields_are_counted_before_they_become_objects() -> None:
 )
 async def test_junk_for_a_message(junk: bytes) -> None:
     with pytest.raises(MalformedCompletion):
-        await response_aside(junk)
+        await parse_response(junk)
 
 
 async def test_the_count_of_fields_is_right() -> None:

@@ -298,5 +298,5 @@ async def test_bytes_beyond_ascii_are_no_key_and_no_fault_of_ours(
     assert b"INTERNAL" not in got
     assert await answered(server, "ListAgents", pb.ListAgentsRequest(), ALICE)
     # gRPC has a word of its own for bytes that are no UTF-8; `logs.set_up` keeps it out, which test_planted_secrets sees.
-    expected = ("grpc.", "rollout_server.edge.wrong_keys")
+    expected = ("grpc.", "rollout_server.edge.api_keys")
     assert [record for record in caplog.records if not record.name.startswith(expected)] == []

@@ -14,10 +14,9 @@ import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server import app
 from rollout_server.core.error import Unauthenticated
-from rollout_server.edge import wrong_keys
-from rollout_server.edge.api_keys import entry_of
+from rollout_server.edge import api_keys
+from rollout_server.edge.api_keys import BURST, DELAY_SECONDS, WrongKeys, entry_of
 from rollout_server.edge.rpc.open_calls import OpenCalls
-from rollout_server.edge.wrong_keys import BURST, DELAY_SECONDS, WrongKeys
 
 from tests.keys.test_callers import bearing
 from tests.keys.test_keyring import put
@@ -139,7 +138,7 @@ async def test_wrong_keys_are_logged_by_their_hash_alone(server: Caller, caplog:
     async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
         for headers in ({"authorization": "Bearer wrong-one"}, {}):
             assert (await client.post("/v1/rollouts", json={}, headers=headers)).status_code == 401
-    (record,) = (each for each in caplog.records if each.name == wrong_keys.__name__)
+    (record,) = (each for each in caplog.records if each.name == api_keys.__name__)
     assert hashlib.sha256(b"wrong-one").hexdigest()[:12] in record.getMessage()
     assert "wrong-one" not in caplog.text
 
@@ -147,10 +146,10 @@ async def test_wrong_keys_are_logged_by_their_hash_alone(server: Caller, caplog:
 def test_many_wrong_keys_are_slowed_down_and_logged_together(caplog: pytest.LogCaptureFixture) -> None:
     now = 100.0
     wrong = WrongKeys(lambda: now)
-    delays = [wrong.note(f"Bearer {number}", "peer") for number in range(BURST + 500)]
+    delays = [wrong.record(f"Bearer {number}", "peer") for number in range(BURST + 500)]
     assert delays == [0.0] * BURST + [DELAY_SECONDS] * 500
     assert len(caplog.records) == BURST
-    assert wrong.note(None, "peer") == 0.0
+    assert wrong.record(None, "peer") == 0.0
     now += 1000
-    assert wrong.note("Bearer later", "peer") == 0.0
+    assert wrong.record("Bearer later", "peer") == 0.0
     assert "500 more were refused before it" in caplog.records[-1].getMessage()

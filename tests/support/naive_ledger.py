@@ -17,6 +17,7 @@ from rollout_server.core.ledger import (
     Span,
     Turn,
     pack_logprobs,
+    pack_tokens,
 )
 
 MODEL = "model"
@@ -201,6 +202,9 @@ def assert_line(line: ConversationLedger, naive: NaiveLine) -> None:
     assert (line.id, line.gap, list(line.prefix())) == (naive.id, naive.missing, naive.ids())
     assert (line.segment is None) is (naive.segment is None)
     assert line.segment is None or line.segment.id == line.id
+    assert [i for s in line.authorship() for i in range(s.start, s.stop)] == list(range(line.tokens))
+    assert line.extends(line.held() + pack_tokens([1])) is not line.gap
+    assert line.segment is None or line.origin == line.segment.origin
 
 
 def _by_author(span: Span) -> bool:

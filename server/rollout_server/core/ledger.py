@@ -30,8 +30,10 @@ ends with a token of the model as soon as there is one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Protocol
 
 from rollout_server.core.segment import (
     MAX_TOKEN_ID,
@@ -56,6 +58,7 @@ __all__ = [
     "Drift",
     "DriftKind",
     "Ledger",
+    "LedgerView",
     "Logprobs",
     "MaskReason",
     "Origin",
@@ -131,6 +134,31 @@ class Turn:
     shared: int = 0
 
 
+class LedgerView(Protocol):
+    """The ledger of one conversation, for reading: what samplers are given of it."""
+
+    @property
+    def gap(self) -> bool:
+        """The tokens of a turn are missing, so that nothing can extend the segment."""
+
+    @property
+    def origin(self) -> Origin:
+        """Of the segment that the next turn continues; of the first one, as far as it is known, before its first prompt."""
+
+    @property
+    def tokens(self) -> int:
+        """How many the next prompt is to begin with."""
+
+    def prefix(self) -> Tokens:
+        """A copy of the tokens that the next prompt is to begin with."""
+
+    def authorship(self) -> Sequence[Span]:
+        """The spans of the held tokens, in a branch with those of the segments that it goes on from."""
+
+    def extends(self, prompt: Tokens) -> bool:
+        """Whether a whole prompt extends what is held. Otherwise its turn opens a segment."""
+
+
 class ConversationLedger:
     """The ledger of one conversation. `id` names the segment that its next turn continues, also before that is opened.
 
@@ -149,18 +177,32 @@ class ConversationLedger:
         self.segment: Segment | None = None
         self.gap = gap
         self._ledger = ledger
-        self.origin = origin
+        self._origin = origin
         self._stem = stem
+
+    @property
+    def origin(self) -> Origin:
+        """Of the segment that the next turn continues."""
+        return self._origin if self.segment is None else self.segment.origin
 
     @property
     def tokens(self) -> int:
         """How many the next prompt is to begin with."""
-        return len(self.segment) if self.segment is not None else self.origin.parent_tokens
+        return len(self.segment) if self.segment is not None else self._origin.parent_tokens
 
     def prefix(self) -> Tokens:
         """What the next prompt is to begin with."""
         holder = self.segment or self._stem
         return holder.ids(0, self.tokens) if holder is not None else pack_tokens()
+
+    def authorship(self) -> Sequence[Span]:
+        """The spans of what is held, by who wrote them."""
+        holder = self.segment or self._stem
+        return holder.authorship(self.tokens) if holder is not None else ()
+
+    def extends(self, prompt: Tokens) -> bool:
+        """Whether a whole prompt extends what is held. Otherwise its turn opens a segment."""
+        return not self.gap and prompt[: self.tokens] == self.prefix()
 
     def branch_origin(self) -> Origin:
         """Where a line comes from that goes on from what this one holds."""
@@ -203,10 +245,10 @@ class ConversationLedger:
             _add_environment(segment, _need(turn.predicted), turn.number)
             return segment, None
         length = len(segment)
-        if turn.reported[:length] != segment.ids():
-            drift = _divergence(segment, length, turn)
-            return self._open(Origin(SegmentKind.DRIFT, segment.id, drift.index), turn.reported, turn.number), drift
-        return segment, _extend(segment, turn, turn.reported[length:])
+        if self.extends(turn.reported):
+            return segment, _extend(segment, turn, turn.reported[length:])
+        drift = _divergence(segment, length, turn)
+        return self._open(Origin(SegmentKind.DRIFT, segment.id, drift.index), turn.reported, turn.number), drift
 
     def _in_full(self, turn: Turn) -> Turn:
         """The same turn with all tokens of its reported prompt."""
@@ -219,7 +261,8 @@ class ConversationLedger:
         prefix, prompt, drift = self.prefix(), turn.reported, None
         if prompt is None:
             predicted = _need(turn.predicted)
-            return self._open(self.origin, prefix + predicted.closing + predicted.environment, turn.number), None
+            prompt = prefix + predicted.closing + predicted.environment
+            return self._open(self._origin, prompt, turn.number, self._inherited(turn, prompt)), None
         expected = (
             prefix + turn.predicted.closing + turn.predicted.environment if turn.predicted is not None else prompt
         )
@@ -229,21 +272,33 @@ class ConversationLedger:
         elif expected != prompt:
             kind = DriftKind.ENVIRONMENT if prefix else DriftKind.PROMPT
             drift = Drift(kind, first_difference(expected, prompt), len(expected), len(prompt))
-        return self._open(replace(self.origin, parent_tokens=shared), prompt, turn.number), drift
+        origin = replace(self._origin, parent_tokens=shared)
+        return self._open(origin, prompt, turn.number, self._inherited(turn, prompt)), drift
+
+    def _inherited(self, turn: Turn, prompt: Tokens) -> Sequence[Span]:
+        """The spans of a branch's first prompt: those that the stem had, and what was added. None where it does not extend them."""
+        if self._stem is None or not self.extends(prompt):
+            return ()
+        held = self.tokens
+        closing = turn.predicted.closing if turn.predicted is not None else pack_tokens()
+        cut = held + len(closing) if prompt[held : held + len(closing)] == closing else held
+        added = (MaskReason.CLOSING, held, cut), (MaskReason.ENVIRONMENT, cut, len(prompt))
+        spans = [Span(Author.OTHER, reason, turn.number, start, stop) for reason, start, stop in added if start < stop]
+        return (*self.authorship(), *spans)
 
     def _open_after_gap(self, segment: Segment | None, turn: Turn) -> Segment:
         """Opens a segment with the whole prompt. A prediction starts where the unknown turn ended, so it predicts nothing here."""
         if turn.reported is None:
             raise ValueError("after a gap a reported prompt is needed")
         shared = first_difference(self.prefix(), turn.reported)
-        origin = replace(self.origin, parent_tokens=shared)
+        origin = replace(self._origin, parent_tokens=shared)
         if segment is not None:
             origin = Origin(SegmentKind.GAP, segment.id, shared)
         return self._open(origin, turn.reported, turn.number)
 
-    def _open(self, origin: Origin, prompt: Tokens, turn: int) -> Segment:
+    def _open(self, origin: Origin, prompt: Tokens, turn: int, inherited: Sequence[Span] = ()) -> Segment:
         self.id = self.id if self.segment is None else self._ledger.reserve()
-        self.segment = Segment(self.id, origin)
+        self.segment = Segment(self.id, origin, inherited)
         self.segment.append_masked(prompt, MaskReason.PROMPT, turn)
         self._ledger.add(self.segment)
         return self.segment

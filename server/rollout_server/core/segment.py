@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias, TypeVar
@@ -115,11 +115,15 @@ class Sample:
 
 
 class Segment:
-    """A stretch of ledger in which every prompt extends the last. Append-only."""
+    """A stretch of ledger in which every prompt extends the last. Append-only.
 
-    def __init__(self, segment_id: str, origin: Origin) -> None:
+    `inherited` are the spans of which the prompt of a branch consists: who wrote its tokens where they were sampled.
+    """
+
+    def __init__(self, segment_id: str, origin: Origin, inherited: Sequence[Span] = ()) -> None:
         self.id = segment_id
         self.origin = origin
+        self.inherited = tuple(inherited)
         self.verified = True
         self._ids: Tokens = pack_tokens()
         self._logprobs: Logprobs = pack_logprobs()
@@ -134,6 +138,11 @@ class Segment:
     def spans(self) -> tuple[Span, ...]:
         """The spans up to the last one of the model: tool results that no turn saw are not part of a trajectory."""
         return tuple(self._spans[: self._settled])
+
+    def authorship(self, stop: int) -> tuple[Span, ...]:
+        """The spans of the first `stop` tokens, with the prompt of a branch as it was written, not as it is masked."""
+        spans = (*self.inherited, *self._spans[1:]) if self.inherited else self._spans
+        return tuple(span for span in spans if span.stop <= stop)
 
     def ids(self, start: int = 0, stop: int | None = None) -> Tokens:
         """A copy of the tokens from `start` to before `stop`, those that no answer followed yet included."""

@@ -1,4 +1,4 @@
-"""API keys: who calls.
+"""API keys: who calls. Wrong ones are logged by their hash, never by their text, and many of them are answered slowly.
 
 A key is a long random text, so its SHA-256 is all that has to be kept: there is nothing to guess that a slower hash would protect.
 Two keys of one name are one caller, which is how a key is replaced: add the new one, move its users, drop the old one.
@@ -11,6 +11,7 @@ import hmac
 import logging
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,3 +158,37 @@ def _read(file: Path) -> Sequence[ApiKey]:
     except UnicodeDecodeError:
         raise ValueError(f"{file} is no text in UTF-8") from None
     return read_entries(text.splitlines(), str(file))
+
+
+BURST = 20
+PER_SECOND = 10
+"""So many wrong keys, and then so many more each second, are answered at once and logged one by one."""
+DELAY_SECONDS = 1.0
+
+
+class WrongKeys:
+    """Counts the wrong keys of all callers together, so that its memory does not grow with them.
+
+    Right keys are never delayed, and so nobody suffers from the wrong ones of others.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._recent = 0.0
+        self._counted = clock()
+        self._unlogged = 0
+
+    def record(self, authorization: str | None, peer: str) -> float:
+        """Takes note of a refused header. Returns after how many seconds to answer; a request without a key is never delayed."""
+        if authorization is None:
+            return 0.0
+        now = self._clock()
+        self._recent = max(0.0, self._recent - PER_SECOND * (now - self._counted)) + 1
+        self._counted = now
+        if self._recent > BURST:
+            self._unlogged += 1
+            return DELAY_SECONDS
+        more, self._unlogged = self._unlogged, 0
+        before = f"; {more} more were refused before it" if more else ""
+        _log.warning("refused the API key with hash sha256:%s... from %s%s", fingerprint(authorization), peer, before)
+        return 0.0

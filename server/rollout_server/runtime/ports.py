@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from rollout_server.core.ledger import Origin
+from rollout_server.core.ledger import LedgerView, Origin
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Sampling, Spec
@@ -61,6 +61,7 @@ class CompletionRequest:
         messages: the whole conversation. Only its first `asked.messages` messages belong to this turn.
         last: the answer before, or None.
         last_messages: how many messages had been asked for then.
+        ledger: of the conversation, without this turn.
         deadline: when the rollout's time is over, on the monotonic clock; None: never.
         credentials: of the rollout.
         note: leaves a note in the rollout's log, as (code, text).
@@ -71,6 +72,7 @@ class CompletionRequest:
     messages: Sequence[Message]
     last: Answered | None
     last_messages: int
+    ledger: LedgerView
     deadline: float | None = None
     credentials: Credentials = Credentials()
     note: Callable[[str, str], None] = field(default=lambda code, text: None, repr=False)

@@ -9,7 +9,7 @@ from rollout_server.core.ledger import Tokens, pack_tokens
 from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.rendering_form import has_calls
 from rollout_server.edge.tokens.short_form import shortened
-from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, new_mark, text_after_answer
+from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, new_mark, text_after_completion
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.tokencheck.conversation import CheckConversation
 from rollout_server.tokencheck.model_output import ModelOutput, Writing, write_output
@@ -111,7 +111,7 @@ class ReferenceBuilder:
         stop = probed.stop(calls=has_calls(rendering.messages[position]))
         closing, short = pack_tokens(), None
         if stop is None:
-            text = text_after_answer(turn)
+            text = text_after_completion(turn)
             if text is None:
                 return None
             added = loaded.encode(text)
@@ -122,7 +122,7 @@ class ReferenceBuilder:
                 return None
             added = added[1:]  # encoded behind the stop, because there are tokens that strip what follows them
             cut = position in self._conversation.cut
-            if not (ids and loaded.ends_answer(ids[-1], cut=cut)):
+            if not (ids and loaded.ends_completion(ids[-1], cut=cut)):
                 closing = pack_tokens([stop.id])
                 self.reference.append(Region.STOP, stop.text, position, position + 1)
             short_text = _short_text(turn, stop.text)

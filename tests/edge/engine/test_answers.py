@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.engine.response import EngineResponse, Sampled, read_completion, read_sampled
+from rollout_server.edge.engine.response import Sampled, read_completion, read_sampled
+from rollout_server.edge.trainer.chat_completion import ChatCompletion
 from rollout_server.runtime.errors import RolloutFailed
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=4)
@@ -43,9 +44,9 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-def read(body: bytes) -> tuple[list[EngineResponse | Sampled], list[Failure]]:
+def read(body: bytes) -> tuple[list[ChatCompletion | Sampled], list[Failure]]:
     """What both readers make of an answer to turn 3, and how they fail."""
-    answers: list[EngineResponse | Sampled] = []
+    answers: list[ChatCompletion | Sampled] = []
     failures: list[Failure] = []
     for reader in (partial(read_completion, most_calls=Limits().calls_read), read_sampled):
         try:
@@ -63,10 +64,9 @@ def test_any_answer_is_read_or_refused_in_words(body: dict[str, Any]) -> None:
         assert failure.category is Category.VALIDATION
         assert failure.message.startswith("turn 3: the engine's answer is malformed: ")
     for answer in answers:
-        sampled = answer.sampled if isinstance(answer, EngineResponse) else answer
-        if sampled.logprobs is not None:
-            assert sampled.token_ids is not None
-            assert len(sampled.logprobs) == len(sampled.token_ids)
+        if answer.logprobs is not None:
+            assert answer.token_ids is not None
+            assert len(answer.logprobs) == len(answer.token_ids)
 
 
 @given(st.binary(max_size=50))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from rollout_client import AsyncClient, Conflict, InvalidRequest, Target
-from rollout_server.edge.engine.routes import Routes
+from rollout_server.edge.engine.completion_client import Routes
 
 from tests.edge.engine.rolling import DONE, roll, target
 from tests.support.engine_model import ToyModel

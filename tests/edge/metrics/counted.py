@@ -102,7 +102,7 @@ class Counted:
             capacity=capacity,
             dependencies=RegistryDependencies(clock=Clock(loop.time, loop.time), observer=self.metrics),
         )
-        self.metrics.watch_roster(self.roster)
+        self.metrics.watch_registry(self.roster)
 
     def start(self, answer: Callable[[CompletionRequest], Answered], **spec: object) -> Rollout:
         """A new rollout."""

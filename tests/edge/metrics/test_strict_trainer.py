@@ -63,7 +63,7 @@ async def play() -> tuple[list[Outcome], Exposed, Table]:
             lambda: f"u{next(numbers)}",
             dependencies=RegistryDependencies(observer=metrics),
         )
-        metrics.watch_roster(roster)
+        metrics.watch_registry(roster)
         target = Target(f"http://{NAME}:{urlsplit(strict.url).port}", Dialect.HTTP_MASKED)
         outcomes = await asyncio.gather(
             *(

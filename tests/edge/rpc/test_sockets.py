@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from rollout_server.edge.rpc.local_sockets import NAME, PREFIX, sweep
+from rollout_server.edge.rpc.server import SOCKET_NAME, SOCKET_PREFIX, remove_stale_sockets
 
 LONG_AGO = (1_000_000_000, 1_000_000_000)
 SERVER = """
@@ -37,41 +37,47 @@ def left(at: Path, *, listens: bool = False, old: bool = True) -> socket.socket:
     """A directory with a socket in it."""
     at.mkdir()
     made = socket.socket(socket.AF_UNIX)
-    made.bind(str(at / NAME))
+    made.bind(str(at / SOCKET_NAME))
     if listens:
         made.listen(1)
     if old:
-        os.utime(at / NAME, LONG_AGO)
+        os.utime(at / SOCKET_NAME, LONG_AGO)
     return made
 
 
 def test_only_what_a_dead_server_left_is_removed(temporary: Path) -> None:
-    with left(temporary / f"{PREFIX}dead"), left(temporary / f"{PREFIX}new", old=False), left(temporary / "other"):
+    with (
+        left(temporary / f"{SOCKET_PREFIX}dead"),
+        left(temporary / f"{SOCKET_PREFIX}new", old=False),
+        left(temporary / "other"),
+    ):
         pass
-    with left(temporary / f"{PREFIX}more"):
-        (temporary / f"{PREFIX}more" / "notes").write_text("mine", encoding="ascii")
-    (temporary / f"{PREFIX}empty").mkdir()
-    (temporary / f"{PREFIX}file").write_text("", encoding="ascii")
-    (temporary / f"{PREFIX}link").symlink_to(temporary / "other")
-    no_socket = temporary / f"{PREFIX}plain"
+    with left(temporary / f"{SOCKET_PREFIX}more"):
+        (temporary / f"{SOCKET_PREFIX}more" / "notes").write_text("mine", encoding="ascii")
+    (temporary / f"{SOCKET_PREFIX}empty").mkdir()
+    (temporary / f"{SOCKET_PREFIX}file").write_text("", encoding="ascii")
+    (temporary / f"{SOCKET_PREFIX}link").symlink_to(temporary / "other")
+    no_socket = temporary / f"{SOCKET_PREFIX}plain"
     no_socket.mkdir()
-    (no_socket / NAME).write_text("", encoding="ascii")
+    (no_socket / SOCKET_NAME).write_text("", encoding="ascii")
     before = {path.name for path in temporary.iterdir()}
-    with left(temporary / f"{PREFIX}alive", listens=True) as alive:
-        sweep()
-        assert {path.name for path in temporary.iterdir()} == before - {f"{PREFIX}dead"} | {f"{PREFIX}alive"}
+    with left(temporary / f"{SOCKET_PREFIX}alive", listens=True) as alive:
+        remove_stale_sockets()
+        assert {path.name for path in temporary.iterdir()} == before - {f"{SOCKET_PREFIX}dead"} | {
+            f"{SOCKET_PREFIX}alive"
+        }
         assert alive.fileno() > 0
         with socket.socket(socket.AF_UNIX) as caller:
-            caller.connect(str(temporary / f"{PREFIX}alive" / NAME))
+            caller.connect(str(temporary / f"{SOCKET_PREFIX}alive" / SOCKET_NAME))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's directory")
 def test_another_users_is_left_alone(temporary: Path) -> None:
-    with left(temporary / f"{PREFIX}theirs"), left(temporary / f"{PREFIX}mixed"):
+    with left(temporary / f"{SOCKET_PREFIX}theirs"), left(temporary / f"{SOCKET_PREFIX}mixed"):
         pass
-    os.chown(temporary / f"{PREFIX}theirs", 12345, 12345)
-    os.chown(temporary / f"{PREFIX}mixed" / NAME, 12345, 12345)
-    sweep()
+    os.chown(temporary / f"{SOCKET_PREFIX}theirs", 12345, 12345)
+    os.chown(temporary / f"{SOCKET_PREFIX}mixed" / SOCKET_NAME, 12345, 12345)
+    remove_stale_sockets()
     assert len(list(temporary.iterdir())) == 2
 
 
@@ -94,7 +100,7 @@ def test_the_start_of_a_server_removes_what_a_killed_one_left(tmp_path: Path) ->
     second, other = started()
     try:
         assert other.is_socket()
-        assert [each.name for each in tmp_path.glob(f"{PREFIX}*")] == [other.parent.name]
+        assert [each.name for each in tmp_path.glob(f"{SOCKET_PREFIX}*")] == [other.parent.name]
     finally:
         second.kill()
         second.communicate()

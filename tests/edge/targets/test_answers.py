@@ -9,7 +9,7 @@ from rollout_server.edge.targets.rules import TargetRefused, TargetRules
 def allowed(rules: str, host: str, *answers: str, port: int = 80) -> bool:
     """Whether these answers are let through."""
     try:
-        TargetRules.parse(rules).check_answers(host, port, answers)
+        TargetRules.parse(rules).check_addresses(host, port, answers)
     except TargetRefused:
         return False
     return True
@@ -71,14 +71,14 @@ def test_a_name_is_no_other_name() -> None:
 
 def test_the_refusal_says_what_resolves_to_what() -> None:
     with pytest.raises(TargetRefused) as caught:
-        TargetRules.parse("10.0.0.0/8").check_answers("b.example", 8080, ["10.0.0.1", "11.0.0.1"])
+        TargetRules.parse("10.0.0.0/8").check_addresses("b.example", 8080, ["10.0.0.1", "11.0.0.1"])
     text = "the target b.example resolves to 11.0.0.1, which this server's ROLLOUT_TARGETS do not allow at port 8080"
     assert str(caught.value) == text
 
 
 def test_the_refusal_of_a_reserved_address_says_that_nothing_allows_it() -> None:
     with pytest.raises(TargetRefused, match=r"169\.254\.169\.254, which is reserved .* and never called"):
-        TargetRules().check_answers("b.example", 80, ["169.254.169.254"])
+        TargetRules().check_addresses("b.example", 80, ["169.254.169.254"])
 
 
 @pytest.mark.parametrize("answer", ["127.0.0.1", "::1", "0.0.0.0", "::", "::ffff:127.0.0.1", "127.8.0.1"])
@@ -86,23 +86,23 @@ def test_names_do_not_lead_a_server_that_others_reach_to_its_own_machine(answer:
     for rules in ("", "b.example", "localhost,*.example", "0.0.0.0/0,::/0"):
         for host in ("b.example", "localhost"):
             with pytest.raises(TargetRefused, match=r"loopback|do not allow"):
-                TargetRules.parse(rules, loopback=False).check_answers(host, 80, [answer])
-    TargetRules.parse("127.0.0.0/8,::1,0.0.0.0,::", loopback=False).check_answers("b.example", 80, [answer])
+                TargetRules.parse(rules, loopback=False).check_addresses(host, 80, [answer])
+    TargetRules.parse("127.0.0.0/8,::1,0.0.0.0,::", loopback=False).check_addresses("b.example", 80, [answer])
 
 
 def test_the_refusal_of_a_loopback_address_says_what_would_allow_it() -> None:
     with pytest.raises(TargetRefused, match=r"ROLLOUT_TARGETS lists 127\.0\.0\.0/8 or a part of it, at port 80"):
-        TargetRules(loopback=False).check_answers("b.example", 80, ["127.0.0.1"])
+        TargetRules(loopback=False).check_addresses("b.example", 80, ["127.0.0.1"])
 
 
 @pytest.mark.parametrize("answer", ["", "b.example", "10.0.0.1.", "010.0.0.1", "10.1", "[::1]", "10.0.0.1:80"])
 def test_an_answer_that_is_no_address_is_refused(answer: str) -> None:
     with pytest.raises(TargetRefused, match="something that is not an address"):
-        TargetRules().check_answers("b.example", 80, [answer])
+        TargetRules().check_addresses("b.example", 80, [answer])
 
 
 @pytest.mark.parametrize("host", ["0x7f.1", "127.1", "127。0。0。1", "a..b", "::1%lo", ""])
 def test_a_host_that_can_be_read_in_two_ways_has_no_answers(host: str) -> None:
     """Such a host is refused long before; should one come this far, it goes no further."""
     with pytest.raises(TargetRefused):
-        TargetRules().check_answers(host, 80, ["127.0.0.1"])
+        TargetRules().check_addresses(host, 80, ["127.0.0.1"])

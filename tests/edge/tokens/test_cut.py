@@ -5,13 +5,18 @@ from math import isnan
 from typing import Any
 
 import pytest
-from rollout_server.core.ledger import Prediction, pack_tokens
+from rollout_server.core.ledger import Ledger, Prediction, pack_tokens
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.tokens.drift_excerpt import DriftExcerpt
+from rollout_server.edge.tokens.chat_template import Literals
+from rollout_server.edge.tokens.drift_excerpt import drift_excerpt
 from rollout_server.edge.tokens.rendering_form import Arguments, RenderingForm, parsed
-from rollout_server.edge.tokens.template_literals import Literals
 from rollout_server.edge.tokens.template_probe import StopToken, probe
-from rollout_server.edge.tokens.turn_boundary import RenderedTurn, environment_text, text_after_answer, unseen_messages
+from rollout_server.edge.tokens.turn_boundary import (
+    RenderedTurn,
+    environment_text,
+    text_after_completion,
+    unseen_messages,
+)
 from rollout_server.runtime.errors import RolloutFailed
 
 from tests.edge.tokens.conftest import call, packed
@@ -46,7 +51,7 @@ def rendered(render: Callable[..., str], messages: Sequence[Fields], answered: i
 
 
 def behind_text(render: Callable[..., str], messages: Sequence[Fields], answered: int) -> str | None:
-    return text_after_answer(RenderedTurn(render, messages, answered, render(messages, True), ""))
+    return text_after_completion(RenderedTurn(render, messages, answered, render(messages, True), ""))
 
 
 def test_nothing_new_behind_a_generation_prompt_that_holds_the_stop() -> None:
@@ -455,10 +460,9 @@ def test_forms_are_values() -> None:
 
 async def test_as_much_is_told_around_a_parting_as_is_said(ours: Any) -> None:
     loaded = ours("toy")
-    parting = DriftExcerpt(loaded)
     ids = loaded.encode("".join(chr(97 + number % 26) + "\n" for number in range(60)))
     reported = ids[:20] + pack_tokens([0]) + ids[21:]
-    expected = await parting.around(Prediction(pack_tokens(), ids), reported, pack_tokens())
+    expected = await drift_excerpt(loaded, Ledger().main, Prediction(pack_tokens(), ids), reported)
     assert expected == (loaded.decode(ids[12:36]), loaded.decode(reported[12:36]))
 
 

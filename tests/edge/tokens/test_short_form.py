@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from rollout_server.edge.tokens.chat_template import Literals, literals
 from rollout_server.edge.tokens.short_form import ShortFormProof, shortened
-from rollout_server.edge.tokens.template_literals import Literals, literals
 
 from tests.edge.tokens.conftest import call
 

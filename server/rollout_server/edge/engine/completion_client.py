@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
+from urllib.parse import urlsplit
 
 from rollout_server.core.ledger import Tokens
 from rollout_server.core.message import Message
 from rollout_server.core.spec import Spec
 from rollout_server.edge.engine.errors import wants_other_limit
 from rollout_server.edge.engine.request import OTHER_LIMIT, ChatWriter, TokenWriter
-from rollout_server.edge.engine.response import EngineResponse, Sampled, read_completion, read_sampled
-from rollout_server.edge.engine.routes import Routes
-from rollout_server.edge.engine.transport import Access, post, usable, whole, wrote
-from rollout_server.edge.trainer.response_limits import aside
+from rollout_server.edge.engine.response import read_completion, read_sampled
+from rollout_server.edge.engine.transport import Access, encode_request, finished_response, post, response_body
+from rollout_server.edge.offload import offload_response
+from rollout_server.edge.trainer.chat_completion import ChatCompletion
 from rollout_server.edge.trainer.retry import Fetched
 from rollout_server.runtime.ports import CompletionRequest, Tool
 
@@ -24,24 +25,46 @@ _SCALE_OUT: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCompletion:
-    """An answer: its message, what was sampled, and the requests that were sent for it."""
+_VERSION = "/v1"
 
-    message: Message
-    tool_calls: int
-    finish_reason: str
-    sampled: Sampled
-    attempts: int
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The URLs of one engine. `base` is what OpenAI's clients call the base URL."""
+
+    base: str
+
+    @classmethod
+    def of(cls, url: str) -> Routes:
+        """A URL with a path is the base itself; one without gets the path that every engine serves by default."""
+        return cls(url if urlsplit(url).path.strip("/") else f"{url}{_VERSION}")
+
+    @property
+    def chat(self) -> str:
+        """Chat completions."""
+        return f"{self.base}/chat/completions"
+
+    @property
+    def generate(self) -> str:
+        """vLLM: ids in, ids out. It stands beside the OpenAI routes, not under them."""
+        return f"{self.base.removesuffix(_VERSION)}/inference/v1/generate"
+
+    @property
+    def derender(self) -> str:
+        """vLLM: sampled ids to the message that they are."""
+        return f"{self.chat}/derender"
 
 
 class CompletionClient(Protocol):
     """Completes the conversation of one rollout, which only grows."""
 
     async def complete(
-        self, messages: Sequence[Message], ask: CompletionRequest, prompt: Tokens | None = None
-    ) -> EngineCompletion:
-        """The answer to the conversation; `prompt` is how it was rendered here, in token mode. Raises `RolloutFailed`."""
+        self, messages: Sequence[Message], request: CompletionRequest, prompt: Tokens | None = None
+    ) -> tuple[ChatCompletion, int]:
+        """The completion of the conversation, and the requests that were sent for it. Raises `RolloutFailed`.
+
+        `prompt` is how the conversation was rendered here, in token mode.
+        """
 
 
 class Chat:
@@ -55,41 +78,41 @@ class Chat:
         self._most_calls = spec.limits.calls_read
 
     async def complete(
-        self, messages: Sequence[Message], ask: CompletionRequest, prompt: Tokens | None = None
-    ) -> EngineCompletion:
+        self, messages: Sequence[Message], request: CompletionRequest, prompt: Tokens | None = None
+    ) -> tuple[ChatCompletion, int]:
         """As `CompletionClient` says."""
 
         async def fetch() -> Fetched:
-            return await self._fetch(messages, ask, prompt)
+            return await self._fetch(messages, request, prompt)
 
-        answer, _, attempts = await whole(self._access, ask, fetch, self.read)
-        return _completed(answer, answer.sampled, attempts)
+        parsed, _, attempts = await finished_response(self._access, request, fetch, self.read)
+        return parsed, attempts
 
-    def read(self, body: bytes, turn: int) -> EngineResponse:
+    def read(self, body: bytes, turn: int) -> ChatCompletion:
         """An answer. Raises `RolloutFailed`."""
         return read_completion(body, turn, self._most_calls)
 
-    def body(self, messages: Sequence[Message], ask: CompletionRequest) -> bytes:
+    def body(self, messages: Sequence[Message], request: CompletionRequest) -> bytes:
         """The request, for whoever has to read the answer to another one."""
-        return self._written(messages, ask, self._access.limits.of(self._target))
+        return self._encode(messages, request, self._access.limits.of(self._target))
 
-    async def _fetch(self, messages: Sequence[Message], ask: CompletionRequest, prompt: Tokens | None) -> Fetched:
+    async def _fetch(self, messages: Sequence[Message], request: CompletionRequest, prompt: Tokens | None) -> Fetched:
         """Asks; where the engine speaks of the other name for `max_tokens`, once more with that one."""
         limit = self._access.limits.of(self._target)
-        first = await post(self._access, self._url, self._written(messages, ask, limit, prompt), ask)
-        if limit == OTHER_LIMIT or ask.sampling.max_tokens is None:
+        first = await post(self._access, self._url, self._encode(messages, request, limit, prompt), request)
+        if limit == OTHER_LIMIT or request.sampling.max_tokens is None:
             return first
-        if not wants_other_limit(first.answer, OTHER_LIMIT):
+        if not wants_other_limit(first.response, OTHER_LIMIT):
             return first
-        again = await post(self._access, self._url, self._written(messages, ask, OTHER_LIMIT, prompt), ask)
-        if again.answer.status == 200:
+        again = await post(self._access, self._url, self._encode(messages, request, OTHER_LIMIT, prompt), request)
+        if again.response.status == 200:
             self._access.limits.remember_other(self._target)
-        return Fetched(again.answer, first.attempts + again.attempts)
+        return Fetched(again.response, first.attempts + again.attempts)
 
-    def _written(
-        self, messages: Sequence[Message], ask: CompletionRequest, limit: str, prompt: Tokens | None = None
+    def _encode(
+        self, messages: Sequence[Message], request: CompletionRequest, limit: str, prompt: Tokens | None = None
     ) -> bytes:
-        return wrote(ask.asked.turn, lambda: self._writer.written(messages, ask.sampling, limit, prompt))
+        return encode_request(request.asked.turn, lambda: self._writer.body(messages, request.sampling, limit, prompt))
 
 
 class Generation:
@@ -102,30 +125,27 @@ class Generation:
         self._writer = TokenWriter(spec.completions.model)
 
     async def complete(
-        self, messages: Sequence[Message], ask: CompletionRequest, prompt: Tokens | None = None
-    ) -> EngineCompletion:
+        self, messages: Sequence[Message], request: CompletionRequest, prompt: Tokens | None = None
+    ) -> tuple[ChatCompletion, int]:
         """As `CompletionClient` says; a prompt is needed. Raises ValueError without one."""
         if prompt is None:
             raise ValueError("ids are needed to generate from")
         writer = self._writer
-        request = wrote(ask.asked.turn, lambda: writer.generation(prompt, ask.sampling))
+        generation = encode_request(request.asked.turn, lambda: writer.generation(prompt, request.sampling))
 
         async def fetch() -> Fetched:
-            return await self._post(self._routes.generate, request, ask)
+            return await self._post(self._routes.generate, generation, request)
 
-        sampled, generated, attempts = await whole(self._access, ask, fetch, read_sampled)
-        body = writer.rendering(prompt, generated, self._chat.body(messages, ask))
-        fetched = await self._post(self._routes.derender, body, ask)
-        message = usable(fetched, ask)
-        answer = await aside(lambda: self._chat.read(message, ask.asked.turn), len(message))
-        return _completed(answer, sampled, attempts + fetched.attempts)
+        sampled, generated, attempts = await finished_response(self._access, request, fetch, read_sampled)
+        body = writer.rendering(prompt, generated, self._chat.body(messages, request))
+        fetched = await self._post(self._routes.derender, body, request)
+        message = response_body(fetched, request)
+        parsed = await offload_response(lambda: self._chat.read(message, request.asked.turn), len(message))
+        completion = sampled.completion(parsed.message, parsed.tool_calls, parsed.finish_reason)
+        return completion, attempts + fetched.attempts
 
-    async def _post(self, url: str, body: bytes, ask: CompletionRequest) -> Fetched:
-        fetched = await post(self._access, url, body, ask)
-        if fetched.answer.status in (404, 405):
-            usable(fetched, ask, _SCALE_OUT)
+    async def _post(self, url: str, body: bytes, request: CompletionRequest) -> Fetched:
+        fetched = await post(self._access, url, body, request)
+        if fetched.response.status in (404, 405):
+            response_body(fetched, request, _SCALE_OUT)
         return fetched
-
-
-def _completed(answer: EngineResponse, sampled: Sampled, attempts: int) -> EngineCompletion:
-    return EngineCompletion(answer.message, answer.tool_calls, answer.finish_reason, sampled, attempts)

@@ -27,47 +27,47 @@ _TOO_LONG: Final = (
 )
 
 
-def refused_by_engine(answer: HttpResponse, turn: int, secrets: Sequence[str], hint: str = "") -> Failure:
+def engine_failure(response: HttpResponse, turn: int, secrets: Sequence[str], hint: str = "") -> Failure:
     """The failure of a turn that was answered with another status than 200, or an error. `hint` goes before that of the status."""
-    said = error_text(answer, secrets)
-    hint = hint or _HINTS.get(answer.status, "")
-    if exceeds_context(answer):
+    message = error_text(response, secrets)
+    hint = hint or _HINTS.get(response.status, "")
+    if exceeds_context(response):
         category, hint = Category.VALIDATION, _TOO_LONG
-    elif answer.status == 429:
+    elif response.status == 429:
         category = Category.RATE_LIMITED
-    elif answer.status >= 500:
+    elif response.status >= 500:
         category = Category.ENGINE_SERVER
-    elif answer.status >= 400:
+    elif response.status >= 400:
         category = Category.ENGINE_CLIENT
-    elif answer.status == 200:
+    elif response.status == 200:
         category, hint = Category.ENGINE_SERVER, "with an error in place of choices"
     else:
         category, hint = Category.VALIDATION, "only 200 is an answer, and redirects are not followed"
-    text = f"turn {turn}: the engine answered {answer.status}" + (f" ({hint})" if hint else "")
-    return Failure(category, f"{text}: {said}" if said else text, turn, answer.status)
+    text = f"turn {turn}: the engine answered {response.status}" + (f" ({hint})" if hint else "")
+    return Failure(category, f"{text}: {message}" if message else text, turn, response.status)
 
 
-def is_error(answer: HttpResponse) -> bool:
+def is_error(response: HttpResponse) -> bool:
     """Whether an answer is an error, whatever its status says: gateways in front of engines do that."""
-    if b'"choices"' in answer.body or len(answer.body) > _LOOKED_AT:
+    if b'"choices"' in response.body or len(response.body) > _LOOKED_AT:
         return False
     try:
-        return bool(parse_object(answer.body.decode()).get("error"))
+        return bool(parse_object(response.body.decode()).get("error"))
     except (MalformedMessage, UnicodeDecodeError):
         return False
 
 
-def exceeds_context(answer: HttpResponse) -> bool:
+def exceeds_context(response: HttpResponse) -> bool:
     """The engine refuses because prompt and answer together are longer than what its model takes."""
-    return answer.status in (400, 413, 422) and _CONTEXT.search(answer.body[:_LOOKED_AT]) is not None
+    return response.status in (400, 413, 422) and _CONTEXT.search(response.body[:_LOOKED_AT]) is not None
 
 
-def wants_other_limit(answer: HttpResponse, other: str) -> bool:
+def wants_other_limit(response: HttpResponse, other: str) -> bool:
     """The engine refuses the request and speaks of the other name for the most tokens of an answer."""
-    return answer.status in (400, 422) and other.encode() in answer.body[:_LOOKED_AT]
+    return response.status in (400, 422) and other.encode() in response.body[:_LOOKED_AT]
 
 
-def aborted(turn: int, reason: str, attempts: int) -> Failure:
+def abort_failure(turn: int, reason: str, attempts: int) -> Failure:
     """The failure of a turn that the engine broke off each time."""
     text = (
         f"turn {turn}: the engine broke its answer off (finish_reason {reason!r}) in {attempts} attempts; was it being "

@@ -19,8 +19,8 @@ import msgspec
 from rollout_server.core.ledger import Tokens
 from rollout_server.core.message import Message
 from rollout_server.core.spec import Dialect, Sampling, Spec, Target
+from rollout_server.edge.tokens.cache import as_function
 from rollout_server.edge.trainer.chat_completion import RequestWriter
-from rollout_server.edge.trainer.rendering import as_function
 from rollout_server.edge.trainer.sampling_parameters import engine_parameters
 from rollout_server.runtime.ports import Tool
 
@@ -65,7 +65,7 @@ class ChatWriter:
         self._reports = spec.completions.dialect is not Dialect.OPENAI
         self._writer = RequestWriter(None)
 
-    def written(
+    def body(
         self, messages: Sequence[Message], sampling: Sampling, limit: str = LIMIT, input_ids: Tokens | None = None
     ) -> bytes:
         """The body for a conversation that extends the one written before. Raises `WrongParameter`.

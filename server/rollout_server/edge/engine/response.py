@@ -16,7 +16,7 @@ import msgspec
 from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
 from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.trainer.chat_completion import read_message
+from rollout_server.edge.trainer.chat_completion import ChatCompletion, read_message
 from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, check_values
 from rollout_server.runtime.errors import RolloutFailed
 
@@ -81,18 +81,18 @@ class Sampled(msgspec.Struct, frozen=True):
     usage: tuple[int, int] | None
     policy_version: str
 
-
-class EngineResponse(msgspec.Struct, frozen=True):
-    """A chat completion, checked: the message verbatim, how many calls it holds, and what was sampled."""
-
-    message: Message
-    tool_calls: int
-    sampled: Sampled
-
-    @property
-    def finish_reason(self) -> str:
-        """The engine's word; it may know better than where the ids came from, as of calls."""
-        return self.sampled.finish_reason
+    def completion(self, message: Message, tool_calls: int, finish_reason: str) -> ChatCompletion:
+        """With the message that was read in it. Who read that may know better why it ended, as of calls."""
+        return ChatCompletion(
+            message=message,
+            tool_calls=tool_calls,
+            finish_reason=finish_reason,
+            token_ids=self.token_ids,
+            reported=self.reported,
+            logprobs=self.logprobs,
+            usage=self.usage,
+            policy_version=self.policy_version,
+        )
 
 
 _decoder = msgspec.json.Decoder(_EngineBody)
@@ -103,39 +103,40 @@ _metadata_decoder = msgspec.json.Decoder(_Metadata | None)
 
 def read_sampled(body: bytes, turn: int) -> Sampled:
     """An answer without a message: ids alone. Raises `RolloutFailed` with VALIDATION, naming turn and field."""
-    return _sampled(_parsed(body, turn))
+    return _sampled(_parse(body, turn))
 
 
-def read_completion(body: bytes, turn: int, most_calls: int) -> EngineResponse:
+def read_completion(body: bytes, turn: int, most_calls: int) -> ChatCompletion:
     """A chat completion. Raises `RolloutFailed` with VALIDATION, naming turn and field."""
-    parsed = _parsed(body, turn)
+    parsed = _parse(body, turn)
     raw = parsed.choices[0].message
     if bytes(raw) == b"null":
-        raise malformed(turn, "`choices[0].message` is missing")
+        raise malformed_response(turn, "`choices[0].message` is missing")
     try:
         message, calls = read_message(raw, most_calls)
     except MalformedMessage as error:
-        raise malformed(turn, f"`choices[0].message`: {error}") from None
-    return EngineResponse(message, calls, _sampled(parsed))
+        raise malformed_response(turn, f"`choices[0].message`: {error}") from None
+    sampled = _sampled(parsed)
+    return sampled.completion(message, calls, sampled.finish_reason)
 
 
-def malformed(turn: int, what: str) -> RolloutFailed:
+def malformed_response(turn: int, what: str) -> RolloutFailed:
     """The failure of a turn whose answer cannot be used."""
     return RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: the engine's answer is malformed: {what}", turn))
 
 
-def _parsed(body: bytes, turn: int) -> _EngineBody:
+def _parse(body: bytes, turn: int) -> _EngineBody:
     try:
         check_values(body, ANSWER_VALUES)
         parsed = _decoder.decode(body)
     except MalformedMessage as error:
-        raise malformed(turn, str(error)) from None
+        raise malformed_response(turn, str(error)) from None
     except msgspec.ValidationError as error:
-        raise malformed(turn, str(error)) from None
+        raise malformed_response(turn, str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise malformed(turn, f"it is not JSON: {error}") from None
+        raise malformed_response(turn, f"it is not JSON: {error}") from None
     if not parsed.choices:
-        raise malformed(turn, "`choices` is empty")
+        raise malformed_response(turn, "`choices` is empty")
     return parsed
 
 

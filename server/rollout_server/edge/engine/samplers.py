@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 
-from rollout_server.core.ledger import SegmentKind, pack_tokens
+from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Dialect, Spec
-from rollout_server.edge.engine.completion_client import Chat, CompletionClient, EngineCompletion, Generation
-from rollout_server.edge.engine.response import Sampled
+from rollout_server.edge.engine.completion_client import Chat, CompletionClient, Generation
 from rollout_server.edge.engine.transport import Access
-from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.drift_excerpt import DriftExcerpt
+from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
+from rollout_server.edge.tokens.drift_excerpt import drift_excerpt
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
+from rollout_server.edge.trainer.chat_completion import ChatCompletion
+from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
 from rollout_server.edge.trainer.form_cache import FormCache
-from rollout_server.edge.trainer.rendering import open_renderer
-from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest, Fork, Sampler, Tool
 
@@ -58,57 +56,58 @@ class MessageSampler:
         self._spec = spec
         self._tools = tools
         self._chat = Chat(engines.access, spec, tools)
-        self._opened: tuple[Renderer, DriftExcerpt] | None = None
+        self._renderer: Renderer | None = None
         self._missed = False
 
-    async def sample(self, ask: CompletionRequest) -> Answered:
+    async def sample(self, request: CompletionRequest) -> Answered:
         """Asks and checks. Raises `RolloutFailed`."""
-        messages = ask.messages[: ask.asked.messages]
-        rendering = await self._open()
-        rendered = None if rendering is None else await _rendered(rendering[0], messages, ask)
+        messages = request.messages[: request.asked.messages]
+        renderer = await self._open()
+        rendered = None if renderer is None else await _predict(renderer, messages, request)
         started = time.monotonic()
-        completed = await self._chat.complete(messages, ask)
-        answered = _answered(ask, completed, started)
-        answered = replace(answered, notes=tuple(self._notes(completed.sampled, ask, rendered)))
-        if rendering is None or rendered is None:
+        completion, attempts = await self._chat.complete(messages, request)
+        elapsed = 1000 * (time.monotonic() - started)
+        answered = completion_record(
+            request, completion, attempts, elapsed, self._warnings(completion, request, rendered)
+        )
+        if renderer is None or rendered is None:
             return answered
-        renderer, parting = rendering
         predicted, reported = rendered.predicted, answered.reported
         if reported is not None:
             predicted = await renderer.learn(predicted, reported)
             self._engines.forms.remember(self._spec, renderer.form)
-        around = await parting.around(predicted, reported, answered.token_ids or pack_tokens())
+        around = await drift_excerpt(renderer.loaded, request.ledger, predicted, reported)
         return replace(answered, predicted=predicted, around=around)
 
     def fork(self, fork: Fork) -> MessageSampler:
         """Engines remember nothing: any conversation may begin, with any tools. A branch goes on from what was predicted here."""
         other = MessageSampler(self._engines, self._spec, self._tools if fork.tools is None else fork.tools)
         other._missed = self._missed
-        if fork.origin.kind is SegmentKind.BRANCH and self._opened is not None:
-            renderer, parting = self._opened
-            other._opened = renderer.fork(), copy(parting)
+        if fork.origin.kind is SegmentKind.BRANCH and self._renderer is not None:
+            other._renderer = self._renderer.fork()
         return other
 
-    async def _open(self) -> tuple[Renderer, DriftExcerpt] | None:
-        if self._opened is None and self._spec.tokenizer is not None:
+    async def _open(self) -> Renderer | None:
+        if self._renderer is None and self._spec.tokenizer is not None:
             known = self._engines.forms.of(self._spec)
-            renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools, known)
-            self._opened = renderer, DriftExcerpt(renderer.loaded)
-        return self._opened
+            self._renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools, known)
+        return self._renderer
 
-    def _notes(self, sampled: Sampled, ask: CompletionRequest, rendered: Rendered | None) -> Iterator[tuple[str, str]]:
-        turn, since = ask.asked.turn, _REPORTS.get(self._spec.completions.dialect)
-        vocabulary = None if self._opened is None else self._opened[0].loaded.vocabulary
-        yield from notes_on(sampled.token_ids, sampled.logprobs, ask.sampling, turn, vocabulary)
+    def _warnings(
+        self, completion: ChatCompletion, request: CompletionRequest, rendered: Rendered | None
+    ) -> Iterator[tuple[str, str]]:
+        turn, since = request.asked.turn, _REPORTS.get(self._spec.completions.dialect)
+        vocabulary = None if self._renderer is None else self._renderer.loaded.vocabulary
+        yield from completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn, vocabulary)
         if rendered is not None:
-            yield from notes_on_rendering(rendered, turn)
-        if sampled.token_ids is not None and (sampled.reported is not None or self._opened is not None):
-            if sampled.reported is None:
+            yield from rendering_warnings(rendered, turn)
+        if completion.token_ids is not None and (completion.reported is not None or self._renderer is not None):
+            if completion.reported is None:
                 text = "the engine sent no prompt_token_ids; prompt and environment tokens are our rendering"
                 yield "unverified", f"turn {turn}: {text}"
         elif since is not None and not self._missed:
             self._missed = True
-            missing = "token_ids" if sampled.token_ids is None else "prompt_token_ids"
+            missing = "token_ids" if completion.token_ids is None else "prompt_token_ids"
             yield "tokens_unknown", f"turn {turn}: the engine sent no {missing}, which it was asked for; {since}"
 
 
@@ -122,73 +121,52 @@ class TokenSampler:
         by_ids = Generation if spec.completions.dialect is Dialect.VLLM else Chat
         self._by_ids: CompletionClient = by_ids(engines.access, spec, tools)
         self._renderer: Renderer | None = None
-        self._held = pack_tokens()
 
-    async def sample(self, ask: CompletionRequest) -> Answered:
+    async def sample(self, request: CompletionRequest) -> Answered:
         """Renders, asks and checks. Raises `RolloutFailed`."""
-        messages = ask.messages[: ask.asked.messages]
+        messages = request.messages[: request.asked.messages]
         if self._renderer is None:
             self._renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools)
-        rendered = await self._renderer.append(messages, ask.last, ask.last_messages)
+        rendered = await self._renderer.append(messages, request.last, request.last_messages)
         predicted = rendered.predicted
-        held = self._held if ask.last is not None else pack_tokens()
-        prompt = held + predicted.closing + predicted.environment
+        prompt = request.ledger.prefix() + predicted.closing + predicted.environment
         started = time.monotonic()
-        completed = await self._by_ids.complete(messages, ask, prompt)
-        answered = replace(_answered(ask, completed, started), predicted=predicted)
-        if answered.token_ids is None:
-            raise RolloutFailed(_unknown(ask.asked.turn, self._spec.completions.dialect))
-        saw = prompt if answered.reported is None else answered.reported
-        self._held = saw + answered.token_ids
-        return replace(
-            answered, notes=tuple(_notes(completed.sampled, ask, rendered, self._renderer.loaded.vocabulary))
-        )
+        completion, attempts = await self._by_ids.complete(messages, request, prompt)
+        elapsed = 1000 * (time.monotonic() - started)
+        if completion.token_ids is None:
+            raise RolloutFailed(_missing_ids(request.asked.turn, self._spec.completions.dialect))
+        warnings = _warnings(completion, request, rendered, self._renderer.loaded.vocabulary)
+        return replace(completion_record(request, completion, attempts, elapsed, warnings), predicted=predicted)
 
     def fork(self, fork: Fork) -> TokenSampler:
         """A branch goes on from the ids that are held; any other conversation begins with nothing."""
         other = TokenSampler(self._engines, self._spec, self._tools if fork.tools is None else fork.tools)
         if fork.origin.kind is SegmentKind.BRANCH:
-            other._renderer, other._held = self._renderer and self._renderer.fork(), self._held
+            other._renderer = self._renderer and self._renderer.fork()
         return other
 
 
-def _notes(sampled: Sampled, ask: CompletionRequest, rendered: Rendered, vocabulary: int) -> Iterator[tuple[str, str]]:
-    turn = ask.asked.turn
-    yield from notes_on(sampled.token_ids, sampled.logprobs, ask.sampling, turn, vocabulary)
-    yield from notes_on_rendering(rendered, turn)
-    if sampled.reported is None:
+def _warnings(
+    completion: ChatCompletion, request: CompletionRequest, rendered: Rendered, vocabulary: int
+) -> Iterator[tuple[str, str]]:
+    turn = request.asked.turn
+    yield from completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn, vocabulary)
+    yield from rendering_warnings(rendered, turn)
+    if completion.reported is None:
         text = "the engine does not repeat the ids that it was sent, so nothing proves that it generated from them"
         yield "unverified", f"turn {turn}: {text}"
 
 
-async def _rendered(renderer: Renderer, messages: Sequence[Message], ask: CompletionRequest) -> Rendered:
+async def _predict(renderer: Renderer, messages: Sequence[Message], request: CompletionRequest) -> Rendered:
     """The turn as it is expected. That it cannot be rendered here is a failure, though the engine might render it."""
     try:
-        return await renderer.predict(messages, ask.last, ask.last_messages)
+        return await renderer.predict(messages, request.last, request.last_messages)
     except RolloutFailed as failed:
         text = f"{failed.failure.message}; without `tokenizer` the engine's own rendering is taken as it is"
         raise RolloutFailed(replace(failed.failure, message=text)) from None
 
 
-def _answered(ask: CompletionRequest, completed: EngineCompletion, started: float) -> Answered:
-    """The answer as a record, with what the engine says and nothing else. `started` is monotonic."""
-    sampled = completed.sampled
-    return Answered(
-        turn=ask.asked.turn,
-        message=completed.message,
-        finish_reason=completed.finish_reason,
-        token_ids=sampled.token_ids,
-        logprobs=sampled.logprobs,
-        reported=sampled.reported,
-        attempts=completed.attempts,
-        elapsed_ms=1000 * (time.monotonic() - started),
-        usage=sampled.usage,
-        policy_version=sampled.policy_version,
-        tool_calls=completed.tool_calls,
-    )
-
-
-def _unknown(turn: int, dialect: Dialect) -> Failure:
+def _missing_ids(turn: int, dialect: Dialect) -> Failure:
     since = _REPORTS.get(dialect, "")
     text = f"turn {turn}: the engine sent no ids of its answer, and in token mode nothing can follow it without them; {since}"
     return Failure(Category.VALIDATION, text, turn)

@@ -14,12 +14,11 @@ from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.engine.errors import aborted, is_error, refused_by_engine
+from rollout_server.edge.engine.errors import abort_failure, engine_failure, is_error
 from rollout_server.edge.engine.request import LimitNames
-from rollout_server.edge.trainer.headers import turn_headers
-from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest
-from rollout_server.edge.trainer.response_limits import aside
-from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_again
+from rollout_server.edge.offload import offload_response
+from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
+from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_with_retries
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest
@@ -48,51 +47,50 @@ class Access:
     limits: LimitNames = field(default_factory=LimitNames)
 
 
-async def post(access: Access, url: str, body: bytes, ask: CompletionRequest) -> Fetched:
+async def post(access: Access, url: str, body: bytes, request: CompletionRequest) -> Fetched:
     """Posts until there is an answer of any status. Raises `RolloutFailed` where there is none."""
-    errand = CompletionFetch(
-        HttpRequest(url, body, turn_headers(ask), is_known=ask.last is not None),
-        ask.asked.turn,
-        ask.deadline,
+    fetch = CompletionFetch(
+        HttpRequest(url, body, turn_headers(request), is_known=request.last is not None),
+        request.asked.turn,
+        request.deadline,
         who="the engine",
         unreachable="is it running, and does completions.url name its host and port?",
         again_on=_PASSING,
     )
-    return await fetch_again(access.client, errand, access.retries, _nothing)
+    return await fetch_with_retries(access.client, fetch, access.retries)
 
 
-def usable(fetched: Fetched, ask: CompletionRequest, hint: str = "") -> bytes:
+def response_body(fetched: Fetched, request: CompletionRequest, hint: str = "") -> bytes:
     """The body of an answer. Raises `RolloutFailed` for a refusal; `hint` says what a person can do about it."""
-    if fetched.answer.status != 200 or is_error(fetched.answer):
-        raise RolloutFailed(refused_by_engine(fetched.answer, ask.asked.turn, ask.credentials.secrets(), hint))
-    return fetched.answer.body
+    if fetched.response.status != 200 or is_error(fetched.response):
+        raise RolloutFailed(engine_failure(fetched.response, request.asked.turn, request.credentials.secrets(), hint))
+    return fetched.response.body
 
 
-async def whole(
-    access: Access, ask: CompletionRequest, fetch: Callable[[], Awaitable[Fetched]], read: Callable[[bytes, int], _A]
+async def finished_response(
+    access: Access,
+    request: CompletionRequest,
+    fetch: Callable[[], Awaitable[Fetched]],
+    read: Callable[[bytes, int], _A],
 ) -> tuple[_A, bytes, int]:
     """An answer that came to its end, its body, and the requests that were sent for it. Raises `RolloutFailed`."""
-    turn, attempts, failures = ask.asked.turn, 0, 0
+    turn, attempts, failures = request.asked.turn, 0, 0
     while True:
         fetched = await fetch()
         attempts += fetched.attempts
-        body = usable(fetched, ask)
-        answer = await aside(partial(read, body, turn), len(body))
-        if answer.finish_reason not in _BROKEN_OFF:
-            return answer, body, attempts
+        body = response_body(fetched, request)
+        parsed = await offload_response(partial(read, body, turn), len(body))
+        if parsed.finish_reason not in _BROKEN_OFF:
+            return parsed, body, attempts
         if failures >= access.retries.count:
-            raise RolloutFailed(aborted(turn, answer.finish_reason, attempts))
+            raise RolloutFailed(abort_failure(turn, parsed.finish_reason, attempts))
         await asyncio.sleep(access.retries.wait(failures))
         failures += 1
 
 
-def wrote(turn: int, write: Callable[[], bytes]) -> bytes:
+def encode_request(turn: int, write: Callable[[], bytes]) -> bytes:
     """The request that `write` makes. Raises `RolloutFailed` for a parameter that no engine could read."""
     try:
         return write()
     except WrongParameter as error:
         raise RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
-
-
-def _nothing(code: str, text: str) -> None:
-    """Remarks nothing."""

@@ -58,13 +58,13 @@ class MetricsObserver:
         # Records that nothing is counted of are not here.
         self._counting: Mapping[type, Callable[[Rollout, Any], None]] = MappingProxyType(
             {
-                Accepted: self._accepted,
-                Answered: self._answered,
-                ToolReturned: self._tool_returned,
-                SegmentOpened: self._segment_opened,
-                DriftFound: self._drift_found,
-                Note: self._note,
-                Ended: self._ended,
+                Accepted: self._count_start,
+                Answered: self._count_completion,
+                ToolReturned: self._count_tool_result,
+                SegmentOpened: self._count_segment,
+                DriftFound: self._count_drift,
+                Note: self._count_resampling,
+                Ended: self._count_end,
             }
         )
 
@@ -79,12 +79,12 @@ class MetricsObserver:
         """Counts one attempt to deliver an outcome."""
         self.families.delivery(attempt.value).observe(milliseconds / 1000)
 
-    def watch_roster(self, roster: Watched) -> None:
+    def watch_registry(self, registry: Watched) -> None:
         """Shows how many rollouts run and wait. For one roster."""
-        self.watch("running", "Rollouts that run now.", lambda: roster.running)
-        self.watch("queued", "Rollouts that wait now.", lambda: roster.queued)
-        self.watch("active_bytes", "About what rollouts hold that wait, run or deliver.", lambda: roster.active_bytes)
-        for agent in roster.agents:
+        self.watch("running", "Rollouts that run now.", lambda: registry.running)
+        self.watch("queued", "Rollouts that wait now.", lambda: registry.queued)
+        self.watch("active_bytes", "About what rollouts hold that wait, run or deliver.", lambda: registry.active_bytes)
+        for agent in registry.agents:
             self.families.begin_agent(agent)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
@@ -95,10 +95,10 @@ class MetricsObserver:
         """Everything, in Prometheus' text format (`CONTENT_TYPE`)."""
         return generate_latest(self.families.registry)
 
-    def _accepted(self, rollout: Rollout, record: Accepted) -> None:
+    def _count_start(self, rollout: Rollout, record: Accepted) -> None:
         self.families.accepted(record.agent).inc()
 
-    def _answered(self, rollout: Rollout, record: Answered) -> None:
+    def _count_completion(self, rollout: Rollout, record: Answered) -> None:
         families, agent = self.families, rollout.agent.name
         families.turns(agent).inc()
         families.completion(agent).observe(record.elapsed_ms / 1000)
@@ -116,7 +116,7 @@ class MetricsObserver:
             reason = span.reason.value if span.reason is not None else GENERATED
             self.families.tokens(span.author.value, reason).inc(span.stop - span.start)
 
-    def _tool_returned(self, rollout: Rollout, record: ToolReturned) -> None:
+    def _count_tool_result(self, rollout: Rollout, record: ToolReturned) -> None:
         name = record.call.name if record.call.name in self._tools_of(rollout.agent) else UNKNOWN
         self.families.tool(name, "true" if record.failed else "false").observe(record.elapsed_ms / 1000)
 
@@ -127,18 +127,18 @@ class MetricsObserver:
             names = self._tools[agent.name] = frozenset(tool.name for tool in agent.tools)
         return names
 
-    def _segment_opened(self, rollout: Rollout, record: SegmentOpened) -> None:
+    def _count_segment(self, rollout: Rollout, record: SegmentOpened) -> None:
         self.families.segments(record.origin.kind.value).inc()
         self.families.tokens(Author.OTHER.value, MaskReason.PROMPT.value).inc(record.prompt_tokens)
 
-    def _drift_found(self, rollout: Rollout, record: DriftFound) -> None:
+    def _count_drift(self, rollout: Rollout, record: DriftFound) -> None:
         self.families.drift(record.drift.kind.value).inc()
 
-    def _note(self, rollout: Rollout, record: Note) -> None:
+    def _count_resampling(self, rollout: Rollout, record: Note) -> None:
         if record.code == RESAMPLED:
             self.families.resampled.inc()
 
-    def _ended(self, rollout: Rollout, record: Ended) -> None:
+    def _count_end(self, rollout: Rollout, record: Ended) -> None:
         families, agent = self.families, rollout.agent.name
         end, reason = _end(record.end)
         families.finished(agent, end, reason).inc()

@@ -6,7 +6,7 @@ import grpc
 
 from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.targets.rules import TargetRefused
-from rollout_server.edge.trainer.http_errors import redacted
+from rollout_server.edge.trainer.http_errors import redact
 from rollout_server.runtime.delivery import (
     DeliveryAcknowledged,
     DeliveryRefused,
@@ -36,20 +36,20 @@ class GrpcCourier:
         self._channels = channels
         self._timeout = timeout
 
-    async def deliver(self, parcel: PackedOutcome) -> Receipt:
+    async def deliver(self, packed: PackedOutcome) -> Receipt:
         """Calls once. Which codes are tried again is said in outcome_service.proto."""
-        metadata = (("authorization", f"Bearer {parcel.credential}"),) if parcel.credential else ()
+        metadata = (("authorization", f"Bearer {packed.credential}"),) if packed.credential else ()
         try:
-            async with self._channels.use(parcel.target.url) as channel:
+            async with self._channels.use(packed.target.url) as channel:
                 # The bytes are passed on as they are, and what the answer holds means nothing.
                 call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)
-                await call(parcel.body, metadata=metadata, timeout=self._timeout)
+                await call(packed.body, metadata=metadata, timeout=self._timeout)
         except TargetRefused as error:
             return DeliveryRefused(str(error))
         except OSError as error:
             return DeliveryUnsettled(str(error))
         except grpc.aio.AioRpcError as error:
-            said = redacted((error.details() or "").encode(), (parcel.credential,) if parcel.credential else ())
-            text = f"the receiver answered {error.code().name}: {said}"
+            message = redact((error.details() or "").encode(), (packed.credential,) if packed.credential else ())
+            text = f"the receiver answered {error.code().name}: {message}"
             return DeliveryUnsettled(text) if error.code() in _TRIED_AGAIN else DeliveryRefused(text)
         return DeliveryAcknowledged()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rollout_server.edge.trainer.headers import keyed_headers
 from rollout_server.edge.trainer.http_client import (
     ConnectionLost,
     ConnectionRefused,
@@ -11,6 +10,7 @@ from rollout_server.edge.trainer.http_client import (
     HttpResponse,
     ResponseTooLarge,
     TargetForbidden,
+    keyed_headers,
 )
 from rollout_server.edge.trainer.http_errors import error_text
 from rollout_server.runtime.delivery import (
@@ -31,26 +31,26 @@ class HttpCourier:
         self._client = client
         self._timeout = timeout
 
-    async def deliver(self, parcel: PackedOutcome) -> Receipt:
+    async def deliver(self, packed: PackedOutcome) -> Receipt:
         """Posts once: any 2xx acknowledges; 408, 425, 429, 5xx and transport errors are to be tried again; all else is final."""
-        headers = keyed_headers(parcel.key, parcel.credential)
-        request = HttpRequest(f"{parcel.target.url}/v1/rollout/completed", parcel.body, headers, self._timeout)
+        headers = keyed_headers(packed.key, packed.credential)
+        request = HttpRequest(f"{packed.target.url}/v1/rollout/completed", packed.body, headers, self._timeout)
         try:
-            answer = await self._client.post(request)
+            response = await self._client.post(request)
         except (ConnectionRefused, ConnectionLost) as error:
             return DeliveryUnsettled(f"{request.host}: {error}")
         except TargetForbidden as error:
             return DeliveryRefused(f"{request.host}: {error}")
         except ResponseTooLarge:  # it has answered, and with what status is unknown
             return DeliveryUnsettled(f"{request.host}: the answer is too large")
-        return _receipt(answer, request.host, parcel.credential)
+        return _delivery_result(response, request.host, packed.credential)
 
 
-def _receipt(answer: HttpResponse, host: str, credential: str) -> Receipt:
-    if 200 <= answer.status < 300:
+def _delivery_result(response: HttpResponse, host: str, credential: str) -> Receipt:
+    if 200 <= response.status < 300:
         return DeliveryAcknowledged()
-    said = error_text(answer, (credential,) if credential else ())
-    text = f"{host} answered {answer.status}" + (f": {said}" if said else "")
-    if answer.status >= 500 or answer.status in _ASKED_AGAIN:
-        return DeliveryUnsettled(text, answer.retry_after)
+    message = error_text(response, (credential,) if credential else ())
+    text = f"{host} answered {response.status}" + (f": {message}" if message else "")
+    if response.status >= 500 or response.status in _ASKED_AGAIN:
+        return DeliveryUnsettled(text, response.retry_after)
     return DeliveryRefused(text)

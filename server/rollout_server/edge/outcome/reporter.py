@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollout_server.core.spec import Dialect, Target
 from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.outcome.http import HttpCourier
-from rollout_server.edge.wire.delivery import WriteBody, delivery_bytes, finished_rollout
+from rollout_server.edge.wire.rollout import WriteBody, delivery_bytes, finished_rollout
 from rollout_server.runtime.delivery import PackedOutcome, Receipt
 from rollout_server.runtime.rollout import Rollout
 
@@ -24,7 +24,7 @@ class OutcomeReporter:
             return delivery_bytes(rollout, key)
         return self._write_body(finished_rollout(rollout))
 
-    async def deliver(self, parcel: PackedOutcome) -> Receipt:
+    async def deliver(self, packed: PackedOutcome) -> Receipt:
         """Sends it once."""
-        courier = self._grpc if parcel.target.dialect is Dialect.GRPC else self._http
-        return await courier.deliver(parcel)
+        courier = self._grpc if packed.target.dialect is Dialect.GRPC else self._http
+        return await courier.deliver(packed)

@@ -15,11 +15,11 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from rollout_server.core.error import InvalidRequest, RolloutError, Unauthenticated, Violation
+from rollout_server.edge.api_keys import WrongKeys
 from rollout_server.edge.rpc.caller import Admit, admit
 from rollout_server.edge.rpc.field_count import MAX_FIELDS, TooManyFields, check_fields
 from rollout_server.edge.rpc.open_calls import OpenCalls
 from rollout_server.edge.rpc.status import internal, status_of
-from rollout_server.edge.wrong_keys import WrongKeys
 
 _log = logging.getLogger(__name__)
 REQUEST_ID = "x-request-id"
@@ -89,7 +89,7 @@ class _RejectedCall:
             await context.send_initial_metadata(((REQUEST_ID, request_id),))
         if isinstance(self._error, Unauthenticated):
             header = dict(context.invocation_metadata() or ()).get("authorization")
-            await asyncio.sleep(self._wrong_keys.note(header if isinstance(header, str) else None, context.peer()))
+            await asyncio.sleep(self._wrong_keys.record(header if isinstance(header, str) else None, context.peer()))
         await _end(context, self._error, self._method, request_id)
 
 

@@ -1,10 +1,17 @@
-"""The grpc.aio server: options, health, reflection."""
+"""The grpc.aio server: options, health, reflection, and the Unix socket over which the gateway of its process reaches it."""
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
-from collections.abc import Sequence
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -125,7 +132,7 @@ def _options(settings: RpcSettings) -> list[tuple[str, int]]:
         # What was taken can be read, in whatever view; the reader's own limit holds.
         ("grpc.max_send_message_length", -1),
         # gRPC answers a bare CANCELLED when more than a thousand calls wait to be picked up by Python, or one waits for 30 s.
-        # The roster admits instead: one call is picked up in each round of the event loop, which is long while it is busy.
+        # The registry admits instead: one call is picked up in each round of the event loop, which is long while it is busy.
         ("grpc.server.max_pending_requests", calls),
         ("grpc.server.max_pending_requests_hard_limit", calls),
         ("grpc.server_max_unrequested_time_in_server", 86_400),
@@ -140,3 +147,43 @@ def _options(settings: RpcSettings) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
     ]
+
+
+SOCKET_PREFIX = "rollout-"
+"""How the name of such a directory begins. It is in the system's temporary directory."""
+_SETTLED_SECONDS = 60.0
+"""The age from which a socket is asked: one that is being opened refuses connections, too."""
+SOCKET_NAME = "grpc.sock"
+
+
+@contextmanager
+def own_socket() -> Iterator[Path]:
+    """Where a server opens its socket, in a directory that only its user can enter."""
+    remove_stale_sockets()
+    with tempfile.TemporaryDirectory(prefix=SOCKET_PREFIX) as directory:
+        yield Path(directory) / SOCKET_NAME
+
+
+def remove_stale_sockets() -> None:
+    """Removes directories that servers of this user left behind when they were killed: those with a socket on which nobody listens.
+
+    One that holds anything else, or is still without a socket, is left alone.
+    """
+    for directory in Path(tempfile.gettempdir()).glob(f"{SOCKET_PREFIX}*"):
+        with suppress(OSError):
+            if _is_stale(directory):
+                (directory / SOCKET_NAME).unlink()
+                directory.rmdir()
+
+
+def _is_stale(directory: Path) -> bool:
+    """Raises OSError where it cannot be looked at."""
+    own, path = os.geteuid(), directory / SOCKET_NAME
+    about, held = directory.lstat(), path.lstat()
+    if not stat.S_ISDIR(about.st_mode) or not stat.S_ISSOCK(held.st_mode) or {about.st_uid, held.st_uid} != {own}:
+        return False
+    if os.listdir(directory) != [SOCKET_NAME] or time.time() - held.st_mtime < _SETTLED_SECONDS:
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a server that is busy takes a connection as well, or says that its queue is full
+        return probe.connect_ex(str(path)) == errno.ECONNREFUSED

@@ -14,13 +14,13 @@ from osmosis.rollout.v1 import event_pb2, rollout_service_pb2_grpc
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
 from rollout_server.core.error import InvalidRequest, Violation
+from rollout_server.edge.offload import offload_request
 from rollout_server.edge.rpc.caller import caller
-from rollout_server.edge.trainer.response_limits import aside
 from rollout_server.edge.wire import request as wire
 from rollout_server.edge.wire.event import event, timestamp
 from rollout_server.edge.wire.message import tool_to_proto
 from rollout_server.edge.wire.rollout import agent_to_proto, rollout_to_proto, started
-from rollout_server.edge.wire.spec import duration
+from rollout_server.edge.wire.spec import duration, seconds
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import AdmittedStart, StartRequest
@@ -34,9 +34,9 @@ DEFAULT_PAGE = 100
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What GetServerInfo says beside the roster's numbers.
+    """What GetServerInfo says beside the registry's numbers.
 
-    `violations` tells what this server may not do for a wish, and raises `NotPossible` for what it cannot do at all.
+    `violations` tells what this server may not do for a start request, and raises `NotPossible` for what it cannot do at all.
     """
 
     version: str
@@ -48,10 +48,10 @@ class ServerFacts:
 
 
 class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
-    """Serves a roster."""
+    """Serves a registry of rollouts."""
 
-    def __init__(self, roster: RolloutRegistry, facts: ServerFacts) -> None:
-        self._roster = roster
+    def __init__(self, registry: RolloutRegistry, facts: ServerFacts) -> None:
+        self._registry = registry
         self._facts = facts
 
     async def StartRollout(self, request: pb.StartRolloutRequest, context: _Context) -> pb.StartRolloutResponse:
@@ -63,7 +63,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: pb.RunRolloutRequest, context: _Context
     ) -> AsyncIterator[pb.RunRolloutResponse]:
         """Accepts a rollout or finds it, and streams its events."""
-        detail = wire.known(request.detail, event_pb2.EventDetail, "detail")
+        detail = wire.valid_enum_value(request.detail, event_pb2.EventDetail, "detail")
         if not request.HasField("start"):
             raise InvalidRequest(Violation("start", "is missing: request_id, spec and credentials belong in it"))
         rollout, attached = await self._start(request.start)
@@ -76,26 +76,26 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         self, request: pb.WatchRolloutRequest, context: _Context
     ) -> AsyncIterator[pb.WatchRolloutResponse]:
         """Streams the events after a sequence number."""
-        detail = wire.known(request.detail, event_pb2.EventDetail, "detail")
-        rollout = self._roster.get(request.uid, caller())
+        detail = wire.valid_enum_value(request.detail, event_pb2.EventDetail, "detail")
+        rollout = self._registry.get(request.uid, caller())
         with rollout.attached():
             async for shown in _events(rollout, request.after_sequence, detail):
                 yield pb.WatchRolloutResponse(event=shown)
 
     async def WaitRollout(self, request: pb.WaitRolloutRequest, context: _Context) -> pb.WaitRolloutResponse:
         """Waits for the outcome."""
-        view = wire.known(request.view, pb.RolloutView, "view")
-        rollout = self._roster.get(request.uid, caller())
-        seconds = _patience(request, context)
+        view = wire.valid_enum_value(request.view, pb.RolloutView, "view")
+        rollout = self._registry.get(request.uid, caller())
+        timeout = _wait_seconds(request, context)
         with rollout.attached():
             with suppress(TimeoutError):
-                await asyncio.wait_for(rollout.log.final_entry(), seconds)
+                await asyncio.wait_for(rollout.log.final_entry(), timeout)
             return pb.WaitRolloutResponse(rollout=rollout_to_proto(rollout, view))
 
     async def GetRollout(self, request: pb.GetRolloutRequest, context: _Context) -> pb.GetRolloutResponse:
         """Reads one rollout."""
-        view = wire.known(request.view, pb.RolloutView, "view")
-        rollout = self._roster.get(request.uid, caller())
+        view = wire.valid_enum_value(request.view, pb.RolloutView, "view")
+        rollout = self._registry.get(request.uid, caller())
         return pb.GetRolloutResponse(rollout=rollout_to_proto(rollout, view))
 
     async def ListRollouts(self, request: pb.ListRolloutsRequest, context: _Context) -> pb.ListRolloutsResponse:
@@ -103,9 +103,9 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         if request.page_size > MAX_PAGE:
             raise InvalidRequest(Violation("page_size", f"at most {MAX_PAGE} are allowed"))
         size = request.page_size or DEFAULT_PAGE
-        view = wire.known(request.view, pb.RolloutView, "view")
+        view = wire.valid_enum_value(request.view, pb.RolloutView, "view")
         before = wire.page_start(request.page_token, request.selection)
-        selected = self._roster.select(wire.selection(request.selection, caller()), before=before)
+        selected = self._registry.select(wire.selection(request.selection, caller()), before=before)
         page = list(islice(selected, size + 1))
         more, numbers = len(page) > size, [number for number, _ in page[:size]]
         tokens = wire.page_tokens([number + 1 for number in numbers], request.selection)
@@ -121,45 +121,45 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             raise InvalidRequest(Violation("reason", "has at most 1000 characters"))
         selection = wire.selection(request.selection, caller())
         for uid in selection.uids:
-            self._roster.get(uid, caller())
-        return pb.CancelRolloutsResponse(uids=self._roster.cancel(selection, request.reason or "cancelled"))
+            self._registry.get(uid, caller())
+        return pb.CancelRolloutsResponse(uids=self._registry.cancel(selection, request.reason or "cancelled"))
 
     async def AcknowledgeOutcome(
         self, request: pb.AcknowledgeOutcomeRequest, context: _Context
     ) -> pb.AcknowledgeOutcomeResponse:
         """Takes note that an outcome was received."""
-        self._roster.acknowledge(request.uid, caller())
+        self._registry.acknowledge(request.uid, caller())
         return pb.AcknowledgeOutcomeResponse()
 
     async def ListTools(self, request: pb.ListToolsRequest, context: _Context) -> pb.ListToolsResponse:
         """The tools of an agent."""
-        agent = self._roster.agent(request.agent)
+        agent = self._registry.agent(request.agent)
         return pb.ListToolsResponse(tools=[tool_to_proto(tool) for tool in agent.tools])
 
     async def ListAgents(self, request: pb.ListAgentsRequest, context: _Context) -> pb.ListAgentsResponse:
         """The agents of this server."""
-        roster = self._roster
-        agents = sorted(roster.agents.items())
+        registry = self._registry
+        agents = sorted(registry.agents.items())
         return pb.ListAgentsResponse(
-            agents=[agent_to_proto(agent, default=name == roster.default_agent) for name, agent in agents]
+            agents=[agent_to_proto(agent, default=name == registry.default_agent) for name, agent in agents]
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: _Context) -> pb.GetServerInfoResponse:
         """What this server is and can do."""
-        roster, facts = self._roster, self._facts
+        registry, facts = self._registry, self._facts
         return pb.GetServerInfoResponse(
             version=facts.version,
             features=facts.features,
-            max_running=roster.capacity.running,
-            max_queued=roster.capacity.queued,
+            max_running=registry.capacity.running,
+            max_queued=registry.capacity.queued,
             max_request_bytes=facts.max_request_bytes,
-            max_rollout_time=duration(roster.bounds.seconds),
+            max_rollout_time=duration(registry.bounds.seconds),
             start_time=timestamp(facts.start_time),
-            running=roster.running,
-            queued=roster.queued,
-            finished=roster.finished,
-            draining=roster.draining,
-            default_agent=roster.default_agent,
+            running=registry.running,
+            queued=registry.queued,
+            finished=registry.finished,
+            draining=registry.draining,
+            default_agent=registry.default_agent,
             keys_required=facts.keys_required(),
         )
 
@@ -168,10 +168,10 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         who = caller()
 
         def admitted() -> AdmittedStart:
-            wish = wire.wish(request, who)
-            return self._roster.admit(wish, self._facts.violations(wish))
+            start = wire.start_request(request, who)
+            return self._registry.admit(start, self._facts.violations(start))
 
-        return self._roster.start(await aside(admitted, request.ByteSize()))
+        return self._registry.start(await offload_request(admitted, request.ByteSize()))
 
 
 async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[event_pb2.RolloutEvent]:
@@ -186,14 +186,14 @@ async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[ev
         yield event(rollout, entry, detail)
 
 
-def _patience(request: pb.WaitRolloutRequest, context: _Context) -> float:
+def _wait_seconds(request: pb.WaitRolloutRequest, context: _Context) -> float:
     """How long to wait, in seconds: a little less than the call's deadline, so that the answer arrives before it."""
     remaining = context.time_remaining()
-    asked = wire.seconds(request.timeout) if request.HasField("timeout") else None
-    if asked is not None and asked < 0:
+    wait = seconds(request.timeout) if request.HasField("timeout") else None
+    if wait is not None and wait < 0:
         raise InvalidRequest(Violation("timeout", "must not be negative"))
-    if asked is None:
-        asked = DEFAULT_WAIT if remaining is None else remaining
+    if wait is None:
+        wait = DEFAULT_WAIT if remaining is None else remaining
     if remaining is not None:
-        asked = min(asked, remaining - min(0.5, 0.1 * remaining))
-    return max(0.0, min(asked, LONGEST_WAIT))
+        wait = min(wait, remaining - min(0.5, 0.1 * remaining))
+    return max(0.0, min(wait, LONGEST_WAIT))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from google.protobuf.any_pb2 import Any
-from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from grpc import StatusCode
@@ -21,6 +20,7 @@ from rollout_server.core.error import (
     Superseded,
     Unauthenticated,
 )
+from rollout_server.edge.wire.spec import duration
 
 DOMAIN = "rollout.osmosis"
 _CODES: dict[type[RolloutError], StatusCode] = {
@@ -56,9 +56,7 @@ def status_of(error: RolloutError, request_id: str) -> Status:
     if isinstance(error, InvalidRequest):
         details.append(_pack(_bad_request(error)))
     if isinstance(error, Busy | Draining):
-        delay = Duration(nanos=0)
-        delay.FromMilliseconds(round(1000 * error.retry_after))
-        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=duration(error.retry_after))))
     number: int = code_of(error).value[0]
     return Status(code=number, message=_short(error.message, _LONGEST_MESSAGE), details=details)
 

@@ -13,7 +13,7 @@ from osmosis.rollout.v1 import trainer_service_pb2_grpc
 
 from rollout_server.core.error import Draining, InvalidRequest, Violation
 from rollout_server.edge.rpc.caller import caller
-from rollout_server.edge.stream.connection import talk
+from rollout_server.edge.stream.connection import serve_connection
 from rollout_server.edge.stream.dispatcher import MOST_CREDIT, Dispatcher
 from rollout_server.edge.stream.streams import StreamConnection
 from rollout_server.edge.wire import train as wire
@@ -26,8 +26,8 @@ _HELLO_SECONDS = 30.0
 class TrainerService(trainer_service_pb2_grpc.TrainerServiceServicer):
     """Serves streams."""
 
-    def __init__(self, desk: Dispatcher) -> None:
-        self._desk = desk
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
 
     async def Train(  # noqa: N802 - the contract's name
         self, request_iterator: AsyncIterator[pb.TrainRequest], context: _Context
@@ -36,33 +36,33 @@ class TrainerService(trainer_service_pb2_grpc.TrainerServiceServicer):
         hello = await _hello(request_iterator)
         who = caller()
         connection = self._connect(hello, who)
-        async with aclosing(talk(self._desk, connection, request_iterator, who)) as items:
+        async with aclosing(serve_connection(self._dispatcher, connection, request_iterator, who)) as items:
             async for item in items:
                 yield item
 
     def _connect(self, hello: pb.TrainHello, who: Caller) -> StreamConnection:
         """A new stream, or one that goes on. Raises as `Streams`."""
-        desk, detail = self._desk, wire.detail(hello)
+        dispatcher, detail = self._dispatcher, wire.detail(hello)
         if not 1 <= hello.credit <= MOST_CREDIT:
             raise InvalidRequest(Violation("hello.credit", f"is {hello.credit}, but must be from 1 to {MOST_CREDIT}"))
         if hello.stream_id:
-            connection = desk.streams.resume(hello.stream_id, who.name, hello.last_seen)
-            desk.acknowledge(connection.stream, hello.last_seen, who)
+            connection = dispatcher.streams.resume(hello.stream_id, who.name, hello.last_seen)
+            dispatcher.acknowledge(connection.stream, hello.last_seen, who)
         elif hello.last_seen:
             raise InvalidRequest(Violation("hello.last_seen", "must be 0 where there is no stream_id to go on with"))
-        elif desk.roster.draining:
+        elif dispatcher.registry.draining:
             raise Draining("the server is stopping and takes no new trainers", retry_after=1.0)
         else:
-            connection = desk.streams.open(who.name)
-        connection.stream.asks.credit, connection.stream.detail = hello.credit, detail
+            connection = dispatcher.streams.open(who.name)
+        connection.stream.completions.credit, connection.stream.detail = hello.credit, detail
         return connection
 
 
-async def _hello(given: AsyncIterator[pb.TrainRequest]) -> pb.TrainHello:
+async def _hello(items: AsyncIterator[pb.TrainRequest]) -> pb.TrainHello:
     """The first item. Raises `InvalidRequest` where it is another one, or does not come."""
     wanted = "`hello` comes first"
     try:
-        first = await asyncio.wait_for(anext(given), _HELLO_SECONDS)
+        first = await asyncio.wait_for(anext(items), _HELLO_SECONDS)
     except TimeoutError:
         raise InvalidRequest(Violation("hello", f"{wanted}, and it did not come for {_HELLO_SECONDS:g} s")) from None
     except StopAsyncIteration:

@@ -14,12 +14,12 @@ _LOOKS = 5
 _PAUSE = 0.02
 
 
-async def talk(
-    desk: Dispatcher, connection: StreamConnection, given: AsyncIterator[wire.Given], caller: Caller
+async def serve_connection(
+    dispatcher: Dispatcher, connection: StreamConnection, items: AsyncIterator[wire.TrainerItem], caller: Caller
 ) -> AsyncGenerator[wire.Item, None]:
     """Yields what is sent, until the trainer is done. Raises RolloutError for what ends the connection otherwise."""
     stream = connection.stream
-    reader = asyncio.create_task(_take(desk, connection, given, caller), name="read from a trainer")
+    reader = asyncio.create_task(_take(dispatcher, connection, items, caller), name="read from a trainer")
     reader.add_done_callback(connection.read)
     try:
         yield stream.connect()
@@ -32,25 +32,25 @@ async def talk(
             item = stream.next()
             if item is not None:
                 yield item
-            elif stream.owes or not (stream.closed or stream.leaving):
-                await stream.stirred()
+            elif stream.has_undelivered or not (stream.closed or stream.leaving):
+                await stream.wait_for_items()
             elif stream.closed or stream.leaving is None:
                 return
             else:
                 raise stream.leaving
     finally:
         reader.cancel()
-        desk.streams.disconnected(connection)
+        dispatcher.streams.disconnect(connection)
 
 
 async def _take(
-    desk: Dispatcher, connection: StreamConnection, given: AsyncIterator[wire.Given], caller: Caller
+    dispatcher: Dispatcher, connection: StreamConnection, items: AsyncIterator[wire.TrainerItem], caller: Caller
 ) -> None:
     """Takes items until the trainer says that it is done."""
-    async for item in given:
+    async for item in items:
         if connection.ending is not None:
             return
-        await desk.take(connection.stream, item, caller)
+        await dispatcher.take(connection.stream, item, caller)
     # gRPC tells of a call that broke as if its sender were done, and a moment later cancels it, and this with it.
     for _ in range(_LOOKS):
         await asyncio.sleep(_PAUSE)

@@ -9,10 +9,10 @@ from contextlib import suppress
 from functools import partial
 
 from rollout_server.core.error import Busy, InvalidRequest, NotFound, NotPossible, RolloutError, Violation
+from rollout_server.edge.offload import offload_request
 from rollout_server.edge.stream.items import RefusedItem, StartedItem
 from rollout_server.edge.stream.stream import TrainerStream
 from rollout_server.edge.stream.streams import Streams
-from rollout_server.edge.trainer.response_limits import aside
 from rollout_server.edge.wire import request as requests
 from rollout_server.edge.wire import train as wire
 from rollout_server.runtime.registry.registry import RolloutRegistry
@@ -31,49 +31,49 @@ class TooManyRefusals(Busy):
 
 
 class Dispatcher:
-    """`violations` is what this server may not do for a wish; it raises `NotPossible` for what it cannot do at all.
+    """`violations` is what this server may not do for a start request; it raises `NotPossible` for what it cannot do at all.
 
-    `ignored` is called for each answer to an ask that is not under way.
+    `ignored` is called for each response to a completion request that is not under way.
     """
 
     def __init__(
         self,
-        roster: RolloutRegistry,
+        registry: RolloutRegistry,
         streams: Streams,
         violations: Callable[[StartRequest], Sequence[Violation]],
         ignored: Callable[[], None] = lambda: None,
     ) -> None:
-        self.roster = roster
+        self.registry = registry
         self.streams = streams
         self._violations = violations
         self._ignored = ignored
         self._groups: dict[TrainerStream, asyncio.Task[None]] = {}
 
-    async def take(self, stream: TrainerStream, given: wire.Given, caller: Caller) -> None:
+    async def take(self, stream: TrainerStream, item: wire.TrainerItem, caller: Caller) -> None:
         """Takes one item. Raises `InvalidRequest` for one that is out of order, `TooManyRefusals`: then it is not taken."""
-        kind = given.WhichOneof("item")
+        kind = item.WhichOneof("item")
         if kind in NUMBERED:
-            await self._begun(stream)
-        if kind in NUMBERED and not self._is_next(stream, kind, given.sequence):
+            await self._wait_for_group(stream)
+        if kind in NUMBERED and not self._is_next(stream, kind, item.sequence):
             return
-        if kind not in NUMBERED and given.sequence:
+        if kind not in NUMBERED and item.sequence:
             raise InvalidRequest(Violation("sequence", f"is for {', '.join(NUMBERED)}; other items have none"))
         match kind:
             case "start":
-                await self._begin(stream, given.start, caller)
+                await self._start_group(stream, item.start, caller)
             case "answer" | "reject":
-                turn_key, said = wire.answer(given)
-                if not stream.answered(turn_key, said):
+                turn_key, response = wire.completion_response(item)
+                if not stream.respond(turn_key, response):
                     self._ignored()
             case "cancel":
-                self._cancel(stream, given.cancel, caller)
+                self._cancel(stream, item.cancel, caller)
             case "acknowledge":
-                self.acknowledge(stream, given.acknowledge.sequence, caller)
+                self.acknowledge(stream, item.acknowledge.sequence, caller)
             case "credit":
-                stream.asks.credit = min(MOST_CREDIT, stream.asks.credit + given.credit.asks)
-                stream.stir()
+                stream.completions.credit = min(MOST_CREDIT, stream.completions.credit + item.credit.asks)
+                stream.wake()
             case "ledger":
-                stream.readings.shown(given.ledger.uid, given.ledger.segment_id, partial(wire.ledger, given.ledger))
+                stream.ledger_reads.resolve(item.ledger.uid, item.ledger.segment_id, partial(wire.ledger, item.ledger))
             case "hello":
                 raise InvalidRequest(Violation("hello", "is the first item of a connection and comes once"))
             case _:
@@ -83,8 +83,8 @@ class Dispatcher:
         """Items of the server came there; outcomes among them were received. Raises `InvalidRequest`."""
         for rollout in stream.acknowledge(sequence):
             with suppress(NotFound):  # one that was taken over after its end may be forgotten by now
-                self.roster.acknowledge(rollout.uid, caller)
-            self.streams.received(rollout)
+                self.registry.acknowledge(rollout.uid, caller)
+            self.streams.confirm(rollout)
 
     def _is_next(self, stream: TrainerStream, kind: str | None, sequence: int) -> bool:
         """Whether an item is to be taken, which it is noted to be; not one that was taken before."""
@@ -99,7 +99,7 @@ class Dispatcher:
             text = f"{stream.refusals} refusals wait to be taken: read and acknowledge what the server sends"
             raise TooManyRefusals(text, retry_after=1.0)
         stream.seen = sequence
-        stream.stir()
+        stream.wake()
         return True
 
     def _cancel(self, stream: TrainerStream, cancel: wire.Cancel, caller: Caller) -> None:
@@ -109,18 +109,18 @@ class Dispatcher:
             if len(cancel.reason) > 1000:
                 raise InvalidRequest(Violation("reason", "has at most 1000 characters"))
             selection = requests.selection(cancel.selection, Caller(caller.name))
-            self.roster.cancel(selection, cancel.reason or "cancelled")
+            self.registry.cancel(selection, cancel.reason or "cancelled")
         except RolloutError as error:
             stream.reply(RefusedItem(stream.seen, error))
 
-    async def _begin(self, stream: TrainerStream, start: wire.Start, caller: Caller) -> None:
+    async def _start_group(self, stream: TrainerStream, start: wire.Start, caller: Caller) -> None:
         """Starts a group. A connection that breaks meanwhile does not leave it undone: the item was taken."""
         task = asyncio.create_task(self._start(stream, stream.seen, start, caller), name="start a group")
         self._groups[stream] = task
         task.add_done_callback(lambda _: self._groups.pop(stream, None))
         await asyncio.shield(task)
 
-    async def _begun(self, stream: TrainerStream) -> None:
+    async def _wait_for_group(self, stream: TrainerStream) -> None:
         """Waits for the group that is being started, by an earlier connection of the stream."""
         task = self._groups.get(stream)
         if task is not None:
@@ -128,8 +128,8 @@ class Dispatcher:
 
     async def _start(self, stream: TrainerStream, sequence: int, start: wire.Start, caller: Caller) -> None:
         try:
-            admitted = await aside(lambda: self._admitted(start, caller), start.ByteSize() * max(start.count, 1))
-            taken = await self.roster.start_all(admitted, partial(self._check, stream))
+            admitted = await offload_request(lambda: self._admit(start, caller), start.ByteSize() * max(start.count, 1))
+            taken = await self.registry.start_all(admitted, partial(self._check, stream))
         except RolloutError as error:
             stream.reply(RefusedItem(sequence, error))
             return
@@ -138,24 +138,24 @@ class Dispatcher:
             stream.reply(RefusedItem(sequence, RolloutError("a fault of the server's; its log has the reason")))
             return
         for rollout, attached in taken:
-            stream.reply(StartedItem(self.streams.sit(rollout, stream), attached))
+            stream.reply(StartedItem(self.streams.add(rollout, stream), attached))
 
-    def _admitted(self, start: wire.Start, caller: Caller) -> Sequence[AdmittedStart]:
-        wishes = wire.wishes(start, caller)
-        wrong = self._violations(wishes[0])
-        return [self.roster.admit(wish, wrong) for wish in wishes]
+    def _admit(self, start: wire.Start, caller: Caller) -> Sequence[AdmittedStart]:
+        start_requests = wire.start_requests(start, caller)
+        wrong = self._violations(start_requests[0])
+        return [self.registry.admit(start_request, wrong) for start_request in start_requests]
 
     def _check(self, stream: TrainerStream, found: Sequence[Rollout | None]) -> None:
         """Raises where these rollouts cannot be on a stream: `NotPossible`, `Busy`."""
-        if stream.closed or not self.streams.holds(stream):
+        if stream.closed or not self.streams.has(stream):
             raise NotPossible("the stream ended while the rollouts were to start", reason="STREAM_EXPIRED")
         for rollout in found:
             if rollout is not None:
                 self.streams.check(rollout, stream)
-        come = sum(rollout is None or rollout.uid not in stream.seats for rollout in found)
-        if len(stream.seats) + come > stream.limits.rollouts:
+        come = sum(rollout is None or rollout.uid not in stream.rollouts for rollout in found)
+        if len(stream.rollouts) + come > stream.limits.rollouts:
             text = (
-                f"{len(stream.seats)} rollouts of this stream are not acknowledged, at most {stream.limits.rollouts} may be; "
+                f"{len(stream.rollouts)} rollouts of this stream are not acknowledged, at most {stream.limits.rollouts} may be; "
                 "acknowledge outcomes, or open another stream"
             )
             raise Busy(text, retry_after=1.0)

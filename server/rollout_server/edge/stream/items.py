@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rollout_server.core.error import RolloutError
-from rollout_server.edge.stream.stream_rollout import PendingCompletion, RolloutStream, StreamRollout
+from rollout_server.edge.stream.pending_requests import PendingCompletion
+from rollout_server.edge.stream.stream_rollout import RolloutStream, StreamRollout
 from rollout_server.edge.wire import train as wire
 
 
@@ -14,12 +15,12 @@ from rollout_server.edge.wire import train as wire
 class StartedItem:
     """A rollout was accepted or found."""
 
-    seat: StreamRollout
+    stream_rollout: StreamRollout
     attached: bool
 
     def write(self, sequence: int) -> wire.Item:
         """As it is now."""
-        return wire.started_item(sequence, self.seat.rollout, attached=self.attached)
+        return wire.started_item(sequence, self.stream_rollout.rollout, attached=self.attached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class RefusedItem:
 
     start_sequence: int
     error: RolloutError
-    seat: None = None
+    stream_rollout: None = None
 
     def write(self, sequence: int) -> wire.Item:
         """The same each time."""
@@ -39,25 +40,27 @@ class RefusedItem:
 class CompletionItem:
     """A completion is asked for."""
 
-    errand: PendingCompletion
-    seat: StreamRollout
+    completion: PendingCompletion
+    stream_rollout: StreamRollout
     stream: RolloutStream
 
     def write(self, sequence: int) -> wire.Item:
-        """The ask, for as long as it is under way here."""
-        here = self.seat.stream is self.stream and self.errand.sent == sequence
-        return wire.ask_item(sequence, self.errand.request if here and not self.errand.answer.done() else None)
+        """The request, for as long as it is under way here."""
+        here = self.stream_rollout.stream is self.stream and self.completion.sent == sequence
+        return wire.completion_item(
+            sequence, self.completion.request if here and not self.completion.response.done() else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeItem:
     """A rollout ended."""
 
-    seat: StreamRollout
+    stream_rollout: StreamRollout
 
     def write(self, sequence: int) -> wire.Item:
         """Its outcome."""
-        return wire.outcome_item(sequence, self.seat.rollout)
+        return wire.outcome_item(sequence, self.stream_rollout.rollout)
 
 
 Content: TypeAlias = "StartedItem | RefusedItem | CompletionItem | OutcomeItem"
@@ -65,8 +68,8 @@ Content: TypeAlias = "StartedItem | RefusedItem | CompletionItem | OutcomeItem"
 
 @dataclass(frozen=True, slots=True)
 class UnacknowledgedItem:
-    """One that was sent. `told` are the events of its rollout that went before it."""
+    """One that was sent. `sent_events` are the events of its rollout that went before it."""
 
     sequence: int
     content: Content
-    told: int
+    sent_events: int

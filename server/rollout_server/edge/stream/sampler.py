@@ -10,7 +10,14 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import Spec
 from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.trainer.grpc_client import LEDGER_SECONDS, Held, Rejection, TurnCall, ended, put_off
+from rollout_server.edge.trainer.grpc_client import (
+    LEDGER_SECONDS,
+    Rejection,
+    TrainerTokens,
+    TurnCall,
+    rejection_error,
+    retry_pause,
+)
 from rollout_server.edge.trainer.grpc_sampler import CompletionSampler
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.edge.wire.completion import Request, Response
@@ -45,22 +52,22 @@ class StreamCompletionClient:
         """As `edge.trainer.grpc_client.TrainerClient`."""
         while True:
             call.attempts += 1
-            said = await self._ask(request, call)
-            if not isinstance(said, Rejection):
-                return said
-            pause = put_off(said, call, self.retries)
+            response = await self._request_completion(request, call)
+            if not isinstance(response, Rejection):
+                return response
+            pause = retry_pause(response, call, self.retries)
             if pause is None:
-                raise ended(said, call)
+                raise rejection_error(response, call)
             await asyncio.sleep(pause)
 
-    async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> Held | None:
+    async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> TrainerTokens | None:
         """As `edge.trainer.grpc_client.TrainerClient`."""
-        seat = self.streams.seat(uid)
-        return await seat.read(segment_id, LEDGER_SECONDS) if seat is not None else None
+        stream_rollout = self.streams.stream_rollout(uid)
+        return await stream_rollout.read_ledger(segment_id, LEDGER_SECONDS) if stream_rollout is not None else None
 
-    async def _ask(self, request: Request, call: TurnCall) -> Response | Rejection:
-        seat = self.streams.seat(self.uid)
-        if seat is None:
+    async def _request_completion(self, request: Request, call: TurnCall) -> Response | Rejection:
+        stream_rollout = self.streams.stream_rollout(self.uid)
+        if stream_rollout is None:
             text = f"turn {call.turn}: the rollout is on no stream any more, so nobody completes"
             raise RolloutFailed(Failure(Category.NETWORK, text, call.turn))
-        return await seat.ask(request, call)
+        return await stream_rollout.complete(request, call)

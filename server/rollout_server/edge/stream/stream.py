@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rollout_server.core.error import InvalidRequest, RolloutError, Violation
 from rollout_server.core.outcome import Cancellation
@@ -16,16 +17,34 @@ from rollout_server.edge.stream.items import (
     StartedItem,
     UnacknowledgedItem,
 )
-from rollout_server.edge.stream.ledger_reads import LedgerReads
-from rollout_server.edge.stream.limits import StreamLimits
-from rollout_server.edge.stream.pending_completions import PendingCompletions
-from rollout_server.edge.stream.stream_rollout import LedgerRead, PendingCompletion, StreamRollout
+from rollout_server.edge.stream.pending_requests import LedgerRead, LedgerReads, PendingCompletion, PendingCompletions
+from rollout_server.edge.stream.stream_rollout import StreamRollout
 from rollout_server.edge.trainer.grpc_client import Rejection
 from rollout_server.edge.wire import train as wire
 from rollout_server.edge.wire.completion import Response
 from rollout_server.runtime.rollout import Rollout
 
 CLOSED = Cancellation("the trainer closed its stream")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """Times in seconds.
+
+    Args:
+        grace: how long a cut stream is kept.
+        timeout: how long a completion may stay unanswered.
+        streams, of_caller: streams at the same time, in all and of one caller, the cut ones among them.
+        rollouts: rollouts of one stream whose outcomes are not acknowledged.
+        unacknowledged: items with a sequence that were sent and not acknowledged; so many refusals may wait to be sent as well.
+    """
+
+    grace: float = 30.0
+    timeout: float = 300.0
+    streams: int = 1000
+    of_caller: int = 100
+    rollouts: int = 10_000
+    unacknowledged: int = 1024
 
 
 class TrainerStream:
@@ -45,22 +64,22 @@ class TrainerStream:
         self.caller = caller
         self.limits = limits
         self.seen = 0
-        self.asks = PendingCompletions()
+        self.completions = PendingCompletions()
         self.detail = 0
         self.connected = False
         self.closed = False
         self.refusals = 0
         self.leaving: RolloutError | None = None
-        self.seats: dict[str, StreamRollout] = {}
+        self.rollouts: dict[str, StreamRollout] = {}
         self._sent = 0
         self._acknowledged = 0
-        self._told_seen = 0
+        self._acknowledged_seen = 0
         self._kept: deque[UnacknowledgedItem] = deque()
         self._again: deque[UnacknowledgedItem] = deque()
         self._replies: deque[StartedItem | RefusedItem] = deque()
-        self._stirring: OrderedDict[StreamRollout, None] = OrderedDict()
+        self._active: OrderedDict[StreamRollout, None] = OrderedDict()
         self._finished: OrderedDict[StreamRollout, None] = OrderedDict()
-        self.readings = LedgerReads()
+        self.ledger_reads = LedgerReads()
         self._wake = asyncio.Event()
 
     @property
@@ -69,9 +88,13 @@ class TrainerStream:
         return len(self._replies)
 
     @property
-    def owes(self) -> bool:
-        """Something is to be told, or was told and not acknowledged; once the trainer is done, it acknowledges no more."""
-        left = self.seats if not self.closed else [seat for seat in self.seats.values() if not seat.delivered]
+    def has_undelivered(self) -> bool:
+        """Something is to be sent, or was sent and not acknowledged; once the trainer is done, it acknowledges no more."""
+        left = (
+            self.rollouts
+            if not self.closed
+            else [stream_rollout for stream_rollout in self.rollouts.values() if not stream_rollout.delivered]
+        )
         return bool(left or self._replies)
 
     def check(self, last_seen: int) -> None:
@@ -85,30 +108,30 @@ class TrainerStream:
 
         Returns what is sent first.
         """
-        self.readings.lose()
-        self._told_seen = self.seen
+        self.ledger_reads.fail()
+        self._acknowledged_seen = self.seen
         self._again = deque(self._kept)
         self.connected = True
-        for seat in self.seats.values():
-            seat.told = seat.arrived
-            seat.attach()
-            self._stirring[seat] = None
-        self.stir()
+        for stream_rollout in self.rollouts.values():
+            stream_rollout.sent_events = stream_rollout.confirmed_events
+            stream_rollout.attach()
+            self._active[stream_rollout] = None
+        self.wake()
         return wire.welcome(self.id, self.seen, self.limits.grace)
 
     def disconnect(self) -> None:
         """The trainer is away."""
         self.connected = False
-        for seat in self.seats.values():
-            seat.detach()
+        for stream_rollout in self.rollouts.values():
+            stream_rollout.detach()
 
     def close(self) -> None:
         """The trainer is done: what still runs is cancelled, and what is owed is sent, once."""
         self.closed = True
         self._kept.clear()
-        for seat in self.seats.values():
-            seat.rollout.ending.request(CLOSED)
-        self.stir()
+        for stream_rollout in self.rollouts.values():
+            stream_rollout.rollout.ending.request(CLOSED)
+        self.wake()
 
     def acknowledge(self, sequence: int) -> Sequence[Rollout]:
         """Lets go of the items up to this one. Returns the rollouts whose outcomes were among them.
@@ -122,72 +145,72 @@ class TrainerStream:
         received = []
         while self._kept and self._kept[0].sequence <= sequence:
             kept = self._kept.popleft()
-            seat = kept.content.seat
-            if seat is None or seat.stream is not self:
+            stream_rollout = kept.content.stream_rollout
+            if stream_rollout is None or stream_rollout.stream is not self:
                 continue
-            seat.arrived = max(seat.arrived, kept.told)
+            stream_rollout.confirmed_events = max(stream_rollout.confirmed_events, kept.sent_events)
             if isinstance(kept.content, OutcomeItem):
-                self.leave(seat)
-                received.append(seat.rollout)
-        self.stir()
+                self.leave(stream_rollout)
+                received.append(stream_rollout.rollout)
+        self.wake()
         return received
 
-    def sit(self, seat: StreamRollout) -> None:
+    def add(self, stream_rollout: StreamRollout) -> None:
         """A rollout is on this stream from here on. It is not announced yet."""
-        self.seats[seat.rollout.uid] = seat
+        self.rollouts[stream_rollout.rollout.uid] = stream_rollout
         if self.connected:
-            seat.attach()
+            stream_rollout.attach()
 
-    def leave(self, seat: StreamRollout) -> None:
+    def leave(self, stream_rollout: StreamRollout) -> None:
         """It is here no more."""
-        self.seats.pop(seat.rollout.uid, None)
-        self._stirring.pop(seat, None)
-        self._finished.pop(seat, None)
-        self.asks.leave(seat)
-        seat.detach()
-        self.stir()
+        self.rollouts.pop(stream_rollout.rollout.uid, None)
+        self._active.pop(stream_rollout, None)
+        self._finished.pop(stream_rollout, None)
+        self.completions.leave(stream_rollout)
+        stream_rollout.detach()
+        self.wake()
 
     def reply(self, reply: StartedItem | RefusedItem) -> None:
         """Tells what became of a start or cancel."""
         self._replies.append(reply)
         self.refusals += isinstance(reply, RefusedItem)
-        self.stir()
+        self.wake()
 
-    def answered(self, turn_key: str, said: Response | Rejection) -> bool:
-        """Takes what the trainer says to an ask. False: it is not under way."""
-        self.stir()
-        return self.asks.answered(turn_key, said)
+    def respond(self, turn_key: str, response: Response | Rejection) -> bool:
+        """Takes the response of the trainer. False: it is not under way."""
+        self.wake()
+        return self.completions.respond(turn_key, response)
 
-    def want(self, seat: StreamRollout) -> None:
+    def queue(self, stream_rollout: StreamRollout) -> None:
         """As `RolloutStream`."""
-        if seat.announced:
-            self.asks.want(seat)
-            self.stir()
+        if stream_rollout.announced:
+            self.completions.queue(stream_rollout)
+            self.wake()
 
-    def over(self, errand: PendingCompletion) -> None:
+    def release(self, completion: PendingCompletion) -> None:
         """As `RolloutStream`."""
-        self.asks.over(errand)
-        self.stir()
+        self.completions.release(completion)
+        self.wake()
 
-    def look(self, seat: StreamRollout) -> None:
+    def log_grew(self, stream_rollout: StreamRollout) -> None:
         """As `RolloutStream`."""
-        self._stirring[seat] = None
-        self.stir()
+        self._active[stream_rollout] = None
+        self.wake()
 
-    def show(self, reading: LedgerRead) -> None:
+    def queue_read(self, ledger_read: LedgerRead) -> None:
         """As `RolloutStream`."""
-        self.readings.add(reading)
-        self.stir()
+        self.ledger_reads.add(ledger_read)
+        self.wake()
 
-    def hide(self, reading: LedgerRead) -> None:
+    def drop_read(self, ledger_read: LedgerRead) -> None:
         """As `RolloutStream`."""
-        self.readings.drop(reading)
+        self.ledger_reads.drop(ledger_read)
 
-    def stir(self) -> None:
+    def wake(self) -> None:
         """There may be something to send."""
         self._wake.set()
 
-    async def stirred(self) -> None:
+    async def wait_for_items(self) -> None:
         """Waits until there may be something to send."""
         await self._wake.wait()
         self._wake.clear()
@@ -197,24 +220,24 @@ class TrainerStream:
         item = self._repeat()
         if item is not None:
             return item
-        if self._told_seen != self.seen:
-            self._told_seen = self.seen
+        if self._acknowledged_seen != self.seen:
+            self._acknowledged_seen = self.seen
             return wire.acknowledge_item(self.seen)
         if self.closed or len(self._kept) < self.limits.unacknowledged:
-            content = self._reply() or self._ask() or self._outcome()
+            content = self._reply() or self._completion() or self._outcome()
             if content is not None:
                 return self._keep(content)
-        reading = self.readings.next()
-        return wire.ledger_item(reading.uid, reading.segment_id) if reading is not None else self._event()
+        ledger_read = self.ledger_reads.next()
+        return wire.ledger_item(ledger_read.uid, ledger_read.segment_id) if ledger_read is not None else self._event()
 
     def _repeat(self) -> wire.Item | None:
         """What was sent before and may not have arrived, in the same order."""
         while self._again:
             kept = self._again[0]
-            seat = kept.content.seat
+            stream_rollout = kept.content.stream_rollout
             if kept.sequence > self._acknowledged:
-                if seat is not None and seat.stream is self:
-                    item = self._event_of(seat, kept.told)
+                if stream_rollout is not None and stream_rollout.stream is self:
+                    item = self._event_of(stream_rollout, kept.sent_events)
                     if item is not None:
                         return item
                 self._again.popleft()
@@ -225,10 +248,10 @@ class TrainerStream:
     def _keep(self, content: Content) -> wire.Item:
         self._sent += 1
         if isinstance(content, CompletionItem):
-            content.errand.send(self._sent, self.limits.timeout)
+            content.completion.send(self._sent, self.limits.timeout)
         if not self.closed:
-            told = content.seat.told if content.seat is not None else 0
-            self._kept.append(UnacknowledgedItem(self._sent, content, told))
+            sent_events = content.stream_rollout.sent_events if content.stream_rollout is not None else 0
+            self._kept.append(UnacknowledgedItem(self._sent, content, sent_events))
         return content.write(self._sent)
 
     def _reply(self) -> Content | None:
@@ -237,46 +260,46 @@ class TrainerStream:
         reply = self._replies.popleft()
         self.refusals -= isinstance(reply, RefusedItem)
         if isinstance(reply, StartedItem):
-            seat = reply.seat
-            if seat.stream is self and not seat.announced:
-                seat.announced = True
-                self._stirring[seat] = None
-                if seat.waiting() is not None:
-                    self.asks.want(seat)
+            stream_rollout = reply.stream_rollout
+            if stream_rollout.stream is self and not stream_rollout.announced:
+                stream_rollout.announced = True
+                self._active[stream_rollout] = None
+                if stream_rollout.next_unsent() is not None:
+                    self.completions.queue(stream_rollout)
         return reply
 
-    def _ask(self) -> Content | None:
-        found = self.asks.next() if not self.closed else None
+    def _completion(self) -> Content | None:
+        found = self.completions.next() if not self.closed else None
         return CompletionItem(*found, self) if found is not None else None
 
     def _outcome(self) -> Content | None:
         if not self._finished:
             return None
-        seat, _ = self._finished.popitem(last=False)
-        seat.delivered = True
-        return OutcomeItem(seat)
+        stream_rollout, _ = self._finished.popitem(last=False)
+        stream_rollout.delivered = True
+        return OutcomeItem(stream_rollout)
 
     def _event(self) -> wire.Item | None:
         """The next event of the rollouts in turn; one that has told all of them and is over has its outcome to tell."""
-        while self._stirring:
-            seat, _ = self._stirring.popitem(last=False)
-            if not seat.announced:
+        while self._active:
+            stream_rollout, _ = self._active.popitem(last=False)
+            if not stream_rollout.announced:
                 continue
-            item = self._event_of(seat, seat.rollout.log.last_sequence)
+            item = self._event_of(stream_rollout, stream_rollout.rollout.log.last_sequence)
             if item is not None:
-                self._stirring[seat] = None
+                self._active[stream_rollout] = None
                 return item
-            if seat.rollout.outcome is not None and not seat.delivered:
-                self._finished[seat] = None
-                self.stir()
+            if stream_rollout.rollout.outcome is not None and not stream_rollout.delivered:
+                self._finished[stream_rollout] = None
+                self.wake()
         return None
 
-    def _event_of(self, seat: StreamRollout, until: int) -> wire.Item | None:
+    def _event_of(self, stream_rollout: StreamRollout, until: int) -> wire.Item | None:
         """The next event of a rollout, up to this one, in as much detail as is wanted."""
-        while seat.told < until:
-            entry = seat.rollout.log.entries[seat.told]
-            seat.told += 1
-            item = wire.event_item(seat.rollout, entry, self.detail)
+        while stream_rollout.sent_events < until:
+            entry = stream_rollout.rollout.log.entries[stream_rollout.sent_events]
+            stream_rollout.sent_events += 1
+            item = wire.event_item(stream_rollout.rollout, entry, self.detail)
             if item is not None:
                 return item
         return None

@@ -7,8 +7,7 @@ import logging
 import secrets
 
 from rollout_server.core.error import Busy, Draining, NotPossible, RolloutError, Superseded
-from rollout_server.edge.stream.limits import StreamLimits
-from rollout_server.edge.stream.stream import TrainerStream
+from rollout_server.edge.stream.stream import StreamLimits, TrainerStream
 from rollout_server.edge.stream.stream_rollout import StreamRollout
 from rollout_server.runtime.rollout import Rollout
 
@@ -33,24 +32,24 @@ class StreamConnection:
     def end(self, error: RolloutError) -> None:
         """It is to end this way."""
         self.ending = self.ending or error
-        self.stream.stir()
+        self.stream.wake()
 
     def read(self, reader: asyncio.Task[None]) -> None:
         """Nothing more is read."""
         if not reader.cancelled():
             reader.exception()  # whoever sends looks at it, unless the connection is over
-        self.stream.stir()
+        self.stream.wake()
 
 
 class Streams:
-    """Lives on one event loop. Holds the seats of all rollouts on streams, also of those whose stream is gone while they run."""
+    """Lives on one event loop. Holds all rollouts on streams, also of those whose stream is gone while they run."""
 
     def __init__(self, limits: StreamLimits) -> None:
         self.limits = limits
         self._streams: dict[str, TrainerStream] = {}
         self._connections: dict[str, StreamConnection] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._seats: dict[str, StreamRollout] = {}
+        self._rollouts: dict[str, StreamRollout] = {}
         self._draining: RolloutError | None = None
         self._left = asyncio.Event()
 
@@ -71,7 +70,7 @@ class Streams:
             raise TooManyStreams(text, retry_after=1.0)
         stream = TrainerStream(secrets.token_urlsafe(24), caller, limits)
         self._streams[stream.id] = stream
-        return self._connected(stream)
+        return self._connect(stream)
 
     def resume(self, stream_id: str, caller: str, last_seen: int) -> StreamConnection:
         """Goes on with a stream, in the place of the connection that it may have. `NotPossible` where the caller has none such.
@@ -88,9 +87,9 @@ class Streams:
             )
             raise NotPossible(text, reason="STREAM_EXPIRED")
         stream.check(last_seen)
-        return self._connected(stream)
+        return self._connect(stream)
 
-    def disconnected(self, connection: StreamConnection) -> None:
+    def disconnect(self, connection: StreamConnection) -> None:
         """A connection is over. Its stream is kept for the grace time, unless it is done."""
         stream = connection.stream
         if self._connections.get(stream.id) is not connection:
@@ -108,14 +107,14 @@ class Streams:
         loop = asyncio.get_running_loop()
         self._timers[stream.id] = loop.call_later(self.limits.grace, self._expire, stream, why)
 
-    def seat(self, uid: str) -> StreamRollout | None:
-        """The seat of a rollout."""
-        return self._seats.get(uid)
+    def stream_rollout(self, uid: str) -> StreamRollout | None:
+        """A rollout on a stream."""
+        return self._rollouts.get(uid)
 
     def check(self, rollout: Rollout, stream: TrainerStream) -> None:
         """Raises `NotPossible` where a rollout cannot come to this stream: it is on another one that is connected."""
-        seat = self._seats.get(rollout.uid)
-        other = self._stream_of(seat) if seat is not None else None
+        stream_rollout = self._rollouts.get(rollout.uid)
+        other = self._stream_of(stream_rollout) if stream_rollout is not None else None
         if other is not None and other is not stream and other.connected:
             text = (
                 f"rollout {rollout.uid} is on another stream of yours, which is connected; close that one, or use another "
@@ -123,52 +122,52 @@ class Streams:
             )
             raise NotPossible(text, reason="STREAM_TAKEN")
 
-    def holds(self, stream: TrainerStream) -> bool:
+    def has(self, stream: TrainerStream) -> bool:
         """Whether it goes on, or may be resumed."""
         return stream.id in self._streams
 
-    def sit(self, rollout: Rollout, stream: TrainerStream) -> StreamRollout:
-        """The rollout's seat, on this stream from here on. It is announced by the reply that tells of it.
+    def add(self, rollout: Rollout, stream: TrainerStream) -> StreamRollout:
+        """The rollout, on this stream from here on. It is announced by the reply that tells of it.
 
         Raises `NotPossible` as `check`.
         """
         self.check(rollout, stream)
-        seat = self._seats.get(rollout.uid)
-        if seat is not None and seat.stream is stream:
-            return seat
-        if seat is None:
-            seat = self._seats[rollout.uid] = StreamRollout(rollout, self._forget)
-            seat.stream = stream
+        stream_rollout = self._rollouts.get(rollout.uid)
+        if stream_rollout is not None and stream_rollout.stream is stream:
+            return stream_rollout
+        if stream_rollout is None:
+            stream_rollout = self._rollouts[rollout.uid] = StreamRollout(rollout, self._forget)
+            stream_rollout.stream = stream
             rollout.hold()
         else:
-            other = self._stream_of(seat)
+            other = self._stream_of(stream_rollout)
             if other is not None:
-                other.leave(seat)
-            seat.move(stream)
-        stream.sit(seat)
-        return seat
+                other.leave(stream_rollout)
+            stream_rollout.move_to(stream)
+        stream.add(stream_rollout)
+        return stream_rollout
 
-    def stand(self, seat: StreamRollout, why: str) -> None:
+    def remove(self, stream_rollout: StreamRollout, why: str) -> None:
         """A rollout has no stream any more."""
-        stream = self._stream_of(seat)
+        stream = self._stream_of(stream_rollout)
         if stream is not None:
-            stream.leave(seat)
-        seat.lose(why)
-        if seat.rollout.outcome is not None:
-            self._forget(seat)
+            stream.leave(stream_rollout)
+        stream_rollout.fail(why)
+        if stream_rollout.rollout.outcome is not None:
+            self._forget(stream_rollout)
 
-    def received(self, rollout: Rollout) -> None:
+    def confirm(self, rollout: Rollout) -> None:
         """A rollout's outcome was acknowledged, and with it everything."""
-        seat = self._seats.get(rollout.uid)
-        if seat is not None:
-            self._forget(seat)
+        stream_rollout = self._rollouts.get(rollout.uid)
+        if stream_rollout is not None:
+            self._forget(stream_rollout)
 
     async def drain(self, seconds: float) -> None:
         """Waits so long for trainers that are there to take the outcomes that they are owed, then ends all streams."""
         self._draining = Draining("the server is stopping; its streams end with it", retry_after=1.0)
         for connection in self._connections.values():
             connection.stream.leaving = self._draining
-            connection.stream.stir()
+            connection.stream.wake()
         await self._until_left(seconds)
         for connection in self._connections.values():
             connection.end(self._draining)
@@ -186,7 +185,7 @@ class Streams:
             except TimeoutError:
                 return
 
-    def _connected(self, stream: TrainerStream) -> StreamConnection:
+    def _connect(self, stream: TrainerStream) -> StreamConnection:
         timer = self._timers.pop(stream.id, None)
         if timer is not None:
             timer.cancel()
@@ -202,16 +201,16 @@ class Streams:
             timer.cancel()
         if self._streams.pop(stream.id, None) is None:
             return
-        seats = list(stream.seats.values())
-        if seats:
-            _log.info("a stream of %s ended with %d rollouts: %s", stream.caller, len(seats), why)
-        for seat in seats:
-            self.stand(seat, why)
+        rollouts = list(stream.rollouts.values())
+        if rollouts:
+            _log.info("a stream of %s ended with %d rollouts: %s", stream.caller, len(rollouts), why)
+        for stream_rollout in rollouts:
+            self.remove(stream_rollout, why)
 
-    def _forget(self, seat: StreamRollout) -> None:
-        if self._seats.get(seat.rollout.uid) is seat:
-            del self._seats[seat.rollout.uid]
-            seat.rollout.release()
+    def _forget(self, stream_rollout: StreamRollout) -> None:
+        if self._rollouts.get(stream_rollout.rollout.uid) is stream_rollout:
+            del self._rollouts[stream_rollout.rollout.uid]
+            stream_rollout.rollout.release()
 
-    def _stream_of(self, seat: StreamRollout) -> TrainerStream | None:
-        return seat.stream if isinstance(seat.stream, TrainerStream) else None
+    def _stream_of(self, stream_rollout: StreamRollout) -> TrainerStream | None:
+        return stream_rollout.stream if isinstance(stream_rollout.stream, TrainerStream) else None

@@ -46,7 +46,7 @@ class CheckedLookup(AbstractResolver):
         """The addresses of a name. Raises `TargetRefused`, and OSError where there are none."""
         self.rules.check(host, port)
         answers = await self._resolver.resolve(host, port, family)
-        self.rules.check_answers(host, port, [answer["host"] for answer in answers])
+        self.rules.check_addresses(host, port, [answer["host"] for answer in answers])
         if not answers:
             raise OSError(f"the target {host} has no address")
         return answers

@@ -70,36 +70,36 @@ class TargetRules:
     def violations(self, url: str, where: str) -> Iterator[Violation]:
         """What of a URL the rules do not allow; `where` is its field. The URL is never repeated: it may hold a password."""
         try:
-            place = read_url(url)
+            target = read_url(url)
         except MalformedTarget as error:
             yield Violation(where, str(error))
             return
-        if place.scheme not in self.schemes:
+        if target.scheme not in self.schemes:
             yield Violation(
                 where, f"needs one of the schemes {', '.join(sorted(self.schemes))} (ROLLOUT_TARGET_SCHEMES)"
             )
-        complaint = self._complaint(place.host, place.port)
-        if complaint:
-            yield Violation(where, complaint)
+        reason = self._reason_against(target.host, target.port)
+        if reason:
+            yield Violation(where, reason)
 
     def check(self, host: str, port: int) -> None:
         """Raises `TargetRefused` for a host and port that cannot be allowed, whatever the host resolves to."""
-        complaint = self._complaint(_read(host), port)
-        if complaint:
-            raise TargetRefused(f"the target {host} {complaint}")
+        reason = self._reason_against(_read(host), port)
+        if reason:
+            raise TargetRefused(f"the target {host} {reason}")
 
-    def check_answers(self, host: str, port: int, addresses: Iterable[str]) -> None:
+    def check_addresses(self, host: str, port: int, addresses: Iterable[str]) -> None:
         """Raises `TargetRefused` if a single one of the addresses that `host` resolves to is not allowed at this port."""
         read = _read(host)
-        for answer in addresses:
+        for text in addresses:
             try:
-                address = read_address(answer)
+                address = read_address(text)
             except ValueError:
                 raise TargetRefused(f"the target {host} resolves to something that is not an address") from None
             if not self._allows(read, address, port):
                 raise TargetRefused(f"the target {host} resolves to {address}, which {self._reason(address, port)}")
 
-    def _complaint(self, host: HostName | Address, port: int) -> str:
+    def _reason_against(self, host: HostName | Address, port: int) -> str:
         if not isinstance(host, HostName):
             return "" if self._allows(host, host, port) else f"names an address that {self._reason(host, port)}"
         here = [rule for rule in self.rules if rule.has_port(port)]

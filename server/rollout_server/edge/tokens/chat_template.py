@@ -8,19 +8,49 @@ loaded, and where it differs, or the library's parts are not there, transformers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Protocol, TypeAlias
 
 from rollout_server.edge.tokens.rendering_form import Fields
 from rollout_server.edge.tokens.sandbox import remember
-from rollout_server.edge.tokens.template_literals import Literals, literals
 
 Options: TypeAlias = Mapping[str, Any]
 """What `apply_chat_template` is given besides the messages; `tools` is among it, `tokenize` is not."""
 _Render: TypeAlias = Callable[[Sequence[Fields], Options, datetime], str]
 _Compile: TypeAlias = Callable[[str], Any]
 """Makes a `jinja2.Template` of a text."""
+
+
+_MOST = 500
+_LONGEST = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Literals:
+    """Strings that are not empty, and integers of at least 2, in rising order."""
+
+    strings: frozenset[str] = frozenset()
+    numbers: tuple[int, ...] = ()
+
+
+def literals(templates: Iterable[str], environment: Any) -> Literals | None:
+    """The literals of all templates; None where one has too many to look for in each message, or cannot be parsed.
+
+    `environment` is the `jinja2.Environment` that compiles them, because its extensions decide what can be parsed.
+    """
+    from jinja2 import TemplateError, nodes
+
+    found: set[object] = set()
+    try:
+        for template in templates:
+            found.update(constant.value for constant in environment.parse(template).find_all(nodes.Const))
+    except (TemplateError, RecursionError):
+        return None
+    strings = frozenset(value for value in found if isinstance(value, str) and 0 < len(value) <= _LONGEST)
+    numbers = sorted({value for value in found if type(value) is int and value > 1})
+    return Literals(strings, tuple(numbers)) if len(strings) + len(numbers) <= _MOST else None
 
 
 class Templated(Protocol):

@@ -29,25 +29,25 @@ class AddedToken(Protocol):
     normalized: bool
 
 
-def _no_places() -> array[int]:
+def _no_offsets() -> array[int]:
     return array("q")
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A text and its ids, with the places of its added tokens: `starts` in characters, `places` in ids, both rising."""
+    """A text and its ids, with the places of its added tokens: `starts` in characters, `offsets` in ids, both rising."""
 
     text: str = ""
     ids: Tokens = field(default_factory=pack_tokens)
-    starts: array[int] = field(default_factory=_no_places)
-    places: array[int] = field(default_factory=_no_places)
+    starts: array[int] = field(default_factory=_no_offsets)
+    offsets: array[int] = field(default_factory=_no_offsets)
 
     def behind(self, token_id: int, start: int) -> Tokens | None:
         """The ids behind the added token that begins at character `start`; None where it is not known to."""
         index = bisect_left(self.starts, start)
-        if index == len(self.starts) or self.starts[index] != start or self.ids[self.places[index]] != token_id:
+        if index == len(self.starts) or self.starts[index] != start or self.ids[self.offsets[index]] != token_id:
             return None
-        return self.ids[self.places[index] + 1 :]
+        return self.ids[self.offsets[index] + 1 :]
 
 
 class GrowingEncoder:
@@ -74,8 +74,8 @@ class GrowingEncoder:
         last = bisect_right(before.starts, safe) - 1
         if last < 0:
             return self.whole(text)
-        place = before.places[last]
-        kept = Encoded("", before.ids[:place], before.starts[:last], before.places[:last])
+        offset = before.offsets[last]
+        kept = Encoded("", before.ids[:offset], before.starts[:last], before.offsets[:last])
         return self._behind(kept, text, before.starts[last])
 
     def _behind(self, kept: Encoded, text: str, start: int) -> Encoded:
@@ -83,16 +83,16 @@ class GrowingEncoder:
         # A batch, because the library lets other threads run only then.
         (encoding,) = self._backend.encode_batch([text[start:]], add_special_tokens=False)
         ids = pack_tokens(encoding.ids)
-        starts, places = array("q", kept.starts), array("q", kept.places)
-        for place, index in enumerate(ids):
+        starts, offsets = array("q", kept.starts), array("q", kept.offsets)
+        for position, index in enumerate(ids):
             content = self._cuts.get(index)
             if content is None:
                 continue
-            first, last = (start + offset for offset in encoding.token_to_chars(place))
+            first, last = (start + offset for offset in encoding.token_to_chars(position))
             if content in text[first:last]:  # else it was made of a text that only became the token's when normalised
                 starts.append(first)
-                places.append(len(kept.ids) + place)
-        return Encoded(text, kept.ids + ids, starts, places)
+                offsets.append(len(kept.ids) + position)
+        return Encoded(text, kept.ids + ids, starts, offsets)
 
 
 def composes(encoder: GrowingEncoder, sample: str, encode: Callable[[str], Tokens]) -> bool:

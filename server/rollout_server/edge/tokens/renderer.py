@@ -20,10 +20,10 @@ from rollout_server.core.ledger import Prediction, Tokens, pack_tokens
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
+from rollout_server.edge.tokens.chat_template import Literals
 from rollout_server.edge.tokens.encoding import Encoded
 from rollout_server.edge.tokens.rendering_form import CountingMethod, Fields, RenderingForm, has_calls, parsed
 from rollout_server.edge.tokens.short_form import ShortFormProof, shortened
-from rollout_server.edge.tokens.template_literals import Literals
 from rollout_server.edge.tokens.template_probe import StopToken
 from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
 from rollout_server.edge.tokens.turn_boundary import (
@@ -31,7 +31,7 @@ from rollout_server.edge.tokens.turn_boundary import (
     environment_text,
     likely_environment,
     new_mark,
-    text_after_answer,
+    text_after_completion,
     unseen_messages,
 )
 from rollout_server.runtime.errors import RolloutFailed
@@ -219,7 +219,7 @@ class Renderer:
         full = self._full_turn(turn, fields)
         found = self._environment(full, None if likely is None else likely.text)
         if found is None:
-            raise RolloutFailed(_no_place())
+            raise RolloutFailed(_no_turn_boundary())
         rendered = self._appended(found, last, unseen_messages(full, found.text))
         if likely is None:
             return rendered
@@ -241,7 +241,7 @@ class Renderer:
     def _appended(self, found: _EnvironmentText, last: Answered, unseen: Sequence[int]) -> Rendered:
         truth = self._prediction(found, last)
         if truth is None:
-            raise RolloutFailed(_no_place())
+            raise RolloutFailed(_no_turn_boundary())
         return Rendered(truth, unseen=unseen)
 
     def _environment(self, turn: RenderedTurn, hint: str | None = None) -> _EnvironmentText | None:
@@ -250,7 +250,7 @@ class Renderer:
         text = None if stop is None else environment_text(turn, stop.text, hint)
         if text is not None:
             return _EnvironmentText(text, stop)
-        text = text_after_answer(turn)
+        text = text_after_completion(turn)
         if text is None:
             return None
         # In a template that has a stop, only another special token shows that the answer has ended. It is part of the environment:
@@ -311,7 +311,7 @@ class Renderer:
         return fields
 
     def _framed(self, form: RenderingForm) -> Frame:
-        return replace(self._frame, tools=form.given(self._tools))
+        return replace(self._frame, tools=form.convert_tools(self._tools))
 
     def _render(self, messages: Sequence[Fields], generation_prompt: bool) -> str:
         return self.loaded.text(messages, self._framed(self.form), generation_prompt=generation_prompt)
@@ -321,7 +321,7 @@ class Renderer:
         if last.token_ids is None:
             return pack_tokens()
         cut = last.finish_reason == "length"
-        ended = last.token_ids and self.loaded.ends_answer(last.token_ids[-1], cut=cut)
+        ended = last.token_ids and self.loaded.ends_completion(last.token_ids[-1], cut=cut)
         return pack_tokens() if ended else pack_tokens([stop.id])
 
     def _learn(self, predicted: Prediction, reported: Tokens) -> Prediction:
@@ -358,7 +358,7 @@ class Renderer:
         return found
 
 
-def _no_place() -> Failure:
+def _no_turn_boundary() -> Failure:
     reason = (
         "the chat template shows no place at which the last answer ends, so nobody can say which tokens follow it; "
         "use message mode, or a template that closes answers with a special token"

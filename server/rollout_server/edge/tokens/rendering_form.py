@@ -46,7 +46,7 @@ class RenderingForm:
     arguments: Arguments = Arguments.RECEIVED
     measure: CountingMethod = CountingMethod.RENDERED
 
-    def given(self, tools: Sequence[Fields]) -> Sequence[Fields] | None:
+    def convert_tools(self, tools: Sequence[Fields]) -> Sequence[Fields] | None:
         """What the template is given for tools, where the rollout has these."""
         match self.tools:
             case Tools.TOLD:

@@ -14,8 +14,8 @@ from copy import copy
 from typing import Final, TypeAlias
 
 from rollout_server.core.message import JSON
+from rollout_server.edge.tokens.chat_template import Literals
 from rollout_server.edge.tokens.rendering_form import Fields, strings
-from rollout_server.edge.tokens.template_literals import Literals
 
 _SYSTEM: Final = ("system", "developer")
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
@@ -79,14 +79,14 @@ class ShortFormProof:
         """
         self._turns, self._since = self._turns + 1, self._since + 1
         answer, following = messages[answered], messages[answered + 1 :]
-        self._note(self._dropped, self._newly_dropped(messages, answered))
-        self._note(self._following, following)
+        self._add_features(self._dropped, self._newly_dropped(messages, answered))
+        self._add_features(self._following, following)
         self._looked_at = answered
         # Up to a number, at it and beyond it: a template may compare in any way.
         numbers, count = self._literals.numbers, len(messages)
         passed = bisect_left(numbers, count), bisect_right(numbers, count)
         said = frozenset(
-            word for message in following if message.get("role") != "tool" for word in self._words(message)
+            word for message in following if message.get("role") != "tool" for word in self._literals_in(message)
         )
         self._shape = (
             passed,
@@ -122,11 +122,11 @@ class ShortFormProof:
             elif message.get("role") == "user":
                 if self._user is not None:
                     yield self._user
-                self._user, self._asked = message, self._words(message)
+                self._user, self._asked = message, self._literals_in(message)
             else:
                 yield message
 
-    def _note(self, seen: set[object], messages: Iterable[Fields]) -> None:
+    def _add_features(self, seen: set[object], messages: Iterable[Fields]) -> None:
         """Adds what is in the messages. What was proved before was proved for a conversation without anything new in this place."""
         found = {feature for message in messages for feature in self._features(message)}
         if not found <= seen:
@@ -136,9 +136,9 @@ class ShortFormProof:
     def _features(self, message: Fields) -> Iterator[object]:
         kind = _kind(message, None)
         yield kind
-        yield from ((kind[0], word) for word in self._words(message))
+        yield from ((kind[0], word) for word in self._literals_in(message))
 
-    def _words(self, message: Fields | None) -> frozenset[str]:
+    def _literals_in(self, message: Fields | None) -> frozenset[str]:
         """The template's strings that occur in a message."""
         texts = [] if message is None else list(strings(message))
         return frozenset(word for word in self._literals.strings if any(word in text for text in texts))

@@ -9,10 +9,10 @@ from itertools import accumulate, takewhile
 from typing import Final
 
 from rollout_server.core.message import JSON
+from rollout_server.edge.tokens.chat_template import Literals
 from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.rendering_form import Arguments, Fields
 from rollout_server.edge.tokens.short_form import shortened
-from rollout_server.edge.tokens.template_literals import Literals
 from rollout_server.edge.tokens.turn_boundary import Render, RenderedTurn, environment_text, new_mark
 from rollout_server.runtime.errors import RolloutFailed
 

@@ -141,7 +141,7 @@ class LoadedTokenizer:
         with self._turn:
             return self._tokenizer.decode(list(ids))
 
-    def ends_answer(self, token_id: int, *, cut: bool) -> bool:
+    def ends_completion(self, token_id: int, *, cut: bool) -> bool:
         """Whether an answer that ends with this token is closed. `cut`: it ended because it had reached its longest length.
 
         The tokens that the template writes behind answers close one, and so do those at which the model's generation config stops:

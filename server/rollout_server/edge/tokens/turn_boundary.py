@@ -82,8 +82,8 @@ def environment_text(turn: RenderedTurn, stop: str, hint: str | None = None) -> 
         return None  # the stop of an earlier message: templates may leave an answer open where they close others
     if end == first and plain:
         return text
-    said = _end_of_answer(turn, calls_only=not plain)
-    # What stands behind the answer may begin as the mark's own syntax does, so this place may be within its stop.
+    said = _completion_end(turn, calls_only=not plain)
+    # What stands behind the completion may begin as the mark's own syntax does, so this place may be within its stop.
     closed = None if said is None else _first_stop(turn.full, stop, max(0, said - len(stop) + 1))
     return turn.full[closed:] if closed is not None and start < closed <= end else None
 
@@ -93,7 +93,7 @@ def likely_environment(turn: RenderedTurn, stop: str) -> str | None:
     return _behind_last_stop(turn, stop)
 
 
-def text_after_answer(turn: RenderedTurn) -> str | None:
+def text_after_completion(turn: RenderedTurn) -> str | None:
     """What the full rendering holds behind the text of the answer, for templates that close it with no token of their own.
 
     None where the answer ends with something else than its text.
@@ -160,7 +160,7 @@ def _before_mark(text: str | None, mark: str, number: int, stop: str, full: str)
 
 def _generation_prompt(turn: RenderedTurn, stop: str) -> str | None:
     """What follows an answer after which nothing was said."""
-    behind = text_after_answer(turn)
+    behind = text_after_completion(turn)
     if behind is not None:
         _, closed, found = behind.partition(stop)
         return found if closed else None
@@ -171,14 +171,14 @@ def _generation_prompt(turn: RenderedTurn, stop: str) -> str | None:
     return text
 
 
-def _end_of_answer(turn: RenderedTurn, *, calls_only: bool) -> int | None:
+def _completion_end(turn: RenderedTurn, *, calls_only: bool) -> int | None:
     """A place in the full rendering where the answer's own text has ended; None where the template does not tell.
 
     `calls_only`: of an answer with calls only their end counts, because they contain the stop and may stand behind the rest.
     """
     mark = new_mark()
     answer = turn.messages[turn.answered]
-    for marked, syntax in _marked_answers(answer, mark):
+    for marked, syntax in _marked_completions(answer, mark):
         if calls_only and answer.get("tool_calls") and marked["tool_calls"] is answer["tool_calls"]:
             break
         text = turn.with_message(turn.answered, marked)
@@ -191,7 +191,7 @@ def _end_of_answer(turn: RenderedTurn, *, calls_only: bool) -> int | None:
     return None
 
 
-def _marked_answers(answer: Fields, mark: str) -> Iterator[tuple[Fields, int]]:
+def _marked_completions(answer: Fields, mark: str) -> Iterator[tuple[Fields, int]]:
     """The answer with the mark at the end of what a template writes last: the last call, the content, the reasoning.
 
     The number says how many characters of the template's own may come with the mark, in front of it.
@@ -253,15 +253,15 @@ def _marked(message: Fields, mark: str, stop: str) -> Iterator[Fields]:
     """The message with the mark in its text, at several places."""
     content = message.get("content")
     if isinstance(content, str):
-        yield from ({**message, "content": text} for text in _places(content, mark, stop))
+        yield from ({**message, "content": text} for text in _mark_positions(content, mark, stop))
     elif isinstance(content, list) and content and isinstance(part := content[0], Mapping):
-        for text in _places(str(part.get("text", "")), mark, stop):
+        for text in _mark_positions(str(part.get("text", "")), mark, stop):
             yield {**message, "content": [{**part, "text": text}, *content[1:]]}
     else:
         yield {**message, "content": mark}
 
 
-def _places(text: str, mark: str, stop: str) -> Iterator[str]:
+def _mark_positions(text: str, mark: str, stop: str) -> Iterator[str]:
     """The text with the mark in front, in the middle and at the end, as long as no stop comes before it."""
     for at in sorted({0, len(text) // 2, len(text)}):
         if not stop or stop not in text[:at]:

@@ -40,7 +40,7 @@ class ProcessPool:
     def __init__(self, limits: PoolLimits | None = None) -> None:
         self._limits = limits or PoolLimits()
         self._most = self._limits.processes or max(2, os.cpu_count() or 2)
-        self._places = Slots(self._most)
+        self._slots = Slots(self._most)
         self._idle: dict[ToolProcess, tuple[_Key, asyncio.TimerHandle]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._running: set[ToolProcess] = set()
@@ -55,7 +55,7 @@ class ProcessPool:
     @asynccontextmanager
     async def open(self, definition: ToolDefinition, policy: ToolPolicy) -> AsyncIterator[PoolWorker]:
         """Waits for a place and for a process that has imported the tool. Raises `ToolFailed`."""
-        await self._places.acquire()
+        await self._slots.acquire()
         try:
             worker = PoolWorker(self, definition, policy)
             await worker.prepare()
@@ -64,7 +64,7 @@ class ProcessPool:
             finally:
                 worker.leave()
         finally:
-            self._places.release()
+            self._slots.release()
 
     async def close(self) -> None:
         """Kills all processes, and waits until they are reaped."""

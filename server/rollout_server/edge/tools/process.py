@@ -78,7 +78,7 @@ class ToolProcess:
         """
         self._calls += 1
         try:
-            answer = await self._ask({"call": self._calls, "name": name, "arguments": arguments})
+            answer = await self._request({"call": self._calls, "name": name, "arguments": arguments})
             if answer.get("call") != self._calls:  # a tool wrote it, or a copy of the process that it has forked
                 raise BadFrame
             return _content(answer)
@@ -115,7 +115,7 @@ class ToolProcess:
         }
         try:
             async with asyncio.timeout(seconds):
-                answer = await self._ask(opening)
+                answer = await self._request(opening)
         except TimeoutError:
             raise ToolFailed(f"The tool could not be imported within {seconds:g} s", "TimeoutError") from None
         except (BadFrame, EOFError, OSError):
@@ -130,7 +130,7 @@ class ToolProcess:
             )
             raise ToolFailed(text, kind, place)
 
-    async def _ask(self, question: Mapping[str, object]) -> Mapping[str, JSON]:
+    async def _request(self, question: Mapping[str, object]) -> Mapping[str, JSON]:
         """The next answer. A process that has ended gives none, even if another one holds its connection open."""
         self._writer.write(framed(question))
         answer = asyncio.ensure_future(read(self._reader))

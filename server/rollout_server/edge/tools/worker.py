@@ -43,13 +43,13 @@ def main(descriptor: int) -> None:
         while True:
             call = read_blocking(connection)
             _limit_cpu(opening.get("cpu_seconds"), last=bool(opening.get("fresh")))
-            answer = _answer(module, call)
+            answer = _respond(module, call)
             if os.getpid() != own:  # the tool has forked, and its copy came back, too
                 os._exit(0)
             connection.sendall(answer)
 
 
-def _answer(module: ModuleType, call: Mapping[str, JSON]) -> bytes:
+def _respond(module: ModuleType, call: Mapping[str, JSON]) -> bytes:
     own = {"call": call["call"]}
     try:
         tool = _tool(module, str(call["name"]))

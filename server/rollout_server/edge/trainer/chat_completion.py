@@ -16,7 +16,9 @@ import msgspec
 from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
 from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object, tool_calls
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, aside, check_message, check_values
+from rollout_server.core.segment import Plane
+from rollout_server.edge.offload import offload_response
+from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, check_message, check_values
 from rollout_server.runtime.errors import RolloutFailed
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -45,10 +47,11 @@ class _ChatUsage(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
-    """A trainer's answer, checked.
+    """A completion of a trainer or an engine, checked.
 
-    `logprobs` is as long as `token_ids`, or None where the trainer sent none that fit; `usage` counts prompt and completion
-    tokens, where the trainer does.
+    `token_ids` and `reported`, its prompt, are None where none were sent; `logprobs` is as long as `token_ids`, or None where there
+    are none that fit; `usage` counts prompt and completion tokens, where the other side does; `policy_version` is its word for its
+    weights. Over HTTP nothing comes beside the tokens.
     """
 
     message: Message
@@ -58,6 +61,9 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     reported: Tokens | None
     logprobs: Logprobs | None
     usage: tuple[int, int] | None = None
+    policy_version: str = ""
+    planes: tuple[Plane, ...] = ()
+    extra_json: str = ""
 
 
 _decoder = msgspec.json.Decoder(_ChatBody)
@@ -95,7 +101,7 @@ class RequestWriter:
         return self._history
 
 
-def read_answer(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
+def parse_chat_completion(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
     """Parses and checks an answer. Raises `RolloutFailed` with VALIDATION, naming turn and field."""
     try:
         check_values(body, ANSWER_VALUES)
@@ -147,9 +153,11 @@ def read_message(raw: msgspec.Raw, most_calls: int) -> tuple[Message, int]:
     return message, len(tool_calls(fields))
 
 
-async def read_answer_aside(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
+async def read_chat_completion(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
     """The same; a large answer is parsed in a thread, so that other rollouts do not wait for it."""
-    return await aside(lambda: read_answer(body, turn, ids_needed=ids_needed, most_calls=most_calls), len(body))
+    return await offload_response(
+        lambda: parse_chat_completion(body, turn, ids_needed=ids_needed, most_calls=most_calls), len(body)
+    )
 
 
 def _check_content(fields: Mapping[str, JSON]) -> None:

@@ -35,14 +35,14 @@ class FormCache:
             self._known.popitem(last=False)
 
 
-def refuses_mask(answer: HttpResponse) -> bool:
+def refuses_mask(response: HttpResponse) -> bool:
     """The trainer says 422 and speaks of a mask, so nothing was generated."""
-    return answer.status == 422 and b"mask" in answer.body[:_LOOKED_AT].lower()
+    return response.status == 422 and b"mask" in response.body[:_LOOKED_AT].lower()
 
 
-def likeliest(counts: Mapping[RenderingForm, int], answer: HttpResponse) -> RenderingForm | None:
+def likeliest_form(counts: Mapping[RenderingForm, int], response: HttpResponse) -> RenderingForm | None:
     """The form to try next: one whose number the trainer names, else the one that differs least. None where there is none."""
-    named = {int(digits) for digits in re.findall(rb"(?<![\w.])\d{1,9}(?![\w.]*\d)", answer.body[:_LOOKED_AT])}
+    named = {int(digits) for digits in re.findall(rb"(?<![\w.])\d{1,9}(?![\w.]*\d)", response.body[:_LOOKED_AT])}
     return next((form for form, length in counts.items() if length in named), next(iter(counts), None))
 
 

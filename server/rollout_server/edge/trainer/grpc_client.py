@@ -19,15 +19,15 @@ from rollout_server.core.ledger import Author, Tokens
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.grpc_channels import LARGEST_ANSWER, Channels
 from rollout_server.edge.targets.rules import TargetRefused
-from rollout_server.edge.trainer.http_errors import redacted
+from rollout_server.edge.trainer.http_errors import redact
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.edge.wire.completion import (
     MalformedCompletion,
     Request,
     Response,
-    ledger_aside,
     ledger_request,
-    response_aside,
+    parse_response,
+    read_ledger,
 )
 from rollout_server.edge.wire.status_details import ledger_mismatch, reason, retry_delay
 from rollout_server.runtime.errors import RolloutFailed
@@ -72,7 +72,7 @@ class LedgerMismatch(Exception):
         self.checkpoints = checkpoints
 
 
-Held: TypeAlias = tuple[Tokens, Sequence[Author]]
+TrainerTokens: TypeAlias = tuple[Tokens, Sequence[Author]]
 """The tokens of a segment as a trainer holds them, and who wrote each."""
 
 
@@ -94,7 +94,7 @@ class Rejection:
     mismatch: Sequence[Checkpoint] | None = None
 
     @property
-    def put_off(self) -> float | None:
+    def deferral(self) -> float | None:
         """In how many seconds it wants to be asked again, having generated nothing."""
         return self.retry_after if self.code in _NOT_TAKEN else None
 
@@ -104,7 +104,7 @@ class TurnCall:
     """One turn's call, with what decides over its repetitions: `deadline` on the monotonic clock, credentials for the metadata.
 
     `failures` counts attempts that came to nothing, `refusals` those that the trainer put off, and `refused_until` says how long
-    those are waited for, from the first one on. `remarks` are (code, text), for the turn's record.
+    those are waited for, from the first one on. `warnings` are (code, text), for the turn's record.
     """
 
     turn: int
@@ -114,7 +114,7 @@ class TurnCall:
     failures: int = 0
     refusals: int = 0
     refused_until: float | None = None
-    remarks: list[tuple[str, str]] = field(default_factory=list)
+    warnings: list[tuple[str, str]] = field(default_factory=list)
 
 
 class TrainerClient(Protocol):
@@ -126,7 +126,7 @@ class TrainerClient(Protocol):
         Raises `BaseUnknown`, `ToolsUnknown`, `LedgerMismatch`, `MalformedCompletion` or `RolloutFailed`.
         """
 
-    async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> Held | None:
+    async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> TrainerTokens | None:
         """A segment as the trainer holds it; None where it does not tell."""
 
 
@@ -154,32 +154,32 @@ class GrpcTrainerClient:
                     raise RolloutFailed(_unreachable(error, call)) from error
             except grpc.aio.AioRpcError as error:
                 rejection = _rejection(error)
-                pause = _pause(call, self.retries, rejection, once_more=_may_be_asked_again(rejection, self))
+                pause = _pause(call, self.retries, rejection, once_more=_is_retryable(rejection, self))
                 if pause is None:
-                    raise ended(rejection, call, _remark(rejection, self)) from error
+                    raise rejection_error(rejection, call, _advice(rejection, self)) from error
             await asyncio.sleep(pause)
 
-    async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> Held | None:
+    async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> TrainerTokens | None:
         """As `TrainerClient`."""
         request = ledger_request(uid, segment_id).SerializeToString()
         try:
             async with self.channels.use(self.url) as channel:
                 read: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_READ_LEDGER)
                 ledger: bytes = await read(request, metadata=_metadata(bearer), timeout=LEDGER_SECONDS)
-            return await ledger_aside(ledger)
+            return await read_ledger(ledger)
         except (OSError, grpc.aio.AioRpcError, MalformedCompletion):
             return None
 
 
-def put_off(rejection: Rejection, call: TurnCall, retries: RetryPolicy) -> float | None:
+def retry_pause(rejection: Rejection, call: TurnCall, retries: RetryPolicy) -> float | None:
     """Seconds until a trainer is asked again that generated nothing, and counts it; None where it may not be."""
     return _pause(call, retries, rejection, once_more=False)
 
 
-def ended(rejection: Rejection, call: TurnCall, remark: str = "") -> Exception:
+def rejection_error(rejection: Rejection, call: TurnCall, advice: str = "") -> Exception:
     """What a rejection comes to that is not asked again: one of what `TrainerClient.complete` raises.
 
-    `remark` is what a person has to know beside the trainer's words, from its full stop on.
+    `advice` is what a person has to know beside the trainer's words, from its full stop on.
     """
     if rejection.code is grpc.StatusCode.FAILED_PRECONDITION:
         unknown = {"BASE_UNKNOWN": BaseUnknown, "TOOLS_UNKNOWN": ToolsUnknown}.get(rejection.reason)
@@ -187,27 +187,25 @@ def ended(rejection: Rejection, call: TurnCall, remark: str = "") -> Exception:
             return unknown()
     if rejection.code is grpc.StatusCode.ABORTED and rejection.mismatch is not None:
         return LedgerMismatch(rejection.mismatch)
-    told = rejection.put_off
-    if told is not None:
-        remark = (
-            f". It generated nothing and wants to be asked again in {told:g} s, which is longer than the rollout waits"
-        )
-    said = redacted(rejection.text.encode("utf-8", "replace"), call.credentials.secrets())
-    text = f"turn {call.turn}: the trainer answered {rejection.code.name}: {said}{remark}"
+    deferral = rejection.deferral
+    if deferral is not None:
+        advice = f". It generated nothing and wants to be asked again in {deferral:g} s, which is longer than the rollout waits"
+    message = redact(rejection.text.encode("utf-8", "replace"), call.credentials.secrets())
+    text = f"turn {call.turn}: the trainer answered {rejection.code.name}: {message}{advice}"
     category = _CATEGORIES.get(rejection.code, Category.TRAINER_CLIENT)
     return RolloutFailed(Failure(Category.VALIDATION if _too_large(rejection) else category, text, call.turn))
 
 
-async def _once(caller: GrpcTrainerClient, request: Request, call: TurnCall) -> Response:
+async def _once(client: GrpcTrainerClient, request: Request, call: TurnCall) -> Response:
     """One attempt. OSError where no connection came about, so that nothing was generated."""
-    left = caller.timeout if call.deadline is None else min(caller.timeout, call.deadline - time.monotonic())
-    async with caller.channels.use(caller.url) as channel:
-        await caller.channels.connect(channel, min(_CONNECT_SECONDS, max(left, 0.001)))
+    left = client.timeout if call.deadline is None else min(client.timeout, call.deadline - time.monotonic())
+    async with client.channels.use(client.url) as channel:
+        await client.channels.connect(channel, min(_CONNECT_SECONDS, max(left, 0.001)))
         # Bytes in and out: gRPC would parse the answer on the event loop, whatever its number of fields.
         complete: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_COMPLETE)
         metadata = _metadata(call.credentials.completions)
-        answer: bytes = await complete(request.SerializeToString(), metadata=metadata, timeout=max(left, 0.001))
-    return await response_aside(answer)
+        response: bytes = await complete(request.SerializeToString(), metadata=metadata, timeout=max(left, 0.001))
+    return await parse_response(response)
 
 
 def _rejection(error: grpc.aio.AioRpcError) -> Rejection:
@@ -218,12 +216,12 @@ def _pause(
     call: TurnCall, retries: RetryPolicy, rejection: Rejection | None = None, *, once_more: bool
 ) -> float | None:
     """Seconds until the turn may be asked for again, and counts why; None where it may not, or that is too late."""
-    told = rejection.put_off if rejection is not None else None
+    deferral = rejection.deferral if rejection is not None else None
     until = call.deadline
-    if told is not None:
+    if deferral is not None:
         call.refusals += 1
         call.refused_until = until = call.refused_until or retries.refused_until(call.deadline)
-        pause = max(told, min(1.0, 0.01 * 2.0 ** min(call.refusals, 8)))
+        pause = max(deferral, min(1.0, 0.01 * 2.0 ** min(call.refusals, 8)))
     elif once_more and call.failures < retries.count:
         pause = retries.wait(call.failures)
         call.failures += 1
@@ -232,17 +230,17 @@ def _pause(
     return pause if until is None or time.monotonic() + pause < until else None
 
 
-def _may_be_asked_again(rejection: Rejection, caller: GrpcTrainerClient) -> bool:
+def _is_retryable(rejection: Rejection, client: GrpcTrainerClient) -> bool:
     if rejection.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return not _too_large(rejection)
-    return caller.replays and rejection.code in _LOST
+    return client.replays and rejection.code in _LOST
 
 
 def _too_large(rejection: Rejection) -> bool:
     return rejection.code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in rejection.text
 
 
-def _remark(rejection: Rejection, caller: GrpcTrainerClient) -> str:
+def _advice(rejection: Rejection, client: GrpcTrainerClient) -> str:
     """What a person has to know beside the trainer's words."""
     if _too_large(rejection):
         return (
@@ -252,8 +250,8 @@ def _remark(rejection: Rejection, caller: GrpcTrainerClient) -> str:
     if rejection.code not in _LOST:
         return ""
     late = rejection.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    limit = f". An attempt may take {caller.timeout:g} s (ROLLOUT_TRAINER_TIMEOUT_SECONDS)" if late else ""
-    again = ", and asking again did not help" if caller.replays else ", so it is not asked for again"
+    limit = f". An attempt may take {client.timeout:g} s (ROLLOUT_TRAINER_TIMEOUT_SECONDS)" if late else ""
+    again = ", and asking again did not help" if client.replays else ", so it is not asked for again"
     return f"{limit}. The turn may have been generated{again}; only trainers that replay turn keys are asked twice"
 
 

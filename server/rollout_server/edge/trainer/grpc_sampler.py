@@ -14,14 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rollout_server.core.checkpoint import Checkpoint
-from rollout_server.core.ledger import MAX_TOKEN_ID, SegmentKind, Tokens
+from rollout_server.core.ledger import MAX_TOKEN_ID, Prediction, SegmentKind, Tokens, pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
 from rollout_server.edge.grpc_channels import Channels
-from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
+from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
 from rollout_server.edge.trainer.grpc_client import (
     BaseUnknown,
     GrpcTrainerClient,
@@ -30,19 +31,24 @@ from rollout_server.edge.trainer.grpc_client import (
     TrainerClient,
     TurnCall,
 )
-from rollout_server.edge.trainer.http_errors import redacted
-from rollout_server.edge.trainer.rendering import open_renderer
-from rollout_server.edge.trainer.response_warnings import notes_on, notes_on_rendering
+from rollout_server.edge.trainer.http_errors import redact
 from rollout_server.edge.trainer.retry import RetryPolicy
-from rollout_server.edge.trainer.trainer_ledger import PromptDelta, TrainerLedger, agree, parted
+from rollout_server.edge.trainer.trainer_digest import (
+    PromptDelta,
+    TrainerDigest,
+    agree,
+    first_other_token,
+    held_spans,
+)
 from rollout_server.edge.wire.completion import (
     Completion,
     MalformedCompletion,
+    NewSpan,
     PromptUpdate,
     RequestBuilder,
     Response,
-    completion_aside,
     in_token_mode,
+    read_completion,
 )
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest, Fork, Tool
@@ -60,102 +66,90 @@ class CompletionTrainers:
     def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> CompletionSampler:
         """The sampler of one rollout."""
         target = spec.completions
-        caller = GrpcTrainerClient(self.channels, target.url, self.retries, self.timeout, target.replays_turn_keys)
-        return CompletionSampler(caller, self.tokenizers, uid, spec, tools)
+        trainer = GrpcTrainerClient(self.channels, target.url, self.retries, self.timeout, target.replays_turn_keys)
+        return CompletionSampler(trainer, self.tokenizers, uid, spec, tools)
 
 
 class CompletionSampler:
-    """Asks one trainer for the completions of one conversation."""
+    """Requests the completions of one conversation from one trainer."""
 
     def __init__(
-        self, caller: TrainerClient, tokenizers: Tokenizers, uid: str, spec: Spec, tools: Sequence[Tool]
+        self, trainer: TrainerClient, tokenizers: Tokenizers, uid: str, spec: Spec, tools: Sequence[Tool]
     ) -> None:
-        self._caller = caller
+        self._trainer = trainer
         self._tokenizers = tokenizers
         self._spec = spec
-        self._asking = RequestBuilder(uid, spec.rollout_id, spec.typed, tools)
-        self._book = TrainerLedger()
-        self._begun = ""
+        self._builder = RequestBuilder(uid, spec.rollout_id, spec.typed, tools)
+        self._digest = TrainerDigest()
+        self._segment_id = ""
         self._whole = True
         self._renderer: Renderer | None = None
         self._policies: list[str] = []
 
-    async def sample(self, ask: CompletionRequest) -> Answered:
-        """Asks and checks. Raises `RolloutFailed`."""
-        messages = tuple(ask.messages[: ask.asked.messages])
-        if self._book.segment_id != ask.asked.segment_id:
-            self._book.segment_id = ask.asked.segment_id  # the one that the last prompt opened, or the first
-        rendered = await self._render(ask, messages) if in_token_mode(self._spec) else None
-        page = None if rendered is None else self._book.page(rendered.predicted, ask.asked.turn, len(messages))
-        call = TurnCall(ask.asked.turn, ask.deadline, ask.credentials)
+    async def sample(self, request: CompletionRequest) -> Answered:
+        """Requests the completion and checks it. Raises `RolloutFailed`."""
+        messages = tuple(request.messages[: request.asked.messages])
+        rendered = await self._render(request, messages) if in_token_mode(self._spec) else None
+        delta = None if rendered is None else self._digest.predicted(request, rendered.predicted)
+        call = TurnCall(request.asked.turn, request.deadline, request.credentials)
         started = time.monotonic()
-        completion = await self._complete(ask, messages, page, call)
-        answered = Answered(
-            turn=ask.asked.turn,
-            message=completion.message,
-            finish_reason=completion.finish_reason,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            attempts=call.attempts,
-            elapsed_ms=1000 * (time.monotonic() - started),
-            usage=completion.usage,
-            policy_version=completion.policy_version,
-            notes=(*call.remarks, *self._notes(completion, ask, rendered)),
-            tool_calls=completion.tool_calls,
-            planes=completion.planes,
-            extra_json=completion.extra_json,
-        )
-        if page is not None:
-            return await self._sent(ask, page, completion, answered)
-        return await self._reported(ask, messages, completion, answered)
+        completion = await self._complete(request, messages, delta, call)
+        elapsed = 1000 * (time.monotonic() - started)
+        warnings = (*call.warnings, *self._warnings(completion, request, rendered))
+        answered = completion_record(request, completion, call.attempts, elapsed, warnings)
+        if rendered is not None and delta is not None:
+            checked = await self._check_rendered(request, rendered.predicted, delta, completion, answered)
+        else:
+            checked = await self._check_reported(request, completion, answered)
+        self._segment_id = request.asked.segment_id
+        return checked
 
     def fork(self, fork: Fork) -> CompletionSampler:
         """A branch goes on from the ids that are held; any other conversation begins with nothing."""
-        asking = self._asking
-        tools = asking.tools if fork.tools is None else fork.tools
-        other = CompletionSampler(self._caller, self._tokenizers, asking.uid, self._spec, tools)
+        builder = self._builder
+        tools = builder.tools if fork.tools is None else fork.tools
+        other = CompletionSampler(self._trainer, self._tokenizers, builder.uid, self._spec, tools)
         other._policies = self._policies
         if fork.origin.kind is SegmentKind.BRANCH:
-            other._book, other._renderer = self._book.branch(fork.origin), self._renderer and self._renderer.fork()
-        else:
-            other._book = TrainerLedger(origin=fork.origin)
+            other._digest, other._renderer = self._digest.fork(), self._renderer and self._renderer.fork()
         return other
 
-    async def _render(self, ask: CompletionRequest, messages: tuple[Message, ...]) -> Rendered:
+    async def _render(self, request: CompletionRequest, messages: tuple[Message, ...]) -> Rendered:
         """What the trainer is to generate from."""
         if self._renderer is None:
-            self._renderer = await open_renderer(self._tokenizers, self._spec.tokenizer, self._asking.tools)
-        return await self._renderer.append(messages, ask.last, ask.last_messages)
+            self._renderer = await open_renderer(self._tokenizers, self._spec.tokenizer, self._builder.tools)
+        return await self._renderer.append(messages, request.last, request.last_messages)
 
     async def _complete(
-        self, ask: CompletionRequest, messages: Sequence[Message], page: PromptDelta | None, call: TurnCall
+        self, request: CompletionRequest, messages: Sequence[Message], delta: PromptDelta | None, call: TurnCall
     ) -> Completion:
-        turn = ask.asked.turn
+        turn = request.asked.turn
         try:
-            response = await self._ask(ask, messages, page, call)
-            return await completion_aside(response, self._spec.limits.calls_read)
+            response = await self._send(request, messages, delta, call)
+            return await read_completion(response, self._spec.limits.calls_read)
         except (BaseUnknown, ToolsUnknown) as unknown:
             what = "the whole history" if isinstance(unknown, BaseUnknown) else "the list of tools"
             text = f"turn {turn}: the trainer asks for {what}, which it was sent under this turn key already"
             raise RolloutFailed(Failure(Category.TRAINER_CLIENT, text, turn)) from None
         except LedgerMismatch as mismatch:
-            raise RolloutFailed(await self._parted(ask, mismatch.checkpoints)) from None
+            spans = held_spans(request.ledger)
+            raise RolloutFailed(await self._mismatch(request, spans, mismatch.checkpoints)) from None
         except MalformedCompletion as error:
             text = f"turn {turn}: the trainer's answer is malformed: {error}"
             raise RolloutFailed(Failure(Category.VALIDATION, text, turn)) from None
 
-    async def _ask(
-        self, ask: CompletionRequest, messages: Sequence[Message], page: PromptDelta | None, call: TurnCall
+    async def _send(
+        self, request: CompletionRequest, messages: Sequence[Message], delta: PromptDelta | None, call: TurnCall
     ) -> Response:
-        """Asks on the base, and once with what the trainer says that it does not hold."""
-        base = self._book.base
+        """Sends what is new since the base, and once what the trainer says that it does not hold."""
+        base = self._digest.base(request)
         listed = base is None
         while True:
             self._whole = base is None
             try:
-                news = self._news(ask, messages, page, base)
-                request = self._asking.request(ask.asked, ask.sampling, news, list_tools=listed)
-                return await self._caller.complete(request, call)
+                update = self._update(request, messages, delta, base)
+                wire = self._builder.request(request.asked, request.sampling, update, list_tools=listed)
+                return await self._trainer.complete(wire, call)
             except BaseUnknown:
                 if base is None:
                     raise
@@ -165,24 +159,32 @@ class CompletionSampler:
                     raise
                 listed = True
 
-    def _news(
-        self, ask: CompletionRequest, messages: Sequence[Message], page: PromptDelta | None, base: Checkpoint | None
+    def _update(
+        self,
+        request: CompletionRequest,
+        messages: Sequence[Message],
+        delta: PromptDelta | None,
+        base: Checkpoint | None,
     ) -> PromptUpdate:
-        book = self._book
-        history = () if base is not None or page is None else book.spans
+        history = () if base is not None or delta is None else held_spans(request.ledger)
         return PromptUpdate(
             base=base,
             messages=messages[base.messages if base is not None else 0 :],
-            spans=(*history, *page.spans) if page is not None else (),
-            prompt=page.prompt if page is not None else None,
-            origin=book.origin if ask.asked.segment_id != self._begun else None,
+            spans=(*history, *delta.spans) if delta is not None else (),
+            prompt=delta.prompt if delta is not None else None,
+            origin=request.ledger.origin if request.asked.segment_id != self._segment_id else None,
         )
 
-    async def _sent(
-        self, ask: CompletionRequest, page: PromptDelta, completion: Completion, answered: Answered
+    async def _check_rendered(
+        self,
+        request: CompletionRequest,
+        predicted: Prediction,
+        delta: PromptDelta,
+        completion: Completion,
+        answered: Answered,
     ) -> Answered:
         """Token mode: the prompt is what was sent, if the trainer's digests say so."""
-        turn, ids = ask.asked.turn, completion.token_ids
+        turn, ids = request.asked.turn, completion.token_ids
         if ids is None:
             text = f"turn {turn}: `token_ids` is missing; a trainer in token mode returns the ids it sampled"
             raise RolloutFailed(Failure(Category.VALIDATION, text, turn))
@@ -192,58 +194,55 @@ class CompletionSampler:
                 "in token mode it sends both"
             )
             raise RolloutFailed(Failure(Category.VALIDATION, text, turn))
-        held = self._book.tokens
-        same = completion.reported is None or completion.reported == self._book.prompt(page)
-        after = self._book.answered(page, turn, ids)
-        self._begun = ask.asked.segment_id
-        if not (same and agree(page.prompt, completion.prompt) and agree(after, completion.after)):
-            raise RolloutFailed(await self._parted(ask, None))
-        predicted = page.predicted
+        same = completion.reported is None or completion.reported == delta.tokens
+        after = self._digest.add(delta, turn, ids)
+        if not (same and agree(delta.prompt, completion.prompt) and agree(after, completion.after)):
+            raise RolloutFailed(await self._mismatch(request, delta.segment(request, ids)))
         if not completion.shows_prompt:
             return replace(answered, predicted=predicted)
-        return replace(answered, predicted=predicted, reported=predicted.closing + predicted.environment, shared=held)
+        prompt = predicted.closing + predicted.environment
+        return replace(answered, predicted=predicted, reported=prompt, shared=request.ledger.tokens)
 
-    async def _reported(
-        self, ask: CompletionRequest, messages: Sequence[Message], completion: Completion, answered: Answered
-    ) -> Answered:
+    async def _check_reported(self, request: CompletionRequest, completion: Completion, answered: Answered) -> Answered:
         """Message mode: the prompt is what the trainer says it was."""
-        turn, ids, prompt = ask.asked.turn, completion.token_ids, completion.reported
-        self._begun = ask.asked.segment_id
+        turn, ids, prompt = request.asked.turn, completion.token_ids, completion.reported
         if ids is None or prompt is None:
-            self._book.skip()
-            return replace(answered, reported=prompt)
-        self._book, page = self._book.reported(prompt, turn, len(messages))
-        if not self._book.confirmed(page, turn, ids, completion.after, whole=self._whole):
-            if self._book.repeats is not None:
-                text = f"turn {turn}: the trainer sent prompt and answer of turn {self._book.repeats} once more"
+            return answered
+        delta = self._digest.reported(request, prompt)
+        if not self._digest.confirms(delta, turn, ids, completion.after, whole=self._whole):
+            if self._digest.repeats is not None:
+                text = f"turn {turn}: the trainer sent prompt and answer of turn {self._digest.repeats} once more"
                 raise RolloutFailed(Failure(Category.TOKEN_DRIFT, text, turn))
-            raise RolloutFailed(await self._parted(ask, None))
-        if not self._book.unsure:
-            return replace(answered, reported=prompt)
+            raise RolloutFailed(await self._mismatch(request, delta.segment(request, ids)))
+        if not self._digest.unsure:
+            return answered
         text = f"turn {turn}: an earlier turn came without tokens, so the trainer's digest cannot be held against ours"
-        return replace(answered, reported=prompt, notes=(*answered.notes, ("unverified", text)))
+        return replace(answered, notes=(*answered.notes, ("unverified", text)))
 
-    async def _parted(self, ask: CompletionRequest, theirs: Sequence[Checkpoint] | None) -> Failure:
-        """Names the turn and the token at which both sides part."""
-        turn, book = ask.asked.turn, self._book
-        said = f"turn {turn}: the trainer holds other tokens than this side"
-        ledger = await self._caller.read_ledger(self._asking.uid, ask.asked.segment_id, ask.credentials.completions)
+    async def _mismatch(
+        self, request: CompletionRequest, spans: Sequence[NewSpan], theirs: Sequence[Checkpoint] | None = None
+    ) -> Failure:
+        """Names the turn and the token from which on the trainer's tokens differ from the spans on this side."""
+        turn, segment_id = request.asked.turn, request.asked.segment_id
+        message = f"turn {turn}: the trainer holds other tokens than this side"
+        ledger = await self._trainer.read_ledger(self._builder.uid, segment_id, request.credentials.completions)
         if ledger is None:
-            since = book.first_parted(theirs) if theirs is not None else None
+            since = self._digest.first_mismatch(theirs) if theirs is not None else None
             where = f", since turn {since}" if since is not None else ""
-            return Failure(Category.TOKEN_DRIFT, f"{said}{where}; it does not show its ledger (ReadLedger)", turn)
+            return Failure(Category.TOKEN_DRIFT, f"{message}{where}; it does not show its ledger (ReadLedger)", turn)
         ids, authors = ledger
-        place = await asyncio.to_thread(parted, book.spans, ids, authors)
-        if place is None:
-            text = f"{said}, says its digest, but its ledger holds the same: it reckons digests in another way"
+        difference = await asyncio.to_thread(first_other_token, spans, ids, authors)
+        if difference is None:
+            text = f"{message}, says its digest, but its ledger holds the same: it reckons digests in another way"
             return Failure(Category.TOKEN_DRIFT, text, turn)
-        index, since = place
-        secrets = ask.credentials.secrets()
+        index, since = difference
+        secrets = request.credentials.secrets()
+        own = pack_tokens(token for span in spans for token in span.ids)
         ours, other = [
-            redacted((await self._text(tokens[max(0, index - 4) : index + 8])).encode("utf-8", "replace"), secrets)
-            for tokens in (book.ids(), ids)
+            redact((await self._text(tokens[max(0, index - 4) : index + 8])).encode("utf-8", "replace"), secrets)
+            for tokens in (own, ids)
         ]
-        text = f"{said}, since turn {since}, from token {index} on: here {ours}, there {other}"
+        text = f"{message}, since turn {since}, from token {index} on: here {ours}, there {other}"
         return Failure(Category.TOKEN_DRIFT, text, turn)
 
     async def _text(self, ids: Tokens) -> str:
@@ -256,14 +255,14 @@ class CompletionSampler:
         except (IndexError, KeyError, TypeError, ValueError, OverflowError):
             return str(list(ids))
 
-    def _notes(
-        self, completion: Completion, ask: CompletionRequest, rendered: Rendered | None
+    def _warnings(
+        self, completion: Completion, request: CompletionRequest, rendered: Rendered | None
     ) -> Iterator[tuple[str, str]]:
-        turn, secrets = ask.asked.turn, ask.credentials.secrets()
+        turn, secrets = request.asked.turn, request.credentials.secrets()
         vocabulary = None if self._renderer is None else self._renderer.loaded.vocabulary
-        yield from notes_on(completion.token_ids, completion.logprobs, ask.sampling, turn, vocabulary)
+        yield from completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn, vocabulary)
         if rendered is not None:
-            yield from notes_on_rendering(rendered, turn)
+            yield from rendering_warnings(rendered, turn)
         if rendered is not None and not (completion.shows_prompt and completion.after is not None):
             missing = "after" if completion.shows_prompt else "prompt_checkpoint"
             yield (
@@ -274,6 +273,6 @@ class CompletionSampler:
         if version in self._policies[:-1]:
             latest = self._policies[-1]
             text = f"turn {turn}: policy {version!r} answered, although {latest!r} had answered before it"
-            yield "policy_stale", redacted(text.encode("utf-8", "replace"), secrets)
+            yield "policy_stale", redact(text.encode("utf-8", "replace"), secrets)
         elif version and version not in self._policies:
             self._policies.append(version)

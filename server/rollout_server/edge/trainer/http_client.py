@@ -15,6 +15,7 @@ from yarl import URL
 
 from rollout_server.edge.targets.resolver import refusal_of
 from rollout_server.edge.trainer.response_limits import ANSWER_BYTES
+from rollout_server.runtime.ports import CompletionRequest
 
 _INFORMATIONAL = 16
 """Responses of status 1xx that may come before the one that counts."""
@@ -219,3 +220,16 @@ def _retry_after(response: aiohttp.ClientResponse) -> float | None:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     except (ValueError, TypeError, OverflowError):
         return None
+
+
+def turn_headers(request: CompletionRequest) -> dict[str, str]:
+    """Of a completion: the same key on each attempt of a turn (D8)."""
+    return keyed_headers(request.asked.turn_key, request.credentials.completions)
+
+
+def keyed_headers(key: str, credential: str) -> dict[str, str]:
+    """Of a request that may be repeated under its key; no Authorization where the credential is empty."""
+    headers = {"content-type": "application/json", "idempotency-key": key}
+    if credential:
+        headers["authorization"] = f"Bearer {credential}"
+    return headers

@@ -18,11 +18,11 @@ _LOOKED_AT = 256 * 1024
 _MEDIA_TYPE = re.compile(r"[a-z]{1,16}/[\w.+-]{1,48}")
 
 
-def refused(answer: HttpResponse, turn: int, secrets: Sequence[str]) -> Failure:
+def response_failure(response: HttpResponse, turn: int, secrets: Sequence[str]) -> Failure:
     """The failure of a turn that was answered with another status than 200."""
-    status = answer.status
-    text = error_text(answer, secrets)
-    said = f": {text}" if text else ""
+    status = response.status
+    text = error_text(response, secrets)
+    message = f": {text}" if text else ""
     if status == 429:
         category = Category.RATE_LIMITED
     elif status >= 500:
@@ -31,23 +31,23 @@ def refused(answer: HttpResponse, turn: int, secrets: Sequence[str]) -> Failure:
         category = Category.TRAINER_CLIENT
     else:
         category = Category.VALIDATION
-        said = "; only 200 is an answer, and redirects are not followed"
-    return Failure(category, f"turn {turn}: the trainer answered {status}{said}", turn, status)
+        message = "; only 200 is an answer, and redirects are not followed"
+    return Failure(category, f"turn {turn}: the trainer answered {status}{message}", turn, status)
 
 
-def error_text(answer: HttpResponse, secrets: Sequence[str]) -> str:
+def error_text(response: HttpResponse, secrets: Sequence[str]) -> str:
     """The error message in an answer, without secrets; where there is none, what came instead, in numbers. Empty: nothing did.
 
     Nothing else of a body is ever shown. Whoever names a target may not be allowed to read what answers there.
     """
-    text = _message(answer.quotable)
+    text = _message(response.quotable)
     if text:
-        return redacted(text.encode("utf-8", "replace"), secrets)
-    if not answer.body[:_LOOKED_AT].strip():
+        return redact(text.encode("utf-8", "replace"), secrets)
+    if not response.body[:_LOOKED_AT].strip():
         return ""
-    kind = f" of type {answer.content_type}" if _MEDIA_TYPE.fullmatch(answer.content_type) else ""
-    why = "are no JSON error, and are" if answer.may_be_quoted else "are"
-    return f"{len(answer.body)} bytes{kind} that {why} not shown"
+    kind = f" of type {response.content_type}" if _MEDIA_TYPE.fullmatch(response.content_type) else ""
+    why = "are no JSON error, and are" if response.may_be_quoted else "are"
+    return f"{len(response.body)} bytes{kind} that {why} not shown"
 
 
 def _message(body: bytes) -> str:
@@ -59,15 +59,15 @@ def _message(body: bytes) -> str:
     except (MalformedMessage, UnicodeDecodeError):
         return ""
     error = fields.get("error")
-    said = fields.get("message") if fields.get("object") == "error" else fields.get("detail", error)
+    message = fields.get("message") if fields.get("object") == "error" else fields.get("detail", error)
     if isinstance(error, Mapping):
-        said = error.get("message")
-    if isinstance(said, list):  # FastAPI, of a request that it could not read
-        said = "; ".join(str(each.get("msg", "")) for each in said if isinstance(each, Mapping))
-    return said.strip() if isinstance(said, str) else ""
+        message = error.get("message")
+    if isinstance(message, list):  # FastAPI, of a request that it could not read
+        message = "; ".join(str(each.get("msg", "")) for each in message if isinstance(each, Mapping))
+    return message.strip() if isinstance(message, str) else ""
 
 
-def redacted(body: bytes, secrets: Sequence[str]) -> str:
+def redact(body: bytes, secrets: Sequence[str]) -> str:
     """The beginning of a text without the secrets that it may repeat, escaped or cut off."""
     window = body[:_LOOKED_AT].decode("utf-8", "replace")
     # The longest first: one secret may be a part of another.

@@ -12,12 +12,11 @@ from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
-from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_answer_aside
-from rollout_server.edge.trainer.headers import turn_headers
-from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest
-from rollout_server.edge.trainer.http_errors import refused
-from rollout_server.edge.trainer.response_warnings import notes_on
-from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_again
+from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_chat_completion
+from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings
+from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
+from rollout_server.edge.trainer.http_errors import response_failure
+from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_with_retries
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter, plain_parameters
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest, Fork
@@ -44,35 +43,25 @@ class PlainSampler:
         self._url = f"{spec.completions.url}/v1/chat/completions"
         self._writer = RequestWriter(spec.rollout_id)
         self._unnamed = False
-        self._asked = False
+        self._requested = False
 
-    async def sample(self, ask: CompletionRequest) -> Answered:
+    async def sample(self, request: CompletionRequest) -> Answered:
         """Posts and checks. Raises `RolloutFailed`."""
-        self._asked, turn = True, ask.asked.turn
-        body = self._body(ask)
-        request = HttpRequest(self._url, body, turn_headers(ask), is_known=ask.last is not None)
-        errand = CompletionFetch(request, turn, ask.deadline)
+        self._requested, turn = True, request.asked.turn
+        body = self._body(request)
+        post = HttpRequest(self._url, body, turn_headers(request), is_known=request.last is not None)
+        fetch = CompletionFetch(post, turn, request.deadline)
         started = time.monotonic()
         # Where the trainer declares that it replays turns, asking again makes no sibling (D8).
-        remark = _nothing if self._spec.completions.replays_turn_keys else ask.note
-        fetched = await fetch_again(self._trainers.client, errand, self._trainers.retries, remark)
+        warn = None if self._spec.completions.replays_turn_keys else request.note
+        fetched = await fetch_with_retries(self._trainers.client, fetch, self._trainers.retries, warn)
         elapsed = 1000 * (time.monotonic() - started)
-        if fetched.answer.status != 200:
-            raise RolloutFailed(refused(fetched.answer, turn, ask.credentials.secrets()))
+        if fetched.response.status != 200:
+            raise RolloutFailed(response_failure(fetched.response, turn, request.credentials.secrets()))
         most = self._spec.limits.calls_read
-        answer = await read_answer_aside(fetched.answer.body, turn, ids_needed=False, most_calls=most)
-        return Answered(
-            turn=turn,
-            message=answer.message,
-            finish_reason=answer.finish_reason,
-            token_ids=answer.token_ids,
-            logprobs=answer.logprobs,
-            reported=answer.reported,
-            attempts=fetched.attempts,
-            elapsed_ms=elapsed,
-            usage=answer.usage,
-            notes=self._notes(answer, fetched, ask),
-            tool_calls=answer.tool_calls,
+        completion = await read_chat_completion(fetched.response.body, turn, ids_needed=False, most_calls=most)
+        return completion_record(
+            request, completion, fetched.attempts, elapsed, self._warnings(completion, fetched, request)
         )
 
     def fork(self, fork: Fork) -> PlainSampler:
@@ -85,37 +74,35 @@ class PlainSampler:
             raise RolloutFailed(Failure(Category.VALIDATION, text))
         other = PlainSampler(self._trainers, self._spec)
         # What takes the place of a conversation that the trainer has not seen is the first one to it.
-        other._unnamed = self._asked or self._unnamed or fork.origin.kind is not SegmentKind.COMPACTION
+        other._unnamed = self._requested or self._unnamed or fork.origin.kind is not SegmentKind.COMPACTION
         return other
 
-    def _body(self, ask: CompletionRequest) -> bytes:
-        turn = ask.asked.turn
+    def _body(self, request: CompletionRequest) -> bytes:
+        turn = request.asked.turn
         try:
-            parameters = plain_parameters(ask.sampling)
+            parameters = plain_parameters(request.sampling)
         except WrongParameter as error:
             raise RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
-        return self._writer.plain(ask.messages[: ask.asked.messages], parameters)
+        return self._writer.plain(request.messages[: request.asked.messages], parameters)
 
-    def _notes(self, answer: ChatCompletion, fetched: Fetched, ask: CompletionRequest) -> tuple[tuple[str, str], ...]:
-        turn, key = ask.asked.turn, ask.asked.turn_key
-        notes = list(notes_on(answer.token_ids, answer.logprobs, ask.sampling, turn))
+    def _warnings(
+        self, completion: ChatCompletion, fetched: Fetched, request: CompletionRequest
+    ) -> tuple[tuple[str, str], ...]:
+        turn, key = request.asked.turn, request.asked.turn_key
+        warnings = list(completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn))
         if self._unnamed:
             self._unnamed = False
             text = (
                 f"turn {turn}: the agent's other conversation came under the same rollout_id, since this protocol has no word for "
                 "it; a trainer that derives masks from one growing history trains it wrongly"
             )
-            notes.append(("conversation_unnamed", text))
+            warnings.append(("conversation_unnamed", text))
         # A trainer that answers with the key replays it, so there is no second generation (http-wire.md, B).
-        replays = self._spec.completions.replays_turn_keys or fetched.answer.replayed_key == key
+        replays = self._spec.completions.replays_turn_keys or fetched.response.replayed_key == key
         if fetched.siblings and not replays:
             text = (
                 f"turn {turn}: asked for {fetched.attempts} times; the trainer may have generated it "
                 f"{fetched.siblings + 1} times, of which the last answer counts"
             )
-            notes.append(("resampled", text))
-        return tuple(notes)
-
-
-def _nothing(code: str, text: str) -> None:
-    """Remarks nothing."""
+            warnings.append(("resampled", text))
+        return tuple(warnings)

@@ -5,10 +5,7 @@ Who answers is not under this server's control, so every answer, over HTTP and g
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -24,14 +21,6 @@ MESSAGE_BYTES: Final = 2 * 1024 * 1024
 MESSAGE_VALUES: Final = 2**16
 """Values of an answer's message, which is parsed on the event loop again, by whoever reads it."""
 
-_LARGE: Final = 64 * 1024
-"""Bytes. Parsing less takes about as long as handing it to a thread."""
-
-_T = TypeVar("_T")
-
-# Of its own, and small: what is parsed in it takes memory and the GIL, and other threads of the process have work, too.
-_threads = ThreadPoolExecutor(2, thread_name_prefix="answer")
-
 
 class _AnyObject(msgspec.Struct, gc=False):
     """Any object. One without fields is the cheapest there is."""
@@ -42,13 +31,6 @@ class _ToolCallList(msgspec.Struct):
 
 
 _calls_decoder: Final = msgspec.json.Decoder(_ToolCallList)
-
-
-async def aside(read: Callable[[], _T], size: int) -> _T:
-    """Calls `read`, which parses `size` bytes; in a thread where they are many, so that other rollouts do not wait for it."""
-    if size <= _LARGE:
-        return read()
-    return await asyncio.get_running_loop().run_in_executor(_threads, read)
 
 
 def check_values(data: bytes, most: int) -> None:

@@ -65,12 +65,12 @@ class CompletionFetch:
 class Fetched:
     """An answer, the requests that were sent for it, and how many of the earlier ones may have been answered as well."""
 
-    answer: HttpResponse
+    response: HttpResponse
     attempts: int
     siblings: int = 0
 
 
-async def fetch_once(client: HttpClient, errand: CompletionFetch) -> Fetched:
+async def fetch_once(client: HttpClient, fetch: CompletionFetch) -> Fetched:
     """Asks again only where the request provably was not taken: no connection, or 429 or 503 with Retry-After.
 
     For trainers that count masks: after a lost reply such a trainer has counted the turn. Raises `RolloutFailed`.
@@ -79,101 +79,102 @@ async def fetch_once(client: HttpClient, errand: CompletionFetch) -> Fetched:
     while True:
         attempts += 1
         try:
-            answer = await client.post(errand.request)
+            response = await client.post(fetch.request)
         except ConnectionRefused as error:
             refusals += 1
             if refusals >= client.settings.connect_attempts:
-                raise RolloutFailed(_unreachable(error, errand, refusals)) from error
+                raise RolloutFailed(_unreachable_failure(error, fetch, refusals)) from error
             await asyncio.sleep(0.1 * 2**refusals)
             continue
         except ConnectionLost as error:
             once = ". The turn may have been generated, so it is not asked for again"
             # In this protocol a call that timed out is a network error; "timeout" is the rollout's own time limit.
-            raise RolloutFailed(replace(_lost(error, errand, once), category=Category.NETWORK)) from error
+            raise RolloutFailed(replace(_lost_failure(error, fetch, once), category=Category.NETWORK)) from error
         except (ResponseTooLarge, TargetForbidden) as error:
-            raise RolloutFailed(_unusable(error, errand)) from error
-        if not _worth_waiting(answer, errand):
-            return Fetched(answer, attempts)
-        await asyncio.sleep(pause(answer, attempts))
+            raise RolloutFailed(_unusable_failure(error, fetch)) from error
+        if not _is_worth_waiting(response, fetch):
+            return Fetched(response, attempts)
+        await asyncio.sleep(pause(response, attempts))
 
 
-async def fetch_again(
-    client: HttpClient, errand: CompletionFetch, retries: RetryPolicy, remark: Callable[[str, str], None]
+async def fetch_with_retries(
+    client: HttpClient, fetch: CompletionFetch, retries: RetryPolicy, warn: Callable[[str, str], None] | None = None
 ) -> Fetched:
     """Asks again after 5xx, timeouts and transport errors, and after 429 or 503 with Retry-After for `retries.refused` seconds.
 
-    For the asynchronous dialect, whose trainers may know a repeated key. `remark` is called, with "resampled" and a text, for
+    For the asynchronous dialect, whose trainers may know a repeated key. `warn` is called, with "resampled" and a text, for
     each attempt that may have been answered before it is made again. Raises `RolloutFailed`.
     """
     attempts = siblings = failures = 0
     patient = None  # the errand with the time until which refusals are waited for, from the first one on
     while True:
         attempts += 1
-        got = await _attempt(client, errand, attempts)
-        if isinstance(got, HttpResponse):
-            if got.retry_after is not None and patient is None:
-                patient = replace(errand, deadline=retries.refused_until(errand.deadline))
-            if patient is not None and _worth_waiting(got, patient):
-                await asyncio.sleep(pause(got, attempts))
+        response = await _attempt(client, fetch, attempts)
+        if isinstance(response, HttpResponse):
+            if response.retry_after is not None and patient is None:
+                patient = replace(fetch, deadline=retries.refused_until(fetch.deadline))
+            if patient is not None and _is_worth_waiting(response, patient):
+                await asyncio.sleep(pause(response, attempts))
                 continue
             # A trainer that says when to come back, and says it too late, is not asked before that time either.
-            passing = got.status >= 500 or got.status in errand.again_on
-            if not passing or got.retry_after is not None or failures >= retries.count:
-                return Fetched(got, attempts, siblings)
+            passing = response.status >= 500 or response.status in fetch.again_on
+            if not passing or response.retry_after is not None or failures >= retries.count:
+                return Fetched(response, attempts, siblings)
         elif failures >= retries.count:
-            raise RolloutFailed(got.failure)
-        if isinstance(got, HttpResponse) or got.taken:
-            why = f"status {got.status}" if isinstance(got, HttpResponse) else "no whole answer"
-            text = f"turn {errand.turn}: {why} on attempt {attempts}; asked again, so the turn may have been generated twice"
-            remark("resampled", text)
+            raise RolloutFailed(response.failure)
+        if isinstance(response, HttpResponse) or response.taken:
+            why = f"status {response.status}" if isinstance(response, HttpResponse) else "no whole answer"
+            text = f"turn {fetch.turn}: {why} on attempt {attempts}; asked again, so the turn may have been generated twice"
+            if warn is not None:
+                warn("resampled", text)
             siblings += 1
         await asyncio.sleep(retries.wait(failures))
         failures += 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Missed:
+class _FailedAttempt:
     """No answer came; `taken` says that the request may have been taken nevertheless."""
 
     failure: Failure
     taken: bool
 
 
-async def _attempt(client: HttpClient, errand: CompletionFetch, number: int) -> HttpResponse | _Missed:
+async def _attempt(client: HttpClient, fetch: CompletionFetch, number: int) -> HttpResponse | _FailedAttempt:
     try:
-        return await client.post(errand.request)
+        return await client.post(fetch.request)
     except ConnectionRefused as error:
-        return _Missed(_unreachable(error, errand, number), taken=False)
+        return _FailedAttempt(_unreachable_failure(error, fetch, number), taken=False)
     except ConnectionLost as error:
-        return _Missed(_lost(error, errand, f", on attempt {number}"), taken=True)
+        return _FailedAttempt(_lost_failure(error, fetch, f", on attempt {number}"), taken=True)
     except (ResponseTooLarge, TargetForbidden) as error:
-        raise RolloutFailed(_unusable(error, errand)) from error
+        raise RolloutFailed(_unusable_failure(error, fetch)) from error
 
 
-def pause(answer: HttpResponse, attempts: int) -> float:
+def pause(response: HttpResponse, attempts: int) -> float:
     """Seconds until a request that was not taken is sent again: what the trainer says, and a little more each time."""
-    return max(answer.retry_after or 0.0, min(1.0, 0.05 * 2.0 ** min(attempts, 8)))
+    return max(response.retry_after or 0.0, min(1.0, 0.05 * 2.0 ** min(attempts, 8)))
 
 
-def _worth_waiting(answer: HttpResponse, errand: CompletionFetch) -> bool:
-    wait = answer.retry_after
-    return wait is not None and (errand.deadline is None or time.monotonic() + wait < errand.deadline)
+def _is_worth_waiting(response: HttpResponse, fetch: CompletionFetch) -> bool:
+    wait = response.retry_after
+    return wait is not None and (fetch.deadline is None or time.monotonic() + wait < fetch.deadline)
 
 
-def _unreachable(error: ConnectionRefused, errand: CompletionFetch, attempts: int) -> Failure:
-    text = f"turn {errand.turn}: {errand.who} at {errand.request.host} {error} in {attempts} attempts; {errand.unreachable}"
-    return Failure(Category.NETWORK, text, errand.turn)
+def _unreachable_failure(error: ConnectionRefused, fetch: CompletionFetch, attempts: int) -> Failure:
+    text = f"turn {fetch.turn}: {fetch.who} at {fetch.request.host} {error} in {attempts} attempts; {fetch.unreachable}"
+    return Failure(Category.NETWORK, text, fetch.turn)
 
 
-def _lost(error: ConnectionLost, errand: CompletionFetch, then: str) -> Failure:
+def _lost_failure(error: ConnectionLost, fetch: CompletionFetch, then: str) -> Failure:
     if error.timeout:
-        text = f"turn {errand.turn}: timeout: {errand.who}: {error} (HTTP_CLIENT_TIMEOUT){then}"
-        return Failure(Category.TIMEOUT, text, errand.turn)
+        text = f"turn {fetch.turn}: timeout: {fetch.who}: {error} (HTTP_CLIENT_TIMEOUT){then}"
+        return Failure(Category.TIMEOUT, text, fetch.turn)
     return Failure(
-        Category.NETWORK, f"turn {errand.turn}: {errand.who} at {errand.request.host}: {error}{then}", errand.turn
+        Category.NETWORK, f"turn {fetch.turn}: {fetch.who} at {fetch.request.host}: {error}{then}", fetch.turn
     )
 
 
-def _unusable(error: ResponseTooLarge | TargetForbidden, errand: CompletionFetch) -> Failure:
-    text = f"turn {errand.turn}: {errand.who} at {errand.request.host}: {error}"
-    return Failure(Category.VALIDATION, text, errand.turn)
+def _unusable_failure(error: ResponseTooLarge | TargetForbidden, fetch: CompletionFetch) -> Failure:
+    text = f"turn {fetch.turn}: {fetch.who} at {fetch.request.host}: {error}"
+    return Failure(Category.VALIDATION, text, fetch.turn)

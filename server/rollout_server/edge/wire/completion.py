@@ -27,20 +27,19 @@ from rollout_server.core.message import MalformedMessage, Message, first_too_man
 from rollout_server.core.record import Asked
 from rollout_server.core.segment import Plane
 from rollout_server.core.spec import Sampling, Spec
+from rollout_server.edge.offload import offload_response
 from rollout_server.edge.rpc.field_count import TooManyFields, check_fields
 from rollout_server.edge.trainer.response_limits import (
     ANSWER_VALUES,
     MESSAGE_VALUES,
-    aside,
     check_calls,
     check_message,
     check_size,
 )
 from rollout_server.edge.wire import enums
-from rollout_server.edge.wire.message import message_from_proto, messages_to_proto, tool_to_proto
+from rollout_server.edge.wire.message import message_from_proto, messages_to_proto, tool_to_proto, utf8
 from rollout_server.edge.wire.outcome import origin_to_proto
 from rollout_server.edge.wire.spec import sampling_to_proto
-from rollout_server.edge.wire.text import utf8
 from rollout_server.edge.wire.token_planes import extra_from_proto, planes_from_proto
 from rollout_server.runtime.ports import Tool
 
@@ -184,17 +183,17 @@ def _new_tokens(spans: Sequence[NewSpan], after: Checkpoint) -> pb.NewTokens:
     )
 
 
-async def response_aside(data: bytes) -> Response:
+async def parse_response(data: bytes) -> Response:
     """Parses an encoded answer, a large one in a thread. Raises `MalformedCompletion`."""
-    return await aside(lambda: _parsed(pb.CompleteResponse, data), len(data))
+    return await offload_response(lambda: _parse(pb.CompleteResponse, data), len(data))
 
 
-async def ledger_aside(data: bytes) -> tuple[Tokens, Sequence[Author]] | None:
+async def read_ledger(data: bytes) -> tuple[Tokens, Sequence[Author]] | None:
     """An encoded ledger as `held_tokens` reads it. Raises `MalformedCompletion`."""
-    return await aside(lambda: held_tokens(_parsed(pb.ReadLedgerResponse, data)), len(data))
+    return await offload_response(lambda: held_tokens(_parse(pb.ReadLedgerResponse, data)), len(data))
 
 
-def _parsed(kind: type[_P], data: bytes) -> _P:
+def _parse(kind: type[_P], data: bytes) -> _P:
     try:
         check_fields(data, kind.DESCRIPTOR, MESSAGE_VALUES)
         return kind.FromString(data)
@@ -244,9 +243,9 @@ def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Comple
     )
 
 
-async def completion_aside(proto: pb.CompleteResponse, most_calls: int) -> Completion:
+async def read_completion(proto: pb.CompleteResponse, most_calls: int) -> Completion:
     """The same; a large answer is read in a thread, so that other rollouts do not wait for it."""
-    return await aside(lambda: completion_from_proto(proto, most_calls), proto.ByteSize())
+    return await offload_response(lambda: completion_from_proto(proto, most_calls), proto.ByteSize())
 
 
 def _check_values(proto: pb.CompleteResponse, most_calls: int) -> None:

@@ -28,10 +28,9 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 from rollout_server.edge.wire import enums
-from rollout_server.edge.wire.message import message_to_proto, messages_to_proto
+from rollout_server.edge.wire.message import message_to_proto, messages_to_proto, utf8
 from rollout_server.edge.wire.outcome import origin_to_proto, outcome_to_proto, span_to_proto
 from rollout_server.edge.wire.spec import sampling_to_proto
-from rollout_server.edge.wire.text import utf8
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.rollout import Rollout
 
@@ -70,9 +69,9 @@ class _View:
                     event_pb2.Accepted(messages=messages, agent=agent, agent_version=version),
                 )
             case Asked():
-                proto.asked.CopyFrom(_asked(record))
+                proto.asked.CopyFrom(_request_to_proto(record))
             case Answered():
-                proto.answered.CopyFrom(self._answered(record))
+                proto.answered.CopyFrom(self._completion_to_proto(record))
             case Appended(messages):
                 shown = messages_to_proto(messages, typed=self._typed) if self._messages else ()
                 proto.appended.CopyFrom(event_pb2.Appended(messages=shown, count=len(messages)))
@@ -81,22 +80,22 @@ class _View:
                     event_pb2.ToolStarted(call_id=utf8(call.id), name=utf8(call.name), index=index)
                 )
             case ToolReturned():
-                proto.tool_returned.CopyFrom(self._returned(record))
+                proto.tool_returned.CopyFrom(self._tool_result_to_proto(record))
             case SegmentOpened():
                 opened = event_pb2.SegmentOpened(
                     origin=origin_to_proto(record.origin), prompt_tokens=record.prompt_tokens
                 )
                 proto.segment_opened.CopyFrom(opened)
             case DriftFound():
-                proto.drift_found.CopyFrom(_drift(record))
+                proto.drift_found.CopyFrom(_drift_to_proto(record))
             case Forked() | GivenUp() | Masked() | Observed():
-                self._deed(proto, record)
+                self._fill_agent_record(proto, record)
             case Note(_, code, text):
                 proto.note.CopyFrom(event_pb2.Note(code=utf8(code), text=utf8(text)))
             case Ended():
-                self._finished(proto)
+                self._fill_outcome(proto)
 
-    def _answered(self, record: Answered) -> event_pb2.Answered:
+    def _completion_to_proto(self, record: Answered) -> event_pb2.Answered:
         usage = record.usage or (0, 0)
         return event_pb2.Answered(
             message=message_to_proto(record.message, typed=self._typed) if self._messages else None,
@@ -134,7 +133,7 @@ class _View:
                 return segment, list(spans[start:stop])
         return None, []
 
-    def _returned(self, record: ToolReturned) -> event_pb2.ToolReturned:
+    def _tool_result_to_proto(self, record: ToolReturned) -> event_pb2.ToolReturned:
         return event_pb2.ToolReturned(
             call_id=utf8(record.call.id),
             name=utf8(record.call.name),
@@ -144,10 +143,10 @@ class _View:
             message=message_to_proto(record.message, typed=self._typed) if self._messages else None,
         )
 
-    def _deed(self, proto: event_pb2.RolloutEvent, record: Deed) -> None:
+    def _fill_agent_record(self, proto: event_pb2.RolloutEvent, record: Deed) -> None:
         match record:
             case Forked():
-                proto.forked.CopyFrom(self._forked(record))
+                proto.forked.CopyFrom(self._fork_to_proto(record))
             case GivenUp():
                 proto.given_up.SetInParent()
             case Masked(_, reason):
@@ -156,7 +155,7 @@ class _View:
                 told = utf8(value) if self._messages else ""
                 proto.observed.CopyFrom(event_pb2.Observed(what=what, value_json=told))
 
-    def _forked(self, record: Forked) -> event_pb2.Forked:
+    def _fork_to_proto(self, record: Forked) -> event_pb2.Forked:
         shown = messages_to_proto(record.messages, typed=self._typed) if self._messages else ()
         return event_pb2.Forked(
             of_segment_id=record.of,
@@ -166,7 +165,7 @@ class _View:
             tools=[utf8(name) for name in record.tools],
         )
 
-    def _finished(self, proto: event_pb2.RolloutEvent) -> None:
+    def _fill_outcome(self, proto: event_pb2.RolloutEvent) -> None:
         outcome: Outcome | None = self._rollout.outcome
         if outcome is not None:
             shown = outcome_to_proto(
@@ -175,12 +174,12 @@ class _View:
             proto.finished.CopyFrom(event_pb2.Finished(outcome=shown))
 
 
-def _asked(record: Asked) -> event_pb2.Asked:
+def _request_to_proto(record: Asked) -> event_pb2.Asked:
     sampling = sampling_to_proto(record.sampling) if record.sampling is not None else None
     return event_pb2.Asked(turn_key=record.turn_key, messages=record.messages, sampling=sampling)
 
 
-def _drift(record: DriftFound) -> event_pb2.DriftFound:
+def _drift_to_proto(record: DriftFound) -> event_pb2.DriftFound:
     drift = record.drift
     return event_pb2.DriftFound(
         kind=enums.DRIFT_KINDS[drift.kind],

@@ -196,3 +196,8 @@ def _calls(calls: JSON) -> list[message_pb2.ToolCall] | None:
 
 def _is_utf8(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def utf8(text: str) -> str:
+    """The text with halves of surrogate pairs, which UTF-8 does not have, replaced by question marks."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

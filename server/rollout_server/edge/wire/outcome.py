@@ -7,8 +7,7 @@ from osmosis.rollout.v1 import outcome_pb2, token_pb2
 from rollout_server.core.ledger import Origin, Segment, Span
 from rollout_server.core.outcome import Cancellation, Failure, Metrics, Outcome, Stop, Warned
 from rollout_server.edge.wire import enums
-from rollout_server.edge.wire.message import messages_to_proto
-from rollout_server.edge.wire.text import utf8
+from rollout_server.edge.wire.message import messages_to_proto, utf8
 
 
 def outcome_to_proto(

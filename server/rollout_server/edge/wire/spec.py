@@ -1,52 +1,95 @@
-"""Specs -> protos: what a rollout is, as it was settled."""
+"""Specs <-> protos: what a rollout is. Each of its parts is mapped here, once in each direction."""
 
 from __future__ import annotations
+
+from urllib.parse import urlsplit
 
 from google.protobuf.duration_pb2 import Duration
 from osmosis.rollout.v1 import spec_pb2
 
 from rollout_server.core.limits import Limits
-from rollout_server.core.spec import Sampling, Spec, Target
+from rollout_server.core.message import Message
+from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_to_proto
+
+_DIALECTS = {value: dialect for dialect, value in enums.DIALECTS.items()}
+_DRIFT_POLICIES = {value: policy for policy, value in enums.DRIFT_POLICIES.items()}
 
 
 def spec_to_proto(spec: Spec, *, with_messages: bool) -> spec_pb2.RolloutSpec:
     """A spec as it is shown."""
-    proto = spec_pb2.RolloutSpec(
+    detached = spec.cancel_after_detach
+    return spec_pb2.RolloutSpec(
         rollout_id=spec.rollout_id,
         group_id=spec.group_id,
         agent=spec.agent,
         messages=messages_to_proto(spec.messages, typed=spec.typed) if with_messages else (),
-        completions=_target(spec.completions),
+        completions=_target_to_proto(spec.completions),
+        outcome=_target_to_proto(spec.outcome) if spec.outcome is not None else None,
+        tools=_target_to_proto(spec.tools) if spec.tools is not None else None,
         sampling=sampling_to_proto(spec.sampling),
         limits=limits_to_proto(spec.limits),
+        tokenizer=_tokenizer_to_proto(spec.tokenizer) if spec.tokenizer is not None else None,
+        on_drift=enums.DRIFT_POLICIES[spec.on_drift] if spec.on_drift else spec_pb2.DRIFT_POLICY_UNSPECIFIED,
+        on_interrupt=spec.on_interrupt,  # type: ignore[arg-type]
+        token_mode=spec.token_mode,  # type: ignore[arg-type]
+        cancel_after_detach=duration(detached) if detached is not None else None,
         priority=spec.priority,
         metadata_json=spec.metadata_json,
         labels=spec.labels,
         source_json=spec.source_json,
     )
-    proto.token_mode = spec.token_mode  # type: ignore[assignment]
-    proto.on_interrupt = spec.on_interrupt  # type: ignore[assignment]
-    if spec.on_drift is not None:
-        proto.on_drift = enums.DRIFT_POLICIES[spec.on_drift]
-    if spec.outcome is not None:
-        proto.outcome.CopyFrom(_target(spec.outcome))
-    if spec.tools is not None:
-        proto.tools.CopyFrom(_target(spec.tools))
-    if spec.tokenizer is not None:
-        name = spec.tokenizer
-        proto.tokenizer.name, proto.tokenizer.revision = name.name, name.revision
-        proto.tokenizer.template_kwargs_json = name.template_kwargs_json
-    if spec.cancel_after_detach is not None:
-        proto.cancel_after_detach.CopyFrom(duration(spec.cancel_after_detach))
-    return proto
 
 
-def duration(seconds: float) -> Duration:
-    """Seconds as a duration."""
-    whole, rest = divmod(round(seconds * 1e9), 1_000_000_000)
-    return Duration(seconds=whole, nanos=rest)
+def spec_from_proto(
+    proto: spec_pb2.RolloutSpec, messages: tuple[Message, ...], typed: bool, completions: Target | None = None
+) -> Spec:
+    """A spec with its messages, which are read already. `completions` says who completes where the spec does not."""
+    return Spec(
+        rollout_id=proto.rollout_id,
+        messages=messages,
+        completions=completions or _target_from_proto(proto.completions),
+        group_id=proto.group_id,
+        agent=proto.agent,
+        typed=typed,
+        outcome=_target_from_proto(proto.outcome, Dialect.HTTP_PLAIN) if proto.HasField("outcome") else None,
+        tools=_target_from_proto(proto.tools) if proto.HasField("tools") else None,
+        sampling=_sampling_from_proto(proto.sampling),
+        limits=_limits_from_proto(proto.limits),
+        tokenizer=_tokenizer_from_proto(proto.tokenizer) if proto.HasField("tokenizer") else None,
+        on_drift=_DRIFT_POLICIES.get(proto.on_drift),
+        on_interrupt=proto.on_interrupt,
+        token_mode=proto.token_mode,
+        cancel_after_detach=seconds(proto.cancel_after_detach) if proto.HasField("cancel_after_detach") else None,
+        priority=proto.priority,
+        metadata_json=proto.metadata_json,
+        labels=dict(proto.labels),
+        source_json=proto.source_json,
+    )
+
+
+def sampling_to_proto(sampling: Sampling) -> spec_pb2.Sampling:
+    """How the model samples."""
+    return spec_pb2.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
+        stop=sampling.stop,
+        logprobs=sampling.logprobs,
+        extra_json=sampling.extra_json,
+    )
+
+
+def _sampling_from_proto(proto: spec_pb2.Sampling) -> Sampling:
+    return Sampling(
+        temperature=proto.temperature if proto.HasField("temperature") else None,
+        top_p=proto.top_p if proto.HasField("top_p") else None,
+        max_tokens=proto.max_tokens if proto.HasField("max_tokens") else None,
+        stop=tuple(proto.stop),
+        logprobs=proto.logprobs if proto.HasField("logprobs") else None,
+        extra_json=proto.extra_json,
+    )
 
 
 def limits_to_proto(limits: Limits) -> spec_pb2.Limits:
@@ -61,7 +104,18 @@ def limits_to_proto(limits: Limits) -> spec_pb2.Limits:
     )
 
 
-def _target(target: Target) -> spec_pb2.Target:
+def _limits_from_proto(proto: spec_pb2.Limits) -> Limits:
+    return Limits(
+        turns=proto.turns if proto.HasField("turns") else None,
+        generated_tokens=proto.generated_tokens if proto.HasField("generated_tokens") else None,
+        seconds=seconds(proto.time) if proto.HasField("time") else None,
+        calls_per_turn=proto.calls_per_turn if proto.HasField("calls_per_turn") else None,
+        tool_turns=proto.tool_turns if proto.HasField("tool_turns") else None,
+        bytes=proto.bytes if proto.HasField("bytes") else None,
+    )
+
+
+def _target_to_proto(target: Target) -> spec_pb2.Target:
     return spec_pb2.Target(
         url=target.url,
         dialect=enums.DIALECTS[target.dialect],
@@ -70,13 +124,35 @@ def _target(target: Target) -> spec_pb2.Target:
     )
 
 
-def sampling_to_proto(sampling: Sampling) -> spec_pb2.Sampling:
-    """How the model samples."""
-    return spec_pb2.Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        max_tokens=sampling.max_tokens,
-        stop=sampling.stop,
-        logprobs=sampling.logprobs,
-        extra_json=sampling.extra_json,
-    )
+def _target_from_proto(proto: spec_pb2.Target, over_http: Dialect = Dialect.HTTP_MASKED) -> Target:
+    """An endpoint; `over_http` is what an http URL means that names no dialect."""
+    dialect = _DIALECTS.get(proto.dialect)
+    if dialect is None:
+        dialect = Dialect.GRPC if _scheme(proto.url).startswith("grpc") else over_http
+    return Target(proto.url.rstrip("/"), dialect, proto.replays_turn_keys, proto.model)
+
+
+def _scheme(url: str) -> str:
+    try:
+        return urlsplit(url).scheme
+    except ValueError:
+        return ""
+
+
+def _tokenizer_to_proto(name: TokenizerName) -> spec_pb2.Tokenizer:
+    return spec_pb2.Tokenizer(name=name.name, revision=name.revision, template_kwargs_json=name.template_kwargs_json)
+
+
+def _tokenizer_from_proto(proto: spec_pb2.Tokenizer) -> TokenizerName:
+    return TokenizerName(proto.name, proto.revision, proto.template_kwargs_json)
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds as a duration, rounded to the nearest nanosecond."""
+    whole, rest = divmod(round(seconds * 1e9), 1_000_000_000)
+    return Duration(seconds=whole, nanos=rest)
+
+
+def seconds(duration: Duration) -> float:
+    """A duration in seconds: the nearest float."""
+    return (duration.seconds * 10**9 + duration.nanos) / 10**9

@@ -13,6 +13,7 @@ from osmosis.rollout.v1 import completion_service_pb2
 
 from rollout_server.core.checkpoint import Checkpoint
 from rollout_server.edge.wire.completion import checkpoint_from_proto
+from rollout_server.edge.wire.spec import seconds
 
 _KEY = "grpc-status-details-bin"
 _Detail = TypeVar(
@@ -23,7 +24,7 @@ _Detail = TypeVar(
 def retry_delay(error: grpc.aio.AioRpcError) -> float | None:
     """Seconds after which to ask again; None where the status does not say."""
     found = _detail(error, error_details_pb2.RetryInfo)
-    return None if found is None else max(0.0, found.retry_delay.seconds + found.retry_delay.nanos / 1e9)
+    return None if found is None else max(0.0, seconds(found.retry_delay))
 
 
 def reason(error: grpc.aio.AioRpcError) -> str:

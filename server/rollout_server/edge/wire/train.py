@@ -20,13 +20,13 @@ from rollout_server.edge.wire import request as wire
 from rollout_server.edge.wire.completion import Request, Response, checkpoint_from_proto, held_tokens
 from rollout_server.edge.wire.event import event
 from rollout_server.edge.wire.rollout import rollout_to_proto, started
-from rollout_server.edge.wire.spec import duration
+from rollout_server.edge.wire.spec import duration, seconds
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Caller, StartRequest
 
 Item: TypeAlias = pb.TrainResponse
-Given: TypeAlias = pb.TrainRequest
+TrainerItem: TypeAlias = pb.TrainRequest
 Hello: TypeAlias = pb.TrainHello
 Start: TypeAlias = pb.TrainStart
 Ledger: TypeAlias = pb.TrainLedger
@@ -37,14 +37,14 @@ _HERE = Target("", Dialect.STREAM)
 _CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
 
 
-def wishes(start: Start, caller: Caller) -> Sequence[StartRequest]:
+def start_requests(start: Start, caller: Caller) -> Sequence[StartRequest]:
     """The rollouts of a group. Raises `InvalidRequest`."""
     count = start.count or 1
     if count > LARGEST_GROUP:
         raise InvalidRequest(Violation("start.count", f"is {count}, at most {LARGEST_GROUP} are allowed"))
     if not start.HasField("rollout"):
         raise InvalidRequest(Violation("start.rollout", "is missing: request_id, spec and credentials belong in it"))
-    wish = wire.wish(start.rollout, caller, _HERE)
+    wish = wire.start_request(start.rollout, caller, _HERE)
     if count == 1:
         return [wish]
     name, key = wish.spec.rollout_id, wish.request_id
@@ -54,12 +54,12 @@ def wishes(start: Start, caller: Caller) -> Sequence[StartRequest]:
     ]
 
 
-def answer(given: Given) -> tuple[str, Response | Rejection]:
+def completion_response(given: TrainerItem) -> tuple[str, Response | Rejection]:
     """The turn key of an answer or a rejection, and what it says."""
     if given.HasField("answer"):
         return given.answer.turn_key, given.answer.response
     reject = given.reject
-    after = wire.seconds(reject.retry_after) if reject.HasField("retry_after") else None
+    after = seconds(reject.retry_after) if reject.HasField("retry_after") else None
     return reject.turn_key, Rejection(
         _CODES.get(reject.code, grpc.StatusCode.UNKNOWN),
         reject.message,
@@ -91,7 +91,7 @@ def refused_item(sequence: int, start_sequence: int, error: RolloutError) -> Ite
     return Item(sequence=sequence, refused=pb.TrainRefusal(start_sequence=start_sequence, code=code, message=text))
 
 
-def ask_item(sequence: int, request: Request | None) -> Item:
+def completion_item(sequence: int, request: Request | None) -> Item:
     """A completion is asked for; None: it means nothing any more."""
     return Item(sequence=sequence, ask=request) if request is not None else Item(sequence=sequence)
 
@@ -123,4 +123,4 @@ def ledger_item(uid: str, segment_id: str) -> Item:
 
 def detail(hello: Hello) -> int:
     """How much of each event is wanted; 0: none. Raises `InvalidRequest`."""
-    return wire.known(hello.detail, event_pb2.EventDetail, "hello.detail")
+    return wire.valid_enum_value(hello.detail, event_pb2.EventDetail, "hello.detail")

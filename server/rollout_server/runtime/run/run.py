@@ -125,7 +125,7 @@ class Run:
         if isinstance(asked, LimitReached):
             self._context.end(asked.stop)
         rollout, note = self._rollout, partial(self._note, asked.turn)
-        last = conversation.last_completion, conversation.turn_messages
+        last = conversation.last_completion, conversation.turn_messages, conversation.line
         request = CompletionRequest(
             asked, conversation.messages, *last, rollout.deadline, rollout.credentials, note, own
         )

@@ -11,7 +11,7 @@ from rollout_server.core.ledger import MAX_TOKEN_ID
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import tool_calls
 from rollout_server.core.outcome import Category
-from rollout_server.edge.trainer.chat_completion import ChatCompletion, read_answer
+from rollout_server.edge.trainer.chat_completion import ChatCompletion, parse_chat_completion
 from rollout_server.runtime.errors import RolloutFailed
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 5, "b": 3}'}}
@@ -43,7 +43,7 @@ def with_text(path: tuple[Any, ...], text: str) -> bytes:
 def check(body: bytes) -> ChatCompletion | str:
     """Reads an answer; checks what must be true of it, or of its failure."""
     try:
-        read = read_answer(body, 7, ids_needed=True, most_calls=Limits().calls_read)
+        read = parse_chat_completion(body, 7, ids_needed=True, most_calls=Limits().calls_read)
     except RolloutFailed as failed:
         failure = failed.failure
         assert (failure.category, failure.turn, failure.http_status) == (Category.VALIDATION, 7, None)

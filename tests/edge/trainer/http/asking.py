@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from rollout_server.core.limits import Limits
+from rollout_server.core.machine import LimitReached, Machine
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Failure
-from rollout_server.core.record import Answered, Asked
+from rollout_server.core.record import Answered, Appended
 from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
@@ -47,22 +49,20 @@ class Asking:
         self.sampling = sampling
         self.asks: list[CompletionRequest] = []
         self.remarks: list[tuple[str, str]] = []
-        self._messages = [QUESTION]
-        self._last: Answered | None = None
-        self._last_messages = 0
-        self._turn = 0
+        self._machine = Machine("u1", [QUESTION], Limits())
 
     async def turn(self, sampling: Sampling | None = None) -> Answered:
         """The next answer; None: sampled as in all turns. Raises `RolloutFailed`."""
-        asked = Asked(self._turn + 1, "0", TURN_KEY.format(turn=self._turn + 1), len(self._messages))
-        before = self._messages, self._last, self._last_messages
+        main, asked = self._machine.main, self._machine.ask()
+        assert not isinstance(asked, LimitReached)
+        before = main.messages, main.last_answer, main.asked, main.line
         ask = CompletionRequest(
             asked, *before, self.deadline, self.credentials, self._remark, sampling or self.sampling
         )
         self.asks.append(ask)
         answered = await self.sampler.sample(ask)
-        self._turn, self._last, self._last_messages = asked.turn, answered, len(self._messages)
-        self._messages += [answered.message, MORE]
+        for record in (asked, answered, Appended((MORE,))):
+            self._machine.accept(record)
         return answered
 
     async def failure(self) -> Failure:

@@ -51,7 +51,7 @@ async def test_a_refused_connection_is_tried_again_until_the_trainer_is_up(conne
         assert not asking.done()
         async with raw_trainer(listener=bound) as trainer:
             got = await asking
-            assert (got.answer.status, got.answer.body) == (200, COMPLETION)
+            assert (got.response.status, got.response.body) == (200, COMPLETION)
             assert 2 <= got.attempts <= 8
             assert len(trainer.requests) == 1
 
@@ -134,7 +134,7 @@ async def test_a_timeout_counts_the_whole_answer_and_is_final(connect: Connect, 
 async def test_a_refusal_without_retry_after_is_asked_for_once(client: HttpClient, status: int) -> None:
     async with raw_trainer(answer(b"no", status), answer()) as trainer:
         got = await fetch(client, trainer.url)
-        assert (got.answer.status, got.answer.body, got.attempts) == (status, b"no", 1)
+        assert (got.response.status, got.response.body, got.attempts) == (status, b"no", 1)
         assert len(trainer.requests) == 1
 
 

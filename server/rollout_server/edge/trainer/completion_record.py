@@ -1,18 +1,48 @@
-"""Warnings about one turn, as (code, text)."""
+"""A completion as the record of its turn, and the warnings about it, as (code, text)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rollout_server.core.ledger import Logprobs, Tokens
+from rollout_server.core.record import Answered
 from rollout_server.core.spec import Sampling
 from rollout_server.edge.tokens.renderer import Rendered
+from rollout_server.edge.trainer.chat_completion import ChatCompletion
+from rollout_server.edge.wire.completion import Completion
+from rollout_server.runtime.ports import CompletionRequest
 
 _ROUNDING = 1e-3
 """How far above 0 rounding may carry the logarithm of a probability."""
 
 
-def notes_on(
+def completion_record(
+    request: CompletionRequest,
+    completion: ChatCompletion | Completion,
+    attempts: int,
+    elapsed_ms: float,
+    warnings: Iterable[tuple[str, str]] = (),
+) -> Answered:
+    """What a trainer or an engine returned, and nothing that this side knows better."""
+    return Answered(
+        turn=request.asked.turn,
+        message=completion.message,
+        finish_reason=completion.finish_reason,
+        token_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        reported=completion.reported,
+        attempts=attempts,
+        elapsed_ms=elapsed_ms,
+        usage=completion.usage,
+        policy_version=completion.policy_version,
+        notes=tuple(warnings),
+        tool_calls=completion.tool_calls,
+        planes=completion.planes,
+        extra_json=completion.extra_json,
+    )
+
+
+def completion_warnings(
     token_ids: Tokens | None,
     logprobs: Logprobs | None,
     sampling: Sampling,
@@ -45,7 +75,7 @@ def notes_on(
         yield "token_unknown", text
 
 
-def notes_on_rendering(rendered: Rendered, turn: int) -> Iterator[tuple[str, str]]:
+def rendering_warnings(rendered: Rendered, turn: int) -> Iterator[tuple[str, str]]:
     """Warnings about what our side rendered between the last answer and this turn's."""
     if not rendered.exact:
         text = f"turn {turn}: the chat template shows no place at which the last answer ends; environment tokens are a guess"
