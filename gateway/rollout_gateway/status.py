@@ -115,7 +115,7 @@ def logged_problem(error: grpc.aio.AioRpcError, request_id: str, fields: Fields 
     return found
 
 
-def answer_failed_call(error: grpc.aio.AioRpcError, request_id: str, fields: Fields | None = None) -> JSONResponse:
+def failed_call_response(error: grpc.aio.AioRpcError, request_id: str, fields: Fields | None = None) -> JSONResponse:
     """The answer of the dialects to a failed call."""
     return logged_problem(error, request_id, fields).response()
 

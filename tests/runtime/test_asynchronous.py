@@ -1,4 +1,4 @@
-"""What is different about rollouts of the asynchronous dialect (http-wire.md, B)."""
+"""What is different about rollouts of the asynchronous dialect (docs/design.md, B)."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._unreported > self._limits.field_bytes:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        elif self._timer is None and not self._is_answering():
+        elif self._timer is None and not self._is_responding():
             # Line breaks between requests, which end uvicorn's own wait.
             self._wait(self._limits.head_seconds)
 
@@ -154,12 +154,12 @@ class HttpProtocol(HttpToolsProtocol):
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._too_slow)
 
-    def _is_answering(self) -> bool:
+    def _is_responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _too_slow(self) -> None:
         self._timer = None
-        if self.pipeline or (self._is_answering() and not self._in_body):
+        if self.pipeline or (self._is_responding() and not self._in_body):
             # Sent ahead of an answer, for which uvicorn stops to read.
             self._wait(self._limits.head_seconds)
         elif self._began and not self._in_body:
@@ -172,7 +172,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._leaving or self.transport.is_closing():
             return
         self._leaving = True
-        if self._is_answering():
+        if self._is_responding():
             self.transport.close()
             return
         content = json.dumps({"detail": reason or status.phrase})

@@ -31,7 +31,7 @@ from rollout_gateway.osmosis_http.tool_schema import function_tool
 from rollout_gateway.osmosis_http.trace import read_trace
 from rollout_gateway.rest import openapi as shown
 from rollout_gateway.rest.proto_json import response_json
-from rollout_gateway.status import Fields, Problem, answer_failed_call, logged_problem, problem
+from rollout_gateway.status import Fields, Problem, failed_call_response, logged_problem, problem
 
 _JSON: Final = "application/json"
 _SERVICE: Final = "rollout-server"
@@ -141,7 +141,7 @@ async def _run(request: Request, rollouts: Rollouts, intake: RequestBodies) -> R
     try:
         uid, answer = await unless_hung_up(request, run())
     except grpc.aio.AioRpcError as error:
-        return answer_failed_call(error, request.state.request_id, FIELDS)
+        return failed_call_response(error, request.state.request_id, FIELDS)
     # Before the answer: a client that has it may use the id anew at once.
     await rollouts.acknowledge(uid, metadata)
     return Response(answer, media_type=_JSON, headers={"x-rollout-uid": uid})

@@ -17,7 +17,7 @@ def fingerprint(spec: Spec) -> str:
 
     JSON is compared by what it says, not by how it is written. Left out: credentials and tracing, which are no part of a spec, what
     only concerns the waiting (`cancel_after_detach`), and what repeats the rest (`source_json`). In the asynchronous dialect also
-    the rollout id: there a known key finds its rollout under whatever id it is asked for again (http-wire.md, B).
+    the rollout id: there a known key finds its rollout under whatever id it is asked for again (docs/design.md, B).
     """
     text = json.dumps(_canonical_spec(spec), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return f"{VERSION}:{hashlib.sha256(text.encode('ascii')).hexdigest()}"

@@ -187,7 +187,7 @@ def _loop_tools(tools: Sequence[object], where: str) -> list[Tool]:
 
 
 def _has_fixed_tools(request: Request) -> bool:
-    """Trainers of the synchronous dialect know the tools of `GET /tools`, and hear of no others (http-wire.md, A)."""
+    """Trainers of the synchronous dialect know the tools of `GET /tools`, and hear of no others (docs/design.md, A)."""
     return request.spec.completions.dialect is Dialect.HTTP_MASKED
 
 

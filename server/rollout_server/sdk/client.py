@@ -62,7 +62,7 @@ class OsmosisLLMClient:
 
     Agent loops need none: in a rollout `ctx.llm` completes, and the server tells the trainer of the end. This is for programs
     that speak to a trainer themselves, and what they sample is in no ledger. Retries 5xx, timeouts and transport errors, every
-    attempt under one `Idempotency-Key` (http-wire.md, B).
+    attempt under one `Idempotency-Key` (docs/design.md, B).
     """
 
     def __init__(

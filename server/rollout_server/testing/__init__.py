@@ -12,7 +12,7 @@ __all__ = ["TrainerDialect"]
 
 
 class TrainerDialect(StrEnum):
-    """Which of the two HTTP dialects a trainer expects of the calls for completions (http-wire.md, A and B).
+    """Which of the two HTTP dialects a trainer expects of the calls for completions (docs/design.md, A and B).
 
     They look alike but for `response_mask`. A trainer that expects a mask refuses a call without one, so one that speaks
     both has to know which is meant: the first call of a rollout says so, by having the key (null there) or not.

@@ -32,7 +32,7 @@ from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 @dataclass(eq=False)
 class StrictTrainer:
-    """A trainer of the synchronous or the asynchronous dialect (http-wire.md, A and B) on a port of its own.
+    """A trainer of the synchronous or the asynchronous dialect (docs/design.md, A and B) on a port of its own.
 
     ``async with StrictTrainer() as trainer:`` serves at `trainer.url` until the block ends:
 

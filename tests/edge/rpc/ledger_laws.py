@@ -1,4 +1,4 @@
-"""The laws of the ledger (house.md), read off what came over the wire."""
+"""The laws of the ledger (docs/design.md), read off what came over the wire."""
 
 from __future__ import annotations
 

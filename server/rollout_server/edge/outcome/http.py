@@ -1,4 +1,4 @@
-"""The final callback of the asynchronous dialect: `POST {url}/v1/rollout/completed` (http-wire.md, B)."""
+"""The final callback of the asynchronous dialect: `POST {url}/v1/rollout/completed` (docs/design.md, B)."""
 
 from __future__ import annotations
 

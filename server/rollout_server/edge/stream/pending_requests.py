@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.trainer.grpc_client import Rejection, TrainerTokens, TurnCall
 from rollout_server.edge.wire.completion import Request, Response
 from rollout_server.runtime.errors import RolloutFailed
-
-if TYPE_CHECKING:
-    from rollout_server.edge.stream.stream_rollout import StreamRollout
 
 
 @dataclass(slots=True, eq=False)
@@ -58,58 +54,6 @@ class PendingCompletion:
             "have been generated, so it is not asked for again"
         )
         self.fail(Category.TIMEOUT, text)
-
-
-class PendingCompletions:
-    """The completions of a stream: those that wait, the rollouts taking turns, and those that are under way.
-
-    `credit` is how many may be under way: from when they are sent until they are answered or nobody waits for them any more.
-    """
-
-    def __init__(self) -> None:
-        self.credit = 0
-        self._waiting: OrderedDict[StreamRollout, None] = OrderedDict()
-        self._under_way: dict[str, PendingCompletion] = {}
-
-    def __len__(self) -> int:
-        """Those under way."""
-        return len(self._under_way)
-
-    def queue(self, stream_rollout: StreamRollout) -> None:
-        """A rollout has one that waits. Until its turn comes it keeps its place."""
-        self._waiting[stream_rollout] = None
-
-    def next(self) -> tuple[PendingCompletion, StreamRollout] | None:
-        """The next one, which is under way from here on; None where none waits or there is no credit."""
-        while self._waiting and len(self._under_way) < self.credit:
-            stream_rollout, _ = self._waiting.popitem(last=False)
-            completion = stream_rollout.next_unsent()
-            if completion is not None:
-                self._under_way[completion.key] = completion
-                self._waiting[stream_rollout] = (
-                    None  # to the end of the line, which it leaves there if it wants no more
-                )
-                return completion, stream_rollout
-        return None
-
-    def respond(self, turn_key: str, response: Response | Rejection) -> bool:
-        """Takes the response of the trainer. False: the completion is not under way."""
-        completion = self._under_way.pop(turn_key, None)
-        if completion is None or completion.response.done():
-            return False
-        completion.response.set_result(response)
-        return True
-
-    def release(self, completion: PendingCompletion) -> None:
-        """Nobody waits for it any more."""
-        if self._under_way.get(completion.key) is completion:
-            del self._under_way[completion.key]
-
-    def leave(self, stream_rollout: StreamRollout) -> None:
-        """A rollout is here no more."""
-        self._waiting.pop(stream_rollout, None)
-        for completion in stream_rollout.completions.values():
-            self.release(completion)
 
 
 @dataclass(slots=True, eq=False)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rollout_server.core.error import InvalidRequest, RolloutError, Violation
 from rollout_server.core.outcome import Cancellation
+from rollout_server.edge.stream.completion_queue import PendingCompletions
 from rollout_server.edge.stream.items import (
     CompletionItem,
     Content,
@@ -17,7 +18,7 @@ from rollout_server.edge.stream.items import (
     StartedItem,
     UnacknowledgedItem,
 )
-from rollout_server.edge.stream.pending_requests import LedgerRead, LedgerReads, PendingCompletion, PendingCompletions
+from rollout_server.edge.stream.pending_requests import LedgerRead, LedgerReads, PendingCompletion
 from rollout_server.edge.stream.stream_rollout import StreamRollout
 from rollout_server.edge.trainer.grpc_client import Rejection
 from rollout_server.edge.wire import train as wire

@@ -1,4 +1,4 @@
-"""Encoding a text that grows: what did not change keeps its ids (tokens.md, R5).
+"""Encoding a text that grows: what did not change keeps its ids (docs/design.md, R5).
 
 A tokenizer looks for its added tokens first, from left to right, and encodes what lies between them each for itself. So an
 encoding falls apart at an added token: the ids before it depend on nothing behind it, and those from it on depend on nothing

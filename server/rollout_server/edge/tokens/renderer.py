@@ -1,6 +1,6 @@
 """One rollout's rendering: what our side expects the trainer to put in front of each answer, and to count there.
 
-Two renderings are never mixed (tokens.md, R6). The truth is what really stands between an answer and the next one, found
+Two renderings are never mixed (docs/design.md, R6). The truth is what really stands between an answer and the next one, found
 by cutting the text behind the answer's stop token. The count is how much longer a full rendering of the conversation got,
 less what the model wrote; trainers of the masked HTTP dialect count so, also where templates rewrite what was said before,
 and a mask must have that length. Where the two differ there is drift.

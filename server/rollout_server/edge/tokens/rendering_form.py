@@ -1,4 +1,4 @@
-"""How a trainer renders a conversation and counts what is new in it (tokens.md, R6a)."""
+"""How a trainer renders a conversation and counts what is new in it (docs/design.md, R6a)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short conversation that ends as a long one does, and when a rollout has to prove it again (tokens.md, R2).
+"""A short conversation that ends as a long one does, and when a rollout has to prove it again (docs/design.md, R2).
 
 What a template writes behind an answer nearly always depends on the system message, the tools, the last question and the answer
 itself, and not on all that was said before. So the environment can be rendered behind a short history, at a cost that does not grow

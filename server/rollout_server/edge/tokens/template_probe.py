@@ -81,7 +81,7 @@ def probe(
     tooled: Render | None = None,
     literals: Literals | None = _NO_LITERALS,
 ) -> TemplateTraits:
-    """Renders answers with and without tool calls (tokens.md, R2, R3 and R6a).
+    """Renders answers with and without tool calls (docs/design.md, R2, R3 and R6a).
 
     Args:
         render: without tools.

@@ -1,4 +1,4 @@
-"""Where the last answer ends in a rendered conversation, which is where the environment begins (tokens.md, R1).
+"""Where the last answer ends in a rendered conversation, which is where the environment begins (docs/design.md, R1).
 
 The stop token behind the answer cannot be looked for from the end: tool output may contain its text. Nor can the first one behind
 the prompt always be taken: the answer may contain it, and a template may rewrite what stood before. So there are three ways to look

@@ -97,7 +97,7 @@ class PlainSampler:
                 "it; a trainer that derives masks from one growing history trains it wrongly"
             )
             warnings.append(("conversation_unnamed", text))
-        # A trainer that answers with the key replays it, so there is no second generation (http-wire.md, B).
+        # A trainer that answers with the key replays it, so there is no second generation (docs/design.md, B).
         replays = self._spec.completions.replays_turn_keys or fetched.response.replayed_key == key
         if fetched.siblings and not replays:
             text = (

@@ -1,4 +1,4 @@
-"""When a completion is asked for again. One rule for each dialect (D8, http-wire.md)."""
+"""When a completion is asked for again. One rule for each dialect (D8, docs/design.md)."""
 
 from __future__ import annotations
 

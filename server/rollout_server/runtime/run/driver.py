@@ -109,7 +109,7 @@ def _early_end(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> End:
 
 
 def _natural_stop(rollout: Rollout) -> Stop:
-    """In the asynchronous dialect the trainer's finish_reason of the last answer becomes the rollout's (http-wire.md, B)."""
+    """In the asynchronous dialect the trainer's finish_reason of the last answer becomes the rollout's (docs/design.md, B)."""
     stop, last = rollout.machine.natural_stop(), rollout.machine.main.last_completion
     plain = rollout.spec.completions.dialect is Dialect.HTTP_PLAIN
     if plain and stop.reason == "stop" and last is not None and last.finish_reason:

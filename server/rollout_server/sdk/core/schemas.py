@@ -1,6 +1,6 @@
 """The earlier SDK's values: requests, answers, tools and metrics, with its field names and defaults.
 
-The shapes of the wire are in http-wire.md, dialect B.
+The shapes of the wire are in docs/design.md, dialect B.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from rollout_server.sdk.adapter import as_agent
@@ -13,7 +12,7 @@ from rollout_server.sdk.utils import check_options
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-Hook = Callable[[], Awaitable[None]]
+    from rollout_server.sdk.server.embedded import Hook
 
 
 class AppOptions(TypedDict, total=False):

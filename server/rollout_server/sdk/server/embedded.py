@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -15,8 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout_server.agent import Agent
 from rollout_server.app import Server
-from rollout_server.sdk.server.app import Hook
 from rollout_server.settings import Settings, load
+
+Hook = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The law of the asynchronous dialect (http-wire.md, B): one key for each turn and its attempts, verbatim history, no mask."""
+"""The law of the asynchronous dialect (docs/design.md, B): one key for each turn and its attempts, verbatim history, no mask."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType

@@ -4,7 +4,7 @@ The judge keeps, for each rollout, the messages it has seen and the lengths of i
 ``len(render k) - len(render k-1) - len(answer k-1)`` tokens are new, whatever they are, and the mask has to have exactly
 that many zeros. What it accumulates is the sample that a trainer would train on.
 
-A refused call and a committed fault leave the rollout as it was. In the masked dialect an id starts anew, as http-wire.md
+A refused call and a committed fault leave the rollout as it was. In the masked dialect an id starts anew, as docs/design.md
 (A) has it, when its last answer called no tools and a call comes with a null mask and without any answer given before;
 what was found until then is kept as an earlier verdict. In the asynchronous dialect (B) there is no mask to count; what is
 judged beside the history is in `async_rules`, and a turn that is asked for again under its key gets a sibling of its answer.

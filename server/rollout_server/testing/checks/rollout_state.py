@@ -27,7 +27,7 @@ _COUNTED: Final = frozenset({"token_ids", "prompt_token_ids", "usage", "choices"
 Reading: TypeAlias = Callable[[Message], str]
 """Gives a message as a text that is equal for messages that say the same."""
 RETRIED_STATUSES: Final = frozenset({408, 425, 429})
-"""The statuses 4xx after which the same outcome comes again; after any other it does not (http-wire.md, B)."""
+"""The statuses 4xx after which the same outcome comes again; after any other it does not (docs/design.md, B)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The receiving end of outcomes: ``POST /v1/rollout/completed`` of the asynchronous dialect (http-wire.md, B)."""
+"""The receiving end of outcomes: ``POST /v1/rollout/completed`` of the asynchronous dialect (docs/design.md, B)."""
 
 import time
 from collections import deque

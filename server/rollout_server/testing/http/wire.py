@@ -1,4 +1,4 @@
-"""The HTTP requests of both dialects (http-wire.md): the API key, the bodies, and the values that stand for them."""
+"""The HTTP requests of both dialects (docs/design.md): the API key, the bodies, and the values that stand for them."""
 
 import contextlib
 import dataclasses
