@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from osmosis.rollout.v1 import spec_pb2
+from rollout_server.core.limits import Limits
+from rollout_server.core.machine import LimitReached, Machine
 from rollout_server.core.message import Message
-from rollout_server.core.record import Answered, Asked
+from rollout_server.core.record import Appended
 from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
 from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.rpc.tls import ClientTls
@@ -151,14 +153,15 @@ def spec_of(name: str, form: Form, url: str, message: Message) -> Spec:
 
 async def play(side: Side, spec: Spec, turns: int, heard: str) -> Sequence[Cost]:
     """What each turn cost, with the same said after each answer. Raises `RolloutFailed` where the trainer refuses one."""
-    sampler, messages = side.open(spec), list(spec.messages)
-    last: Answered | None = None
-    answered, costs = 0, list[Cost]()
-    for turn in range(1, turns + 1):
-        asked = Asked(turn, "0", f"{spec.rollout_id}/0/{turn}", len(messages))
+    sampler, machine, costs = side.open(spec), Machine(spec.rollout_id, spec.messages, Limits()), list[Cost]()
+    for _ in range(turns):
+        main, asked = machine.main, machine.request_completion()
+        if isinstance(asked, LimitReached):
+            raise RuntimeError("a rollout without limits has met one")
+        before = main.messages, main.last_completion, main.turn_messages, main.line
         sent, taken = side.sent, side.meter.start()
-        last = await sampler.sample(CompletionRequest(asked, messages, last, answered, sampling=spec.sampling))
+        answered = await sampler.sample(CompletionRequest(asked, *before, sampling=spec.sampling))
         costs.append(Cost(taken(), side.sent - sent))
-        answered = len(messages)
-        messages += [last.message, Message.write({"role": "user", "content": heard})]
+        for record in (asked, answered, Appended((Message.write({"role": "user", "content": heard}),))):
+            machine.accept(record)
     return costs

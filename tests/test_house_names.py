@@ -22,9 +22,9 @@ GATEWAY_LINES = 5416
 PRIVATE_WORDS = frozenset(
     re.findall(
         r"\w+",
-        """wish errand ask asks asked place places known kept course surroundings terms patience desk seat hands talk workbench
-        stage judgement told said parcel receipt whereabouts strangers parting complaint complaints remark remarks saying words answer
-        answers answered""",
+        """wish errand ask asks asked place places known kept course surroundings terms patience desk seat hands talk
+        workbench stage judgement told said parcel receipt whereabouts strangers parting complaint complaints remark remarks
+        saying words answer answers answered""",
     )
 )
 # Records and events have the names that the contract gives them; the others are names that users type.

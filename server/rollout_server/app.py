@@ -88,8 +88,7 @@ class Server:
     async def __aenter__(self) -> Self:
         """Starts.
 
-        Raises RuntimeError or OSError where a port cannot be had or a tokenizer that the settings name cannot be loaded, and
-        `AgentFailed` where an agent cannot start.
+        Raises RuntimeError or OSError where a port cannot be had, and `AgentFailed` where an agent cannot start.
         """
         try:
             await self._start()

@@ -213,12 +213,12 @@ class TestWhatSamplersRead:
         assert branch.segment is not None
         assert [span.stop for span in branch.segment.spans] == [8, 9], "what is handed out is one prompt"
         again = branch.branch()
-        again.commit(Turn(4, ids(14), None, None, branch.held() + ids(8)))
+        again.commit(Turn(4, ids(14), None, None, branch.prefix() + ids(8)))
         assert self.written(again) == [*shown, ("environment", 4, 9, 10), ("model", 4, 10, 11)]
 
     def test_a_branch_whose_prompt_is_another_than_predicted_has_no_closing(self) -> None:
         branch = begun().main.branch()
-        branch.commit(Turn(2, ids(12), None, predicts(6, closing=(5,)), branch.held() + ids(6)))
+        branch.commit(Turn(2, ids(12), None, predicts(6, closing=(5,)), branch.prefix() + ids(6)))
         assert self.written(branch) == [*self.HELD, ("environment", 2, 5, 6), ("model", 2, 6, 7)]
 
     def test_a_prompt_that_does_not_extend_what_is_held_is_nobodys_but_the_worlds(self) -> None:
@@ -231,11 +231,11 @@ class TestWhatSamplersRead:
     def test_nothing_extends_a_gap(self) -> None:
         main = begun().main
         main.gap = True
-        assert not main.extends(main.held() + ids(4))
-        main.commit(Turn(3, ids(12), None, None, main.held() + ids(4)))
+        assert not main.extends(main.prefix() + ids(4))
+        main.commit(Turn(3, ids(12), None, None, main.prefix() + ids(4)))
         assert self.written(main) == [("prompt", 3, 0, 6), ("model", 3, 6, 7)]
         assert main.origin == Origin(SegmentKind.GAP, "0", 5)
-        assert main.extends(main.held())
+        assert main.extends(main.prefix())
 
 
 class TestLongOnes:

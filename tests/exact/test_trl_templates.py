@@ -68,7 +68,7 @@ async def play(loaded: LoadedTokenizer, plain: PlainRenderer, conversation: Conv
         assert (await renderer(packed(messages), None, 0)).predicted.environment == pack_tokens(held)
     for turn, exchange in enumerate(conversation.exchanges, 1):
         reply, asked, before = exchange.reply, len(messages), plain.prompt(messages, TOOLS)
-        ids = plain.answer(messages, TOOLS, before, reply)
+        ids = plain.completion_ids(messages, TOOLS, before, reply)
         messages += [reply.message, *exchange.heard()]
         reason = "length" if reply.cut else "stop"
         last = Answered(turn, packed([reply.message])[0], reason, pack_tokens(ids))

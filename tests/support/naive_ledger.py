@@ -203,7 +203,7 @@ def assert_line(line: ConversationLedger, naive: NaiveLine) -> None:
     assert (line.segment is None) is (naive.segment is None)
     assert line.segment is None or line.segment.id == line.id
     assert [i for s in line.authorship() for i in range(s.start, s.stop)] == list(range(line.tokens))
-    assert line.extends(line.held() + pack_tokens([1])) is not line.gap
+    assert line.extends(line.prefix() + pack_tokens([1])) is not line.gap
     assert line.segment is None or line.origin == line.segment.origin
 
 

@@ -30,7 +30,14 @@ async def test_the_first_rollout_finds_them_loaded(tmp_path: Path) -> None:
     assert answer.json()["status"] == "COMPLETED"
 
 
-async def test_one_that_cannot_be_loaded_ends_the_start(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"'named'.*/missing"):
-        async with Server([Calculator()], settings(tmp_path / "missing")):
-            pass
+async def test_one_that_cannot_be_loaded_is_told_of_and_the_server_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        Server([Calculator()], settings(tmp_path / "missing")) as server,
+        http_client(f"http://127.0.0.1:{server.http_port}") as client,
+    ):
+        assert (await client.get("/readyz")).status_code == 200
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "rollout_server.edge.tokens.cache"]
+    assert "'named'" in told
+    assert str(tmp_path / "missing") in told

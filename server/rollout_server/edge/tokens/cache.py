@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import Tool
 
+_log = logging.getLogger(__name__)
 _Key: TypeAlias = tuple[str, str]
 
 
@@ -54,7 +56,7 @@ class Tokenizers:
         return await asyncio.shield(self._loading[key])
 
     async def load_named(self) -> None:
-        """Loads the tokenizers that the settings name, as many as are kept. Raises RuntimeError where one cannot be loaded.
+        """Loads the tokenizers that the settings name, as many as are kept. Logs which cannot be loaded: others may be.
 
         Called before a server is ready: importing transformers and loading a tokenizer take seconds, which the first rollout
         would wait for.
@@ -63,7 +65,7 @@ class Tokenizers:
             try:
                 await self.load(TokenizerName(name))
             except RolloutFailed as error:  # whose text goes to callers, and names no directory
-                raise RuntimeError(f"{error}: {directory}") from None
+                _log.error("%s (%s); rollouts that name it will fail", error, directory)
 
     async def close(self) -> None:
         """Waits for what is being rendered. Loads are left to themselves: they may hang in the network."""

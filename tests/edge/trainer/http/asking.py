@@ -53,9 +53,9 @@ class Asking:
 
     async def turn(self, sampling: Sampling | None = None) -> Answered:
         """The next answer; None: sampled as in all turns. Raises `RolloutFailed`."""
-        main, asked = self._machine.main, self._machine.ask()
+        main, asked = self._machine.main, self._machine.request_completion()
         assert not isinstance(asked, LimitReached)
-        before = main.messages, main.last_answer, main.asked, main.line
+        before = main.messages, main.last_completion, main.turn_messages, main.line
         ask = CompletionRequest(
             asked, *before, self.deadline, self.credentials, self._remark, sampling or self.sampling
         )
