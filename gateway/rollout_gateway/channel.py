@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 
 import grpc
 
-from rollout_gateway.pem_files import KeyPair, Reloaded, load_authorities, load_pair, read
+from rollout_gateway.certificate_files import KeyPair, Reloaded, load_authorities, load_pair, read
 
 _CERTIFICATE: Final = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _ADDRESS: Final = re.compile(

@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from rollout_gateway.app import create_app
+from rollout_gateway.certificate_files import KeyPair
 from rollout_gateway.channel import ChannelTls, open_channel
 from rollout_gateway.http.protocol import ConnectionLimits
 from rollout_gateway.http.serve import HttpListener, Listening, TlsFiles
-from rollout_gateway.pem_files import KeyPair
 from rollout_gateway.settings import GatewaySettings
 from rollout_gateway.standalone_settings import Options
 

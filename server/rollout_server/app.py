@@ -194,9 +194,9 @@ class Server:
         self._stack.callback(task.cancel)
 
     async def _start_http(self, socket: Path, keys: Keyring) -> None:
+        from rollout_gateway.certificate_files import KeyPair
         from rollout_gateway.http.protocol import ConnectionLimits
         from rollout_gateway.http.serve import Listening, TlsFiles
-        from rollout_gateway.pem_files import KeyPair
         from rollout_gateway.settings import GatewaySettings
 
         from rollout_server.embedded_gateway import EmbeddedGateway  # a server without HTTP needs no FastAPI

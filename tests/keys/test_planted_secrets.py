@@ -23,7 +23,7 @@ from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.edge.api_keys import Keyring, entry_of, key_of
 from rollout_server.edge.trainer.http_client import HttpRequest
-from rollout_server.runtime.delivery import PackedOutcome
+from rollout_server.runtime.outcome_delivery import PackedOutcome
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.start_request import StartRequest
 from rollout_server.settings import Settings

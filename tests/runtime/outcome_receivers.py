@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from rollout_server.core.spec import Dialect, Target
-from rollout_server.runtime.delivery import DeliveryAcknowledged, DeliveryUnsettled, PackedOutcome, Receipt
 from rollout_server.runtime.log import Entry
+from rollout_server.runtime.outcome_delivery import DeliveryAcknowledged, DeliveryUnsettled, PackedOutcome, Receipt
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.dependencies import Attempt
 from rollout_server.runtime.rollout import Rollout

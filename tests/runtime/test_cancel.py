@@ -9,7 +9,7 @@ import pytest
 from rollout_server import Agent, Run
 from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.core.record import Asked, Ended, ToolReturned, ToolStarted
-from rollout_server.runtime.registry.index import Selection
+from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 

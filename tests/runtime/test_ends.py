@@ -10,7 +10,7 @@ from rollout_server import Agent, Limits, Run
 from rollout_server.core.outcome import Cancellation, Category, Failure, Stop
 from rollout_server.core.record import Note
 from rollout_server.runtime.errors import RolloutEnded
-from rollout_server.runtime.registry.index import Selection
+from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.start_request import Capacity
 
 from tests.support.runtime_harness import (

@@ -12,8 +12,8 @@ from rollout_server.core.error import NotFound
 from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.runtime.ports import Clock
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
-from rollout_server.runtime.registry.index import Selection
 from rollout_server.runtime.registry.registry import RolloutRegistry
+from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.rollout import RolloutState
 from rollout_server.runtime.start_request import Capacity
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.core.spec import Target
-from rollout_server.runtime.delivery import Delivery, DeliveryRefused, DeliveryState, DeliveryUnsettled
+from rollout_server.runtime.outcome_delivery import Delivery, DeliveryRefused, DeliveryState, DeliveryUnsettled
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.dependencies import Attempt, DeliveryRetryPolicy, NoReporter
-from rollout_server.runtime.registry.index import Selection
+from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.outcome_receivers import DOWN, RECEIVER, YES, Noting, Receiver, owing, until

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from rollout_server.core.error import Busy, NotFound
-from rollout_server.runtime.delivery import (
+from rollout_server.runtime.outcome_delivery import (
     DeliveryAcknowledged,
     DeliveryRefused,
     DeliveryState,
@@ -16,7 +16,7 @@ from rollout_server.runtime.delivery import (
 )
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
-from rollout_server.runtime.registry.index import Selection
+from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity
 

@@ -10,7 +10,7 @@ from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, 
 from rollout_server.core.limits import CALLS_PER_TURN
 from rollout_server.core.spec import Dialect, DriftPolicy
 from rollout_server.core.spec_validation import Bounds
-from rollout_server.runtime.registry.index import Selection
+from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 

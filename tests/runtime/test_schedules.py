@@ -13,10 +13,10 @@ from rollout_server import Agent, Limits, Run, ToolError, tool
 from rollout_server.core.error import RolloutError
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Ended
-from rollout_server.runtime.delivery import DeliveryRefused, DeliveryUnsettled, PackedOutcome, Receipt
+from rollout_server.runtime.outcome_delivery import DeliveryRefused, DeliveryUnsettled, PackedOutcome, Receipt
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
-from rollout_server.runtime.registry.index import Selection
+from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 

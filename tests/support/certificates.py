@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import trustme
-from rollout_gateway.pem_files import KeyPair
+from rollout_gateway.certificate_files import KeyPair
 
 HOSTS = ("localhost", "127.0.0.1")
 

@@ -12,8 +12,8 @@ from typing import Any, Final, cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from rollout_gateway.certificate_files import KeyPair, Reloaded, load_authorities, load_pair
 from rollout_gateway.http.protocol import ConnectionLimits, HttpProtocol
-from rollout_gateway.pem_files import KeyPair, Reloaded, load_authorities, load_pair
 
 _BACKLOG: Final = 4096
 _CANCEL_SECONDS: Final = 5.0

@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Send
 
 from rollout_gateway.calls import Rollouts, StreamEndedEarly, call_metadata, unless_hung_up
-from rollout_gateway.follow import PAUSES, Events, RolloutFollower
+from rollout_gateway.follow_rollout import PAUSES, Events, RolloutFollower
 from rollout_gateway.rest import enums
 from rollout_gateway.rest import openapi as shown
 from rollout_gateway.rest.proto_json import event_json

@@ -11,8 +11,8 @@ from typing import Protocol
 from rollout_server.core.machine import Machine
 from rollout_server.core.outcome import Cancellation, End, Outcome, RewardResult, Stop
 from rollout_server.core.record import Accepted, Ended, Input, Record
-from rollout_server.runtime.delivery import Delivery, DeliveryState
 from rollout_server.runtime.log import Entry, Log
+from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
 from rollout_server.runtime.ports import Clock, Credentials, Tool
 from rollout_server.runtime.start_request import AdmittedStart
 

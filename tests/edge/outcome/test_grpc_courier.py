@@ -18,7 +18,7 @@ from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
-from rollout_server.runtime.delivery import (
+from rollout_server.runtime.outcome_delivery import (
     DeliveryAcknowledged,
     DeliveryRefused,
     DeliveryUnsettled,

@@ -14,7 +14,7 @@ from rollout_server.edge.outcome.http import HttpCourier
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
-from rollout_server.runtime.delivery import (
+from rollout_server.runtime.outcome_delivery import (
     DeliveryAcknowledged,
     DeliveryRefused,
     DeliveryUnsettled,

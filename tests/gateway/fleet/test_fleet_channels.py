@@ -13,8 +13,8 @@ import grpc
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
+from rollout_gateway.certificate_files import KeyPair
 from rollout_gateway.channel import ChannelTls, open_channel
-from rollout_gateway.pem_files import KeyPair
 
 from tests.support.certificates import Authority, replace
 from tests.support.scripted_server import ScriptedServer

@@ -14,9 +14,9 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from rollout_gateway.app import create_app
+from rollout_gateway.certificate_files import KeyPair
 from rollout_gateway.channel import open_channel
 from rollout_gateway.http.serve import HttpListener, Listening, TlsFiles, server_context
-from rollout_gateway.pem_files import KeyPair
 from rollout_gateway.settings import GatewaySettings
 from rollout_server.embedded_gateway import EmbeddedGateway
 

@@ -7,7 +7,7 @@ import grpc
 from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.targets.rules import TargetRefused
 from rollout_server.edge.trainer.http_errors import redact
-from rollout_server.runtime.delivery import (
+from rollout_server.runtime.outcome_delivery import (
     DeliveryAcknowledged,
     DeliveryRefused,
     DeliveryUnsettled,

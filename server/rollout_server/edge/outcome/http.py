@@ -13,7 +13,7 @@ from rollout_server.edge.trainer.http_client import (
     keyed_headers,
 )
 from rollout_server.edge.trainer.http_errors import error_text
-from rollout_server.runtime.delivery import (
+from rollout_server.runtime.outcome_delivery import (
     DeliveryAcknowledged,
     DeliveryRefused,
     DeliveryUnsettled,

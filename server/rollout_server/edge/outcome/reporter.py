@@ -6,7 +6,7 @@ from rollout_server.core.spec import Dialect, Target
 from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.outcome.http import HttpCourier
 from rollout_server.edge.wire.rollout import WriteBody, delivery_bytes, finished_rollout
-from rollout_server.runtime.delivery import PackedOutcome, Receipt
+from rollout_server.runtime.outcome_delivery import PackedOutcome, Receipt
 from rollout_server.runtime.rollout import Rollout
 
 

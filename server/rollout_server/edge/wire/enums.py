@@ -7,7 +7,7 @@ from osmosis.rollout.v1 import event_pb2, outcome_pb2, rollout_service_pb2, spec
 from rollout_server.core.ledger import Author, DriftKind, MaskReason, SegmentKind
 from rollout_server.core.outcome import Category
 from rollout_server.core.spec import Dialect, DriftPolicy
-from rollout_server.runtime.delivery import DeliveryState
+from rollout_server.runtime.outcome_delivery import DeliveryState
 from rollout_server.runtime.rollout import RolloutState
 
 DIALECTS = {

@@ -16,7 +16,7 @@ from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_from_proto
 from rollout_server.edge.wire.spec import spec_from_proto
 from rollout_server.runtime.ports import Credentials
-from rollout_server.runtime.registry.index import Selection
+from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.start_request import Caller, StartRequest
 
 

@@ -13,7 +13,7 @@ from rollout_server.edge.wire.message import tool_to_proto, utf8
 from rollout_server.edge.wire.outcome import metrics_to_proto, outcome_to_proto
 from rollout_server.edge.wire.spec import limits_to_proto, spec_to_proto
 from rollout_server.runtime.agent_protocol import AgentProtocol
-from rollout_server.runtime.delivery import Delivery
+from rollout_server.runtime.outcome_delivery import Delivery
 from rollout_server.runtime.rollout import Rollout
 
 

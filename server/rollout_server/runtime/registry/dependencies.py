@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Protocol
 
 from rollout_server.core.spec import Target
-from rollout_server.runtime.delivery import DeliveryRefused, PackedOutcome, Receipt
 from rollout_server.runtime.log import Entry
+from rollout_server.runtime.outcome_delivery import DeliveryRefused, PackedOutcome, Receipt
 from rollout_server.runtime.ports import Clock
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.tools.resources import ToolResources

@@ -17,10 +17,10 @@ from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import defined_at
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import OpenSampler, Tool
+from rollout_server.runtime.registry.admission_queue import RolloutQueue
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
-from rollout_server.runtime.registry.index import Retention, RolloutIndex, Selection, check_alike
-from rollout_server.runtime.registry.outbox import Outbox
-from rollout_server.runtime.registry.queue import RolloutQueue
+from rollout_server.runtime.registry.outcome_outbox import Outbox
+from rollout_server.runtime.registry.rollout_index import Retention, RolloutIndex, Selection, check_alike
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.run.driver import drive
 from rollout_server.runtime.start_request import AdmittedStart, Caller, Capacity, StartRequest

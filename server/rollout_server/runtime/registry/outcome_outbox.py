@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rollout_server.core.spec import Target
-from rollout_server.runtime.delivery import (
+from rollout_server.runtime.outcome_delivery import (
     Delivery,
     DeliveryAcknowledged,
     DeliveryRefused,

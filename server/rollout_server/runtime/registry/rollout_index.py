@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from rollout_server.core.error import Conflict, NotFound
-from rollout_server.runtime.delivery import DeliveryState
+from rollout_server.runtime.outcome_delivery import DeliveryState
 from rollout_server.runtime.ports import Clock
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import AdmittedStart, Caller, Capacity
