@@ -14,6 +14,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import accumulate, repeat
+from operator import attrgetter
+from types import FrameType
 
 from rollout_server.runtime.aio.source_location import authors_frames
 
@@ -73,7 +77,7 @@ class LoopWatch:
             frame = sys._current_frames().get(self._watched)
             if frame is None or any(part in frame.f_code.co_filename for part in _WAITING):
                 continue
-            stack = traceback.extract_stack(frame)
+            stack = _stack(frame)
             self._found = (beat, stack)
             if late > _LONG * self._seconds and beat != self._reported_beat:
                 self._reported_beat = beat
@@ -95,6 +99,21 @@ class LoopWatch:
         # On a busy machine any code may be found at it; an author is not warned of what others wrote.
         level = logging.WARNING if theirs else logging.INFO
         _log.log(level, "the event loop %s at %s; %s:\n%s", what, where, advice, text)
+
+
+def _stack(frame: FrameType) -> traceback.StackSummary:
+    """The stack above a frame of a thread that goes on running.
+
+    The frames are read by functions written in C: between their steps no other thread gets the interpreter, so the frames stay
+    as they are. `traceback.extract_stack` would read them while the watched thread goes on, calls and returns.
+    """
+    frames: list[FrameType] = []
+    with suppress(AttributeError):  # raised at the end: the outermost frame's `f_back` is None, which has none
+        frames.extend(accumulate(repeat("f_back"), getattr, initial=frame))
+    lines = list(map(attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name"), frames[:-1]))
+    return traceback.StackSummary.from_list(
+        [(name, line or 0, function, None) for name, line, function in reversed(lines)]
+    )
 
 
 def _relevant_frames(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
