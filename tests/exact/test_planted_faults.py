@@ -365,7 +365,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "what the ledger holds is not expected",
             "drift_excerpt",
-            "ledger.held() + predicted.closing",
+            "ledger.prefix() + predicted.closing",
             "predicted.closing",
         ),
     ),

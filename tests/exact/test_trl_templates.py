@@ -74,10 +74,10 @@ async def play(loaded: LoadedTokenizer, plain: PlainRenderer, conversation: Conv
         last = Answered(turn, packed([reply.message])[0], reason, pack_tokens(ids))
         try:
             predicted = await predicting.predict(packed(messages), last, asked)
+            appended = await appending.append(packed(messages), last, asked)
         except RolloutFailed:  # the one reason: the template leaves out an answer that says nothing
             assert plain.text(messages, TOOLS) == plain.text([*messages[:asked], *messages[asked + 1 :]], TOOLS)
             return turn - 1
-        appended = await appending.append(packed(messages), last, asked)
         assert predicted.mask_length == len(plain.prompt(messages, TOOLS)) - len(before) - len(ids), turn
         assert predicted.exact
         assert appended.predicted == predicted.predicted, turn
