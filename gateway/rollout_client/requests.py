@@ -58,13 +58,13 @@ class SelectionFields(TypedDict, total=False):
 def run_request(
     spec: RolloutSpec | None, fields: Mapping[str, object], after_sequence: int, detail: Detail
 ) -> RunRolloutRequest:
-    """Starts a rollout and streams."""
+    """The request that starts a rollout and streams its events after `after_sequence`."""
     start = start_request(spec, fields)
     return build(RunRolloutRequest, {"start": start, "after_sequence": after_sequence, "detail": detail})
 
 
 def watch_request(uid: str, after_sequence: int, detail: Detail) -> WatchRolloutRequest:
-    """Streams."""
+    """The request for the events of a rollout after `after_sequence`."""
     return build(WatchRolloutRequest, {"uid": text(uid, "uid"), "after_sequence": after_sequence, "detail": detail})
 
 
@@ -85,12 +85,12 @@ def long_poll(uid: str, view: View, timeout: float | None, retry: Retry) -> Long
 
 
 def get_request(uid: str, view: View) -> GetRolloutRequest:
-    """Reads a rollout."""
+    """The request for one rollout, with as much of it as `view` says."""
     return build(GetRolloutRequest, {"uid": text(uid, "uid"), "view": view})
 
 
 def cancel_request(uid: str | None, fields: Mapping[str, object], reason: str) -> CancelRolloutsRequest:
-    """Ends rollouts."""
+    """The request that cancels rollouts. Raises ValueError where nothing is selected."""
     return build(CancelRolloutsRequest, {"selection": cancel_selection(uid, fields), "reason": reason})
 
 
@@ -103,12 +103,12 @@ def cancel_selection(uid: str | None, fields: Mapping[str, object]) -> Selection
 
 
 def acknowledge_request(uid: str) -> AcknowledgeOutcomeRequest:
-    """Tells that an outcome was received."""
+    """The request that acknowledges the outcome of a rollout."""
     return build(AcknowledgeOutcomeRequest, {"uid": text(uid, "uid")})
 
 
 def tools_request(agent: str) -> ListToolsRequest:
-    """Reads an agent's tools."""
+    """The request for the tools of an agent; an empty name stands for the default agent."""
     return build(ListToolsRequest, {"agent": agent})
 
 

@@ -15,7 +15,7 @@ class WrongOptions(ValueError):
 
 
 def _entries(value: object) -> object:
-    """Reads `ENTRY,ENTRY`."""
+    """Splits a text such as "ENTRY,ENTRY" into its entries; any other value is returned as it is."""
     return tuple(entry.strip() for entry in value.split(",") if entry.strip()) if isinstance(value, str) else value
 
 

@@ -31,7 +31,7 @@ def ref(name: str) -> Schema:
 
 
 def listed(item: Schema) -> Schema:
-    """A list."""
+    """The schema of a list of such items."""
     return {"type": "array", "items": item}
 
 

@@ -125,7 +125,7 @@ class _ServerLogHandler(logging.Handler):
         self._printed: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints one record."""
+        """Prints the message of a record, with control characters escaped, unless the same line was printed before."""
         from rich.text import Text
 
         from rollout_server.inspection.escape import visible_lines

@@ -41,7 +41,7 @@ class Routes:
 
     @property
     def chat(self) -> str:
-        """Chat completions."""
+        """The URL of chat completions, which every OpenAI-compatible engine serves."""
         return f"{self.base}/chat/completions"
 
     @property
@@ -80,7 +80,7 @@ class Chat:
     async def complete(
         self, messages: Sequence[Message], request: CompletionRequest, prompt: Tokens | None = None
     ) -> tuple[ChatCompletion, int]:
-        """As `CompletionClient` says."""
+        """Requests a chat completion; see `CompletionClient.complete`."""
 
         async def fetch() -> Fetched:
             return await self._fetch(messages, request, prompt)

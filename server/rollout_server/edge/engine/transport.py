@@ -32,7 +32,7 @@ _PASSING: Final = (408, 429)
 class _ParsedResponse(Protocol):
     @property
     def finish_reason(self) -> str:
-        """The engine's word."""
+        """Why generation ended, as the engine writes it, such as "stop", "length" or "abort"."""
 
 
 _A = TypeVar("_A", bound=_ParsedResponse)

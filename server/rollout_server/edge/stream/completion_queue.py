@@ -22,7 +22,7 @@ class PendingCompletions:
         self._under_way: dict[str, PendingCompletion] = {}
 
     def __len__(self) -> int:
-        """Those under way."""
+        """The number of completions that were sent and have no response yet."""
         return len(self._under_way)
 
     def queue(self, stream_rollout: StreamRollout) -> None:

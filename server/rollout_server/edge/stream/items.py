@@ -54,12 +54,12 @@ class CompletionItem:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeItem:
-    """A rollout ended."""
+    """Tells the trainer that a rollout has ended, and how."""
 
     stream_rollout: StreamRollout
 
     def write(self, sequence: int) -> wire.Item:
-        """Its outcome."""
+        """The item with the outcome."""
         return wire.outcome_item(sequence, self.stream_rollout.rollout)
 
 

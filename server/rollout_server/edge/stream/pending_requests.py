@@ -25,7 +25,7 @@ class PendingCompletion:
     timer: asyncio.TimerHandle | None = None
 
     def send(self, sequence: int, seconds: float) -> None:
-        """It goes out."""
+        """Marks it as sent under this sequence number, and times it out `seconds` from now."""
         self.sent = sequence
         self.timer = asyncio.get_running_loop().call_later(seconds, self._time_out, seconds)
 

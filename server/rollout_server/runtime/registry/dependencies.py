@@ -34,13 +34,13 @@ class Observer(Protocol):
 
 
 class NoObserver:
-    """Observes nothing."""
+    """An observer that ignores what happens: the default where nobody counts."""
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
-        """Takes no note."""
+        """Ignores the entries."""
 
     def delivered(self, rollout: Rollout, attempt: Attempt, milliseconds: float) -> None:
-        """Takes no note."""
+        """Ignores the attempt."""
 
 
 class Reporter(Protocol):
@@ -70,14 +70,14 @@ class DeliveryRetryPolicy:
 
 
 class NoReporter:
-    """Tells nobody."""
+    """A reporter that delivers no outcomes: the default where no receiver can be named."""
 
     def pack(self, rollout: Rollout, target: Target, key: str) -> bytes:
-        """Nothing."""
+        """Returns no bytes: nothing is sent."""
         return b""
 
     async def deliver(self, packed: PackedOutcome) -> Receipt:
-        """Refuses."""
+        """Refuses for good, so that the outcome is not retried."""
         return DeliveryRefused("this server tells nobody of outcomes")
 
 

@@ -73,13 +73,13 @@ class RolloutIndex:
         return entry.number
 
     def drop(self, uid: str) -> None:
-        """Removes a rollout."""
+        """Removes a rollout and the request id under which it was found. Raises KeyError for an unknown uid."""
         entry = self._entries.pop(uid)
         if entry.request is not None and self._requests.get(entry.request) == uid:
             del self._requests[entry.request]
 
     def rollouts(self) -> Sequence[Rollout]:
-        """All rollouts."""
+        """All rollouts, in the order in which they were added."""
         return [entry.rollout for entry in self._entries.values()]
 
     def get(self, uid: str, caller: Caller) -> Rollout:
@@ -137,7 +137,7 @@ class Retention:
         self._bytes = 0
 
     def add(self, rollout: Rollout) -> None:
-        """Remembers one more."""
+        """Adds a finished rollout, whose time begins now."""
         self._rollouts.append((rollout, self._clock.monotonic()))
         self._bytes += rollout.machine.size
 
