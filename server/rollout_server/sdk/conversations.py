@@ -23,7 +23,7 @@ from rollout_server.sdk.run_access import append_results
 
 
 @dataclass(slots=True, eq=False)
-class Conversation:
+class LoopConversation:
     """One conversation, as its loop has shown it.
 
     Args:
@@ -51,9 +51,9 @@ class Conversation:
         await self.run.append(*left)
         self.history.extend(messages, stop)
 
-    async def branch(self) -> Conversation:
+    async def branch(self) -> LoopConversation:
         """One that goes on from where this one is."""
-        return Conversation(await self.run.fork(), copy(self.history), self.calls)
+        return LoopConversation(await self.run.fork(), copy(self.history), self.calls)
 
     def append_completion(self, messages: MessageList, reply: Reply) -> None:
         """The model has answered this list."""
@@ -64,7 +64,7 @@ class Conversation:
 @dataclass(slots=True, eq=False)
 class _Chat:
     messages: MessageList
-    conversation: Conversation | None = None
+    conversation: LoopConversation | None = None
 
 
 class Conversations:
@@ -79,7 +79,7 @@ class Conversations:
     """
 
     def __init__(self, run: Run, messages: Sequence[MessageDict]) -> None:
-        self.main = self._latest = Conversation(run, ConversationHistory(messages))
+        self.main = self._latest = LoopConversation(run, ConversationHistory(messages))
         self._all = [self.main]
         self._waiting: list[_Chat] = []
         self._lock = asyncio.Lock()
@@ -89,7 +89,7 @@ class Conversations:
         """The loop ran a tool; its result is still to come."""
         self._tool_ms += max(0.0, milliseconds)
 
-    async def take(self, messages: MessageList) -> Conversation:
+    async def take(self, messages: MessageList) -> LoopConversation:
         """A conversation that holds this list, for one chat. Whoever asked for it sets `is_taken` back.
 
         Raises `RolloutEnded` where the trainer knows one conversation only, and `OsmosisValidationError` for an empty list that
@@ -124,7 +124,7 @@ class Conversations:
             await self._replace(self.main, messages)
         return True
 
-    async def _share(self, chat: _Chat) -> Conversation:
+    async def _share(self, chat: _Chat) -> LoopConversation:
         """Gives a conversation to a chat, and branches of it to all that wait and go on from the same point."""
         free = [each for each in self._all if not each.is_closed and not each.is_taken]
         shared = self._find(chat.messages, free) or await self._open(chat.messages)
@@ -142,7 +142,7 @@ class Conversations:
         chat.conversation = shared
         return shared
 
-    async def _open(self, messages: MessageList) -> Conversation:
+    async def _open(self, messages: MessageList) -> LoopConversation:
         """A conversation for a list that follows none: in place of the latest one, unless that is still needed."""
         if not messages:
             raise OsmosisValidationError("messages is empty: there is nothing to answer", 400)
@@ -150,19 +150,19 @@ class Conversations:
         needed = any(each.is_taken for each in self._all)
         if not needed and not any(latest.history.follows(each.messages) for each in self._waiting):
             return await self._replace(latest, messages)
-        opened = Conversation(await self.main.run.fork(messages, kind="subagent"), ConversationHistory(messages))
+        opened = LoopConversation(await self.main.run.fork(messages, kind="subagent"), ConversationHistory(messages))
         self._all.append(opened)
         return opened
 
-    async def _replace(self, closed: Conversation, messages: MessageList) -> Conversation:
-        opened = Conversation(await closed.run.fork(messages, kind="compaction"), ConversationHistory(messages))
+    async def _replace(self, closed: LoopConversation, messages: MessageList) -> LoopConversation:
+        opened = LoopConversation(await closed.run.fork(messages, kind="compaction"), ConversationHistory(messages))
         closed.is_closed = True
         self._all.append(opened)
         self._latest = opened
         self.main = opened if closed is self.main else self.main
         return opened
 
-    def _find(self, messages: MessageList, candidates: Iterable[Conversation]) -> Conversation | None:
+    def _find(self, messages: MessageList, candidates: Iterable[LoopConversation]) -> LoopConversation | None:
         """The conversation that this list goes on from: that which has most of it, and the main one of several."""
         found = [each for each in candidates if each.history.follows(messages)]
         return max(found, key=lambda each: (each.history.known, each is self.main), default=None)

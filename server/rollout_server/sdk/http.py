@@ -73,27 +73,27 @@ class Choice(BaseModel):
     finish_reason: str | None = "stop"
 
 
-class Usage(BaseModel, extra="allow"):
+class UsageBody(BaseModel, extra="allow"):
     """The counts of a completion's tokens that metrics need; the others are passed on."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
-class Completion(BaseModel):
+class CompletionBody(BaseModel):
     """What a client reads of a completion; trainers need not send the rest."""
 
     choices: list[Choice]
-    usage: Usage | None = None
+    usage: UsageBody | None = None
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
     prompt_token_ids: list[int] | None = None
 
 
-def read_completion(body: bytes) -> Completion:
+def read_completion(body: bytes) -> CompletionBody:
     """The completion that a body holds. Raises `OsmosisValidationError`."""
     try:
-        completion = Completion.model_validate_json(body)
+        completion = CompletionBody.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         path = ".".join(map(str, first["loc"])) or "body"

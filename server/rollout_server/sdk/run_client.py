@@ -13,7 +13,7 @@ from rollout_server.runtime.run.arguments import SamplingOptions
 from rollout_server.runtime.run.messages import Reply
 from rollout_server.runtime.run.run import Run
 from rollout_server.sdk.client import CompletionsResult
-from rollout_server.sdk.conversations import Conversation, Conversations
+from rollout_server.sdk.conversations import Conversations, LoopConversation
 from rollout_server.sdk.core.exceptions import (
     OsmosisRolloutError,
     OsmosisServerError,
@@ -93,7 +93,7 @@ class RunClient:
             await main.run.finish(reason)
 
     async def _sample(
-        self, conversation: Conversation, messages: MessageList, own: SamplingOptions
+        self, conversation: LoopConversation, messages: MessageList, own: SamplingOptions
     ) -> CompletionsResult:
         try:
             reply = await conversation.run.sample(**own)
