@@ -8,10 +8,9 @@ from fastapi import Depends, FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from rollout_gateway.calls import Rollouts
+from rollout_gateway.calls import Rollouts, honour_deadline
 from rollout_gateway.errors import ErrorResponses
 from rollout_gateway.fleet.fleet import stub_of
-from rollout_gateway.http.deadlines import honour_deadline
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.http.request_boundary import HttpMetrics, RequestBoundary
 from rollout_gateway.key_check import KeyCheck
@@ -99,6 +98,6 @@ def create_app(
         app.include_router(router)
     add_docs(app)
     is_plain = uses_plain_errors(route for router in dialects for route in router.routes)
-    ErrorResponses(keys, is_plain).install(app)
+    ErrorResponses(rollouts, keys, is_plain).install(app)
     app.add_middleware(RequestBoundary, is_plain=is_plain, meters=meters, limits=settings)
     return app

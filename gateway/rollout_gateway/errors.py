@@ -13,13 +13,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from rollout_gateway.calls import ClientDisconnected, StreamEndedEarly, call_metadata
+from rollout_gateway.calls import ClientDisconnected, Rollouts, StreamEndedEarly
 from rollout_gateway.http.request_body import Overloaded
 from rollout_gateway.json_body import InvalidBody, first_of
 from rollout_gateway.key_check import STRANGER, KeyCheck
 from rollout_gateway.rest.errors import INVALID, http_problem, plain_response
 from rollout_gateway.rest.request import BODY_FIELDS, QUERY_FIELDS
-from rollout_gateway.status import Fields, Problem, logged_problem
+from rollout_gateway.status import Problem, logged_problem
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ _LOG = logging.getLogger(__name__)
 class ErrorResponses:
     """Exception handlers. Requests for which `is_plain` are answered in the plain API's shape, the others in FastAPI's."""
 
+    rollouts: Rollouts
     keys: KeyCheck
     is_plain: Callable[[Scope], bool]
 
@@ -50,13 +51,17 @@ class ErrorResponses:
         if isinstance(error, InvalidBody | RequestValidationError):
             # 422, for those who may know; a stranger hears about the key.
             error = await self._refused_key(request) or error
-        problem = self._problem(request, error, BODY_FIELDS if request.method != "GET" else QUERY_FIELDS, plain)
+        problem = self._problem(request, error, plain)
         return plain_response(problem, request.state.request_id) if plain else problem.response()
 
-    def _problem(self, request: Request, error: Exception, fields: Fields, plain: bool) -> Problem:
+    def _problem(self, request: Request, error: Exception, plain: bool) -> Problem:
         match error:
             case grpc.aio.AioRpcError():
-                return logged_problem(error, request.state.request_id, fields if plain else None)
+                fields = BODY_FIELDS if request.method != "GET" else QUERY_FIELDS
+                # Routes of the dialects leave those of their bodies here.
+                return logged_problem(
+                    error, request.state.request_id, fields if plain else getattr(request.state, "fields", None)
+                )
             case HTTPException():
                 return http_problem(error.status_code, str(error.detail), error.headers)
             case InvalidBody():
@@ -74,7 +79,7 @@ class ErrorResponses:
         """Where the server cannot be asked, what is wrong with the request says more than that."""
         try:
             if not getattr(request.state, "key_accepted", False):
-                await self.keys.demand(call_metadata(request))
+                await self.keys.demand(self.rollouts.calls(request))
         except grpc.aio.AioRpcError as error:
             return error if error.code() in STRANGER else None
         return None

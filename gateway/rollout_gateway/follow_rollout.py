@@ -10,7 +10,7 @@ import grpc
 from osmosis.rollout.v1 import event_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
-from rollout_gateway.calls import CallMetadata, Rollouts, StreamEndedEarly
+from rollout_gateway.calls import Calls, StreamEndedEarly
 
 #: Between the attempts to resume a call, in seconds: a channel finds a server that is back within 5 s.
 PAUSES: Final = (0.05, 0.15, 0.5, 1.5, 5.0)
@@ -25,9 +25,8 @@ Events = AsyncGenerator[event_pb2.RolloutEvent, None]
 class RolloutFollower:
     """A wish to hear a rollout's events, on behalf of an HTTP client."""
 
-    rollouts: Rollouts
+    calls: Calls
     asked: pb.WatchRolloutRequest
-    metadata: CallMetadata
     pauses: tuple[float, ...] = PAUSES
 
     async def open(self) -> Events | None:
@@ -35,11 +34,7 @@ class RolloutFollower:
 
         Raises grpc.aio.AioRpcError: as long as nothing was sent to the client, an error can be told as one.
         """
-        got = await self.rollouts.stub.GetRollout(
-            pb.GetRolloutRequest(uid=self.asked.uid),
-            metadata=self.metadata,
-            timeout=self.rollouts.settings.call_seconds,
-        )
+        got = await self.calls.rpc.GetRollout(pb.GetRolloutRequest(uid=self.asked.uid))
         after, last = self.asked.after_sequence, got.rollout.last_sequence
         finished = got.rollout.state == pb.ROLLOUT_STATE_FINISHED
         if finished and after == last:
@@ -59,7 +54,7 @@ class RolloutFollower:
         last, broken = self.asked.after_sequence, 0
         while True:
             resumed = pb.WatchRolloutRequest(uid=self.asked.uid, after_sequence=last, detail=self.asked.detail)
-            call = self.rollouts.stub.WatchRollout(resumed, metadata=self.metadata)
+            call = self.calls.rpc.WatchRollout(resumed, timeout=None)
             fault: Exception = StreamEndedEarly(self.asked.uid)
             try:
                 async for item in call:

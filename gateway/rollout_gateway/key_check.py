@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Final
 import grpc
 from osmosis.rollout.v1.rollout_service_pb2 import ListAgentsRequest
 
-from rollout_gateway.calls import CallMetadata
+from rollout_gateway.calls import CallMetadata, Calls
 from rollout_gateway.fleet.errors import too_late
 from rollout_gateway.fleet.fleet import Fleet
-from rollout_gateway.http.deadlines import seconds_left
 
 if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
@@ -34,11 +33,12 @@ class KeyCheck:
         self._accepted: dict[bytes, float] = {}
         self._checks: dict[bytes, asyncio.Task[None]] = {}
 
-    async def demand(self, metadata: CallMetadata) -> None:
+    async def demand(self, calls: Calls) -> None:
         """Raises grpc.aio.AioRpcError where the server refuses the key, or cannot be asked in time.
 
-        That is within the seconds of a call, and before the current request's deadline.
+        That is within the seconds of a call, and before the request's deadline.
         """
+        metadata, ends = calls.metadata, calls.ends
         digest = sha256(dict(metadata).get("authorization", "").encode()).digest()
         if self._accepted.get(digest, 0.0) > time.monotonic():
             return
@@ -47,7 +47,7 @@ class KeyCheck:
             # Nobody may be left who waits for it and fetches its exception.
             self._checks[digest].add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            async with asyncio.timeout(seconds_left()):
+            async with asyncio.timeout(None if ends is None else ends - time.monotonic()):
                 # Others wait for it too, when this request's client leaves or its time is over.
                 await asyncio.shield(self._checks[digest])
         except TimeoutError:

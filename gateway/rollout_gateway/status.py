@@ -79,15 +79,11 @@ def problem(error: grpc.aio.AioRpcError, fields: Fields | None = None) -> Proble
     code, failure = error.code(), failure_of(error, "")
     text, word = failure.message, failure.reason or code.name
     if code is grpc.StatusCode.INVALID_ARGUMENT and failure.fields and fields is not None:
-        violations = [
-            {
-                "type": "value_error",
-                "loc": body_location(each.field, fields),
-                "msg": each.description or "Invalid value",
-            }
-            for each in failure.fields
-        ]
-        return Problem(422, violations, code=word)
+        # Each fault once: several fields of the request may come from one of the body.
+        faults = dict.fromkeys(
+            (body_location(each.field, fields), each.description or "Invalid value") for each in failure.fields
+        )
+        return Problem(422, [{"type": "value_error", "loc": loc, "msg": text} for loc, text in faults], code=word)
     if isinstance(failure, TooLarge):
         text = "The request or its answer is larger than the rollout server's limit for one message"
         return Problem(413, text, code=TOO_LARGE)
@@ -113,11 +109,6 @@ def logged_problem(error: grpc.aio.AioRpcError, request_id: str, fields: Fields 
         level = logging.WARNING if found.status in (503, 504) else logging.ERROR
         _LOG.log(level, "request %s: the server answered %s: %s", request_id, error.code().name, error.details())
     return found
-
-
-def failed_call_response(error: grpc.aio.AioRpcError, request_id: str, fields: Fields | None = None) -> JSONResponse:
-    """The answer of the dialects to a failed call."""
-    return logged_problem(error, request_id, fields).response()
 
 
 def body_location(path: str, fields: Fields) -> Loc:

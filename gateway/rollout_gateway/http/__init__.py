@@ -1,1 +1,1 @@
-"""The HTTP listener: limits, TLS, metrics, deadlines, request ids and shutdown."""
+"""The HTTP listener: limits, TLS, metrics, request ids and shutdown."""

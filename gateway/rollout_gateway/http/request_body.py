@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 
 from starlette.requests import Request
 
-from rollout_gateway.calls import CallMetadata
+from rollout_gateway.calls import Calls
 from rollout_gateway.json_body import InvalidBody, demand_json, violation
 from rollout_gateway.key_check import KeyCheck
 
@@ -42,13 +42,13 @@ class RequestBodies:
         self._held = 0
         self._parsing = asyncio.Lock()
 
-    async def read(self, request: Request, metadata: CallMetadata, parse: Callable[[bytes], _T]) -> _T:
+    async def read(self, request: Request, calls: Calls, parse: Callable[[bytes], _T]) -> _T:
         """Reads a body and returns what `parse` makes of it, maybe in a thread.
 
-        Nothing of the body is looked at before the server accepted the key in `metadata`. Raises grpc.aio.AioRpcError where it
+        Nothing of the body is looked at before the server accepted the key of `calls`. Raises grpc.aio.AioRpcError where it
         does not or cannot be asked, Overloaded, InvalidBody, and what the request's stream raises.
         """
-        pieces = await self._admitted(request, metadata)
+        pieces = await self._admitted(request, calls)
         request.state.key_accepted = True
         content = bytearray()
         try:
@@ -62,16 +62,16 @@ class RequestBodies:
         finally:
             self._held -= len(content)
 
-    async def _admitted(self, request: Request, metadata: CallMetadata) -> AsyncIterator[bytes]:
+    async def _admitted(self, request: Request, calls: Calls) -> AsyncIterator[bytes]:
         """The pieces of the body, once the key was accepted."""
         stream = request.stream()
         if "expect" in request.headers:  # reading would tell this client to send its body
-            await self._keys.demand(metadata)
+            await self._keys.demand(calls)
             return stream
         # uvicorn drops what has arrived when the client leaves, so it is taken while the server looks at the key.
         first = asyncio.ensure_future(anext(stream))
         try:
-            await self._keys.demand(metadata)
+            await self._keys.demand(calls)
         except BaseException:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)

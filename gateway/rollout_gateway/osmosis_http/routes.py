@@ -4,7 +4,6 @@
 answers at once, and the rollout calls back when it has ended.
 """
 
-from dataclasses import replace
 from typing import Final
 
 import grpc
@@ -20,7 +19,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import (
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rollout_gateway.calls import CallMetadata, Rollouts, call_metadata, unless_hung_up
+from rollout_gateway.calls import Calls, Rollouts, unless_hung_up
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.json_body import read_body
 from rollout_gateway.key_check import STRANGER, KeyCheck
@@ -31,7 +30,7 @@ from rollout_gateway.osmosis_http.tool_schema import function_tool
 from rollout_gateway.osmosis_http.trace import read_trace
 from rollout_gateway.rest import openapi as shown
 from rollout_gateway.rest.proto_json import response_json
-from rollout_gateway.status import Fields, Problem, failed_call_response, logged_problem, problem
+from rollout_gateway.status import Fields, Problem, problem
 
 _JSON: Final = "application/json"
 _SERVICE: Final = "rollout-server"
@@ -72,15 +71,14 @@ def synchronous_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
     @router.get("/tools", responses=_TOOLS)
     async def list_tools(request: Request, agent: str = "") -> Response:
         """The tools of an agent, the default one if none is named."""
-        metadata, seconds = _metadata(request, rollouts), rollouts.settings.call_seconds
-        found = await rollouts.stub.ListTools(ListToolsRequest(agent=agent), metadata=metadata, timeout=seconds)
+        found = await _open_calls(request, rollouts).rpc.ListTools(ListToolsRequest(agent=agent))
         return Response(response_json(found), media_type=_JSON)
 
     @router.get("/health", responses=_HEALTH)
     async def open_health(request: Request) -> Response:
         """Whether rollouts can be run. Open also where a key is demanded elsewhere."""
         try:
-            return _health(await _server(rollouts, call_metadata(request)))
+            return _health(await _server(rollouts.calls(request)))
         except grpc.aio.AioRpcError as error:
             return _unhealthy(error)
 
@@ -104,12 +102,12 @@ def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: RequestBodie
     @router.get("/platform/health", responses=_KEYED_HEALTH)
     async def keyed_health(request: Request) -> Response:
         """Whether rollouts can be run, and whether the request's key is one of the server's."""
-        metadata = call_metadata(request)
+        calls = rollouts.calls(request)
         try:
-            server = await _server(rollouts, metadata)
+            server = await _server(calls)
             if not server.keys_required:
                 return Problem(404, "Not found").response()
-            await keys.demand(metadata)
+            await keys.demand(calls)
         except grpc.aio.AioRpcError as error:
             if error.code() in STRANGER:
                 return Problem(401, "Invalid or missing API key", {"www-authenticate": "Bearer"}).response()
@@ -119,62 +117,50 @@ def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: RequestBodie
     return router
 
 
-def _metadata(request: Request, rollouts: Rollouts) -> CallMetadata:
+def _open_calls(request: Request, rollouts: Rollouts) -> Calls:
     """The synchronous dialect can stay open where a key is demanded: callers without one then use the gateway's."""
-    return call_metadata(request, rollouts.settings.synchronous_key)
+    return rollouts.calls(request, rollouts.settings.synchronous_key)
 
 
 async def _run(request: Request, rollouts: Rollouts, intake: RequestBodies) -> Response:
-    metadata, settings = _metadata(request, rollouts), rollouts.settings
+    calls, settings = _open_calls(request, rollouts), rollouts.settings
 
     def parse(content: bytes) -> tuple[RunRolloutRequest, bool]:
         parsed = read_body(content, RolloutBody, settings.max_metadata_bytes)
         return run_request(parsed, settings), parsed.body.metadata.debug_trace is True
 
-    call, traced = await intake.read(request, metadata, parse)
+    start, traced = await intake.read(request, calls, parse)
+    request.state.fields = FIELDS
 
     async def run() -> tuple[str, bytes]:
-        uid, outcome = await rollouts.run(call, metadata)
-        trace = await read_trace(rollouts, uid, metadata) if traced else None
-        return uid, rollout_response(call.start.spec.rollout_id, outcome, trace)
+        uid, outcome = await calls.run(start)
+        trace = await read_trace(calls, uid) if traced else None
+        return uid, rollout_response(start.start.spec.rollout_id, outcome, trace)
 
-    try:
-        uid, answer = await unless_hung_up(request, run())
-    except grpc.aio.AioRpcError as error:
-        return failed_call_response(error, request.state.request_id, FIELDS)
+    uid, answer = await unless_hung_up(request, run())
     # Before the answer: a client that has it may use the id anew at once.
-    await rollouts.acknowledge(uid, metadata)
+    await calls.acknowledge(uid)
     return Response(answer, media_type=_JSON, headers={"x-rollout-uid": uid})
 
 
 async def _init(request: Request, rollouts: Rollouts, intake: RequestBodies) -> Response:
-    metadata = call_metadata(request)
+    calls = rollouts.calls(request)
 
     def parse(content: bytes) -> tuple[StartRolloutRequest, Fields]:
         parsed = read_body(content, InitBody, rollouts.settings.max_metadata_bytes)
         return init_request(parsed), init_fields(parsed.body)
 
-    start, fields = await intake.read(request, metadata, parse)
-    try:
-        # Without a deadline of ours: it would end the call and not the rollout, which an agent may take long to set up.
-        accepted = await rollouts.stub.StartRollout(start, metadata=metadata)
-    except grpc.aio.AioRpcError as error:
-        found = logged_problem(error, request.state.request_id, fields)
-        if not isinstance(
-            found.detail, str
-        ):  # each fault once: several fields of the request come from one of the body
-            found = replace(found, detail=list({(each["loc"], each["msg"]): each for each in found.detail}.values()))
-        return found.response()
+    start, request.state.fields = await intake.read(request, calls, parse)
+    # Without a deadline of ours: it would end the call and not the rollout, which an agent may take long to set up.
+    accepted = await calls.rpc.StartRollout(start, timeout=None)
     # The id is that of the rollout that was found; the request's, for a server that does not tell it.
     rollout_id = accepted.rollout.spec.rollout_id or start.spec.rollout_id
     answer = {"rollout_id": rollout_id, "tools": [function_tool(tool) for tool in accepted.tools]}
     return Response(msgspec.json.encode(answer), 202, {"x-rollout-uid": accepted.rollout.uid}, _JSON)
 
 
-async def _server(rollouts: Rollouts, metadata: CallMetadata) -> GetServerInfoResponse:
-    return await rollouts.stub.GetServerInfo(
-        GetServerInfoRequest(), metadata=metadata, timeout=rollouts.settings.call_seconds
-    )
+async def _server(calls: Calls) -> GetServerInfoResponse:
+    return await calls.rpc.GetServerInfo(GetServerInfoRequest())
 
 
 def _health(server: GetServerInfoResponse) -> Response:

@@ -9,17 +9,16 @@ import msgspec
 from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_MESSAGES, Answered, RolloutEvent
 from osmosis.rollout.v1.rollout_service_pb2 import WatchRolloutRequest
 
-from rollout_gateway.calls import CallMetadata, Rollouts
+from rollout_gateway.calls import Calls
 from rollout_gateway.json_body import parts_of
 from rollout_gateway.message_json import message_json
 
 _LOG = logging.getLogger(__name__)
 
 
-async def read_trace(rollouts: Rollouts, uid: str, metadata: CallMetadata) -> list[dict[str, Any]] | None:
+async def read_trace(calls: Calls, uid: str) -> list[dict[str, Any]] | None:
     """The trace of a finished rollout, or None where its events cannot be read: the outcome counts for more."""
-    asked = WatchRolloutRequest(uid=uid, detail=EVENT_DETAIL_MESSAGES)
-    call = rollouts.stub.WatchRollout(asked, metadata=metadata, timeout=rollouts.settings.call_seconds)
+    call = calls.rpc.WatchRollout(WatchRolloutRequest(uid=uid, detail=EVENT_DETAIL_MESSAGES))
     try:
         return await trace_of(item.event async for item in call)
     except grpc.aio.AioRpcError as error:

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Send
 
-from rollout_gateway.calls import Rollouts, StreamEndedEarly, call_metadata, unless_hung_up
+from rollout_gateway.calls import Rollouts, StreamEndedEarly, unless_hung_up
 from rollout_gateway.follow_rollout import PAUSES, Events, RolloutFollower
 from rollout_gateway.rest import enums
 from rollout_gateway.rest import openapi as shown
@@ -109,7 +109,7 @@ def events_router(rollouts: Rollouts, patience: StreamLimits = StreamLimits()) -
         after = _after(request, query.after)
         detail = enums.value_of(event_pb2.EventDetail.DESCRIPTOR, query.detail)
         watch = pb.WatchRolloutRequest(uid=uid, after_sequence=after, detail=detail)
-        follower = RolloutFollower(rollouts, watch, call_metadata(request), patience.pauses)
+        follower = RolloutFollower(rollouts.calls(request), watch, patience.pauses)
         opened = await unless_hung_up(request, follower.open())
         if opened is None:
             return Response(status_code=204)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollout_gateway.calls import Rollouts, call_metadata, unless_hung_up
+from rollout_gateway.calls import Rollouts, unless_hung_up
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.json_body import read_body
 from rollout_gateway.osmosis_http.body import QUESTION
@@ -107,10 +107,10 @@ def _add_starting(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) 
         def parse(content: bytes) -> pb.StartRolloutRequest:
             return start_request(read_body(content, body.StartRollout), request.headers.get(IDEMPOTENCY_KEY))
 
-        metadata = call_metadata(request)
-        start = await intake.read(request, metadata, parse)
+        calls = rollouts.calls(request)
+        start = await intake.read(request, calls, parse)
         # Without a deadline of ours: it would end the call and not the rollout, of which nobody then knew.
-        started = await rollouts.stub.StartRollout(start, metadata=metadata)
+        started = await calls.rpc.StartRollout(start, timeout=None)
         place = f"{request.scope.get('root_path', '')}/v1/rollouts/{started.rollout.uid}"
         return Response(response_json(started), 200 if started.attached else 201, {"location": place}, _JSON)
 
@@ -120,35 +120,29 @@ def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
     async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
         """Rollouts page by page, newest first. Those that start meanwhile do not disturb the pages."""
         listing = list_request(query)
-        page = await rollouts.stub.ListRollouts(
-            listing, metadata=call_metadata(request), timeout=rollouts.settings.call_seconds
-        )
+        page = await rollouts.calls(request).rpc.ListRollouts(listing)
         return Response(response_json(page, listing.view), media_type=_JSON)
 
     @router.get("/{uid}", responses={200: shown.json_response("RolloutModel"), **shown.errors(404)})
     async def get_rollout(request: Request, uid: Uid, query: Annotated[GetQuery, Query()]) -> Response:
         """One rollout as it is now, or once it has finished: waiting counts as being attached, hanging up ends it."""
         view = enums.value_of(pb.RolloutView.DESCRIPTOR, query.view)
-        metadata, patience = call_metadata(request), rollouts.settings.call_seconds
+        rpc = rollouts.calls(request).rpc
         found: pb.GetRolloutResponse | pb.WaitRolloutResponse
         if query.wait:
             wait = pb.WaitRolloutRequest(uid=uid, timeout=duration(query.wait), view=view)
-            call = rollouts.stub.WaitRollout(wait, metadata=metadata, timeout=query.wait + patience)
+            call = rpc.WaitRollout(wait, timeout=query.wait + rollouts.settings.call_seconds)
             found = await unless_hung_up(request, _result_of(call))
         else:
-            get = pb.GetRolloutRequest(uid=uid, view=view)
-            found = await rollouts.stub.GetRollout(get, metadata=metadata, timeout=patience)
+            found = await rpc.GetRollout(pb.GetRolloutRequest(uid=uid, view=view))
         return Response(response_json(found.rollout, view), media_type=_JSON)
 
 
 def _add_ending(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> None:
     async def cancel(request: Request, parse: Callable[[bytes], pb.CancelRolloutsRequest]) -> Response:
-        metadata = call_metadata(request)
-        selected = await intake.read(request, metadata, parse)
-        cancelled = await rollouts.stub.CancelRollouts(
-            selected, metadata=metadata, timeout=rollouts.settings.call_seconds
-        )
-        return Response(response_json(cancelled), media_type=_JSON)
+        calls = rollouts.calls(request)
+        selected = await intake.read(request, calls, parse)
+        return Response(response_json(await calls.rpc.CancelRollouts(selected)), media_type=_JSON)
 
     @router.post("/cancel", responses=_CANCELLED, openapi_extra=_CANCEL, dependencies=[NO_QUERY])
     async def cancel_rollouts(request: Request) -> Response:
@@ -168,10 +162,7 @@ def _add_ending(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) ->
     @router.post("/{uid}/acknowledge", status_code=204, responses=shown.errors(404), dependencies=[NO_QUERY])
     async def acknowledge_outcome(request: Request, uid: Uid) -> Response:
         """Tells that the outcome was received, which ends its delivery."""
-        acknowledge = pb.AcknowledgeOutcomeRequest(uid=uid)
-        await rollouts.stub.AcknowledgeOutcome(
-            acknowledge, metadata=call_metadata(request), timeout=rollouts.settings.call_seconds
-        )
+        await rollouts.calls(request).rpc.AcknowledgeOutcome(pb.AcknowledgeOutcomeRequest(uid=uid))
         return Response(status_code=204)
 
 

@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from rollout_gateway.calls import Rollouts, call_metadata
+from rollout_gateway.calls import Rollouts
 from rollout_gateway.http.request_boundary import HttpMetrics
 from rollout_gateway.key_check import KeyCheck
 from rollout_gateway.rest import openapi as shown
@@ -47,9 +47,7 @@ def service_router(
     )
     async def list_agents(request: Request) -> Response:
         """The agents of this server, with their tools and limits."""
-        listed = await rollouts.stub.ListAgents(
-            ListAgentsRequest(), metadata=call_metadata(request), timeout=rollouts.settings.call_seconds
-        )
+        listed = await rollouts.calls(request).rpc.ListAgents(ListAgentsRequest())
         return Response(response_json(listed), media_type="application/json")
 
     @router.get("/healthz", responses={200: shown.json_response("Alive")})
@@ -62,9 +60,8 @@ def service_router(
     @router.get("/readyz", responses={200: shown.json_response("Ready"), 503: not_ready})
     async def readyz(request: Request) -> Response:
         """Whether rollouts can be started. Open also where a key is demanded elsewhere."""
-        metadata, seconds = call_metadata(request), rollouts.settings.call_seconds
         try:
-            server = await rollouts.stub.GetServerInfo(GetServerInfoRequest(), metadata=metadata, timeout=seconds)
+            server = await rollouts.calls(request).rpc.GetServerInfo(GetServerInfoRequest())
         except grpc.aio.AioRpcError:
             server = None
         if server is None or server.draining:
@@ -77,7 +74,7 @@ def service_router(
         """Metrics of the server and of the gateway. Needs a key where the server does; a gateway's own are open."""
         if metrics is None:
             return Response(meters.text(), media_type=CONTENT_TYPE_LATEST)
-        await keys.demand(call_metadata(request))
+        await keys.demand(rollouts.calls(request))
         both = metrics().rstrip(b"\n") + b"\n" + meters.text()
         return Response(both, media_type=CONTENT_TYPE_LATEST)
 

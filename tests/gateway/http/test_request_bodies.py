@@ -14,7 +14,7 @@ import pytest
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
 from rollout_gateway import key_check
 from rollout_gateway.app import create_app
-from rollout_gateway.calls import CallMetadata
+from rollout_gateway.calls import CallMetadata, Calls
 from rollout_gateway.channel import open_channel
 from rollout_gateway.fleet import fleet
 from rollout_gateway.http import request_body
@@ -99,7 +99,7 @@ async def test_accepted_keys_are_bounded(
     async with stub(address) as rpcs:
         keys = KeyCheck(rpcs, 10.0)
         for number in range(20):
-            await keys.demand((("authorization", f"Bearer {number}"),))
+            await keys.demand(calls(rpcs, (("authorization", f"Bearer {number}"),)))
             assert len(keys._accepted) <= 3
     assert keys._checks == {}
 
@@ -134,10 +134,10 @@ async def test_one_server_of_a_fleet_that_hangs_delays_no_body(
 ) -> None:
     monkeypatch.setattr(fleet, "_SUMMARY_SECONDS", 3600.0)
     async with one_of_two(address) as (hanging, stub), silent(hanging):
-        await KeyCheck(stub, 3600.0).demand(())
+        await KeyCheck(stub, 3600.0).demand(calls(stub))
         server.refusals["ListAgents"] = STRANGER
         with pytest.raises(grpc.aio.AioRpcError, match="Invalid or missing API key"):
-            await KeyCheck(stub, 3600.0).demand(())
+            await KeyCheck(stub, 3600.0).demand(calls(stub))
 
 
 @asynccontextmanager
@@ -158,10 +158,16 @@ async def stub(address: str) -> AsyncIterator[Any]:
         yield RolloutServiceStub(channel)
 
 
+def calls(server: Any, metadata: CallMetadata = ()) -> Calls:
+    """Those of a request without a deadline."""
+    return Calls(server, metadata, None, server, 10.0)
+
+
 class Host:
     """An application that does nothing but take bodies in."""
 
     def __init__(self, server: Any, budget: int) -> None:
+        self.server = server
         self.intake = RequestBodies(KeyCheck(server, 10.0), budget)
         self.threads: list[threading.Thread] = []
         self.failures: list[type[BaseException]] = []
@@ -171,9 +177,9 @@ class Host:
         return len(content)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, metadata = Request(scope, receive), CallMetadata()
+        request = Request(scope, receive)
         try:
-            text = str(await self.intake.read(request, metadata, self.parse))
+            text = str(await self.intake.read(request, calls(self.server), self.parse))
         except (Overloaded, InvalidBody, ClientDisconnect) as error:
             self.failures.append(type(error))
             text = type(error).__name__

@@ -60,7 +60,7 @@ async def impatient(server: PlainServer, patience: StreamLimits) -> AsyncIterato
         rollouts = Rollouts(RolloutServiceStub(channel), GatewaySettings())
         app = FastAPI()
         app.include_router(events_router(rollouts, patience))
-        ErrorResponses(KeyCheck(rollouts.server, 10.0), lambda _: True).install(app)
+        ErrorResponses(rollouts, KeyCheck(rollouts.server, 10.0), lambda _: True).install(app)
         app.add_middleware(RequestBoundary)
         async with listening(app) as where:
             yield where

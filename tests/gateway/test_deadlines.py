@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,9 +10,8 @@ import httpx
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
-from rollout_gateway.calls import CallMetadata, Rollouts, call_metadata
+from rollout_gateway.calls import CallMetadata, Rollouts, call_metadata, honour_deadline
 from rollout_gateway.channel import open_channel
-from rollout_gateway.http.deadlines import honour_deadline
 from rollout_gateway.settings import GatewaySettings
 from starlette.requests import Request
 
@@ -89,11 +87,9 @@ async def asking(rollouts: Rollouts, *headers: str, own: float | None = None) ->
     """Makes a call with a timeout of its own in a request with such deadlines."""
     raw = [(b"grpc-timeout", value.encode()) for value in headers]
 
-    async def handled() -> None:
-        await honour_deadline(Request({"type": "http", "headers": raw}))
-        await rollouts.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=own)
-
-    await asyncio.create_task(handled())
+    request = Request({"type": "http", "headers": raw, "state": {"request_id": "id"}})
+    await honour_deadline(request)
+    await rollouts.calls(request).rpc.GetServerInfo(pb.GetServerInfoRequest(), timeout=own)
 
 
 @pytest.mark.parametrize(
