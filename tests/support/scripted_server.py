@@ -13,6 +13,7 @@ from google.rpc.status_pb2 import Status
 from osmosis.rollout.v1 import event_pb2, message_pb2, outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceServicer
+from rollout_server.edge.wire.function_tool import function_tool_json
 
 UID = "0192-scripted_Uid"
 
@@ -103,7 +104,10 @@ class ScriptedServer(RolloutServiceServicer):
         self.started.set()
         found = pb.Rollout(uid=UID, spec=request.spec, state=pb.ROLLOUT_STATE_QUEUED)
         found.MergeFrom(self.accepted.rollout)
-        return pb.StartRolloutResponse(rollout=found, attached=self.accepted.attached, tools=self.tools)
+        functions = map(function_tool_json, self.tools) if request.include_function_tools else ()
+        return pb.StartRolloutResponse(
+            rollout=found, attached=self.accepted.attached, tools=self.tools, function_tools_json=functions
+        )
 
     async def WatchRollout(self, request: Any, context: Any) -> AsyncIterator[pb.WatchRolloutResponse]:
         self.watches.append(request)

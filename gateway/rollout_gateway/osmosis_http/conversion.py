@@ -113,7 +113,9 @@ def init_request(parsed: ParsedBody[InitBody]) -> StartRolloutRequest:
         source_json=_source(body, params),
     )
     credentials = spec_pb2.Credentials(completions_bearer=key, outcome_bearer=key)
-    return StartRolloutRequest(request_id=_own_key(body) or body.rollout_id, spec=spec, credentials=credentials)
+    return StartRolloutRequest(
+        request_id=_own_key(body) or body.rollout_id, spec=spec, credentials=credentials, include_function_tools=True
+    )
 
 
 def limits(turns: int, generated_tokens: int, hints: Hints) -> spec_pb2.Limits:

@@ -26,7 +26,6 @@ from rollout_gateway.key_check import STRANGER, KeyCheck
 from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE, InitBody, RolloutBody
 from rollout_gateway.osmosis_http.conversion import FIELDS, init_fields, init_request, run_request
 from rollout_gateway.osmosis_http.outcome import rollout_response
-from rollout_gateway.osmosis_http.tool_schema import function_tool
 from rollout_gateway.osmosis_http.trace import read_trace
 from rollout_gateway.rest import openapi as shown
 from rollout_gateway.rest.proto_json import response_json
@@ -155,7 +154,7 @@ async def _init(request: Request, rollouts: Rollouts, intake: RequestBodies) -> 
     accepted = await calls.rpc.StartRollout(start, timeout=None)
     # The id is that of the rollout that was found; the request's, for a server that does not tell it.
     rollout_id = accepted.rollout.spec.rollout_id or start.spec.rollout_id
-    answer = {"rollout_id": rollout_id, "tools": [function_tool(tool) for tool in accepted.tools]}
+    answer = {"rollout_id": rollout_id, "tools": [*map(msgspec.Raw, accepted.function_tools_json)]}
     return Response(msgspec.json.encode(answer), 202, {"x-rollout-uid": accepted.rollout.uid}, _JSON)
 
 

@@ -36,8 +36,11 @@ _NULLABLE: Final = frozenset(
     | {"Span.mask_reason", "SampleSpan.mask_reason"}
 )
 _RENAMED: Final = {"Limits.time": "seconds", "RolloutSpec.cancel_after_detach": "cancel_after_detach_seconds"}
-# How another protocol wrote what the other fields hold; `outcome_json` tells the ends.
-_HIDDEN: Final = frozenset({"RolloutSpec.source_json", "Outcome.stop", "Outcome.failure", "Outcome.cancellation"})
+# What the other fields hold, as another protocol writes it; `outcome_json` tells the ends.
+_HIDDEN: Final = frozenset(
+    {"RolloutSpec.source_json", "StartRolloutResponse.function_tools_json"}
+    | {"Outcome.stop", "Outcome.failure", "Outcome.cancellation"}
+)
 # The least view (`RolloutView`) that holds them.
 _VIEWS: Final[Mapping[str, int]] = {
     "RolloutSpec.messages": pb.ROLLOUT_VIEW_MESSAGES,

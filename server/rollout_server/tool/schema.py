@@ -1,4 +1,8 @@
-"""Schemas in the plain shape of function tools."""
+"""Schemas in the plain shape of function tools.
+
+They are pydantic's, of types that authors wrote: what the shape cannot say is refused here. `edge/wire/json_schema`, which reads
+schemas of any origin for clients that know less, refuses nothing.
+"""
 
 from __future__ import annotations
 

@@ -9,10 +9,11 @@ import grpc
 import rollout_server
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.core.limits import Limits
+from rollout_server.edge.wire.function_tool import function_tool_json
 
 from tests.edge.rpc.conftest import OpenServer
 from tests.support.agents import Gated, Idle
-from tests.support.server_client import Caller, kinds, refusal
+from tests.support.server_client import Caller, first, kinds, refusal
 from tests.support.start_requests import seconds, start
 
 UNKNOWN = "0123456789abcdef0123"
@@ -38,6 +39,18 @@ async def test_start_answers_with_the_rollout_on_record(caller: Caller) -> None:
     assert rollout.HasField("create_time")
     assert not rollout.spec.messages
     assert (await caller.get(rollout.uid)).uid == rollout.uid
+
+
+async def test_a_start_brings_function_tools_where_they_are_requested(caller: Caller) -> None:
+    plain = start("id", agent="calculator")
+    requested = pb.StartRolloutRequest(request_id="id", spec=plain.spec, include_function_tools=True)
+    for attached in (False, True):  # a found rollout has them, too, and the request's payload is the same
+        started = await caller.start(requested)
+        assert started.attached is attached
+        assert [*started.function_tools_json] == [function_tool_json(tool) for tool in started.tools] != []
+    assert not (await caller.start(plain)).function_tools_json
+    [item] = await first(caller.stub.RunRollout(pb.RunRolloutRequest(start=requested)), 1)
+    assert (len(item.started.tools), len(item.started.function_tools_json)) == (4, 0)
 
 
 async def test_the_lower_limit_holds_and_is_shown(open_server: OpenServer) -> None:

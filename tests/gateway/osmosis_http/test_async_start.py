@@ -15,7 +15,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 
-from tests.gateway.osmosis_http.client_models import ClientAnswer
+from tests.support.async_client_models import ClientAnswer
 from tests.support.gateways import Gateway, serving
 from tests.support.scripted_server import UID, Refusal
 from tests.support.transcripts import exchanges, scenarios, without_nulls

@@ -112,6 +112,7 @@ async def test_an_accepted_rollout_is_201_and_a_found_one_200(plain: Plain) -> N
     assert (reply.status_code, reply.headers["location"]) == (201, f"/v1/rollouts/{UID}")
     assert reply.headers["content-type"] == "application/json"
     told = reply.json()
+    assert told.keys() == {"rollout", "attached", "tools"}
     assert told["attached"] is False
     assert told["rollout"]["uid"] == UID
     function = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}

@@ -261,12 +261,15 @@ class StartRolloutRequest(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     CREDENTIALS_FIELD_NUMBER: _builtins.int
     REQUEST_MEMORY_FIELD_NUMBER: _builtins.int
+    INCLUDE_FUNCTION_TOOLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes retries safe: the same id and payload attach to the same rollout. At most 256 characters; empty: a rollout of its own.
     Ids are told apart by caller and completion URL. The payload is the spec; credentials may differ and replace the older ones.
     """
     request_memory: Global___RequestMemory.ValueType
     """How long the request id is remembered."""
+    include_function_tools: _builtins.bool
+    """Fill `function_tools_json`. Read by StartRollout only, also where the rollout is found; not part of the payload."""
     @_builtins.property
     def spec(self) -> _spec_pb2.RolloutSpec:
         """What to run."""
@@ -282,10 +285,11 @@ class StartRolloutRequest(_message.Message):
         spec: _spec_pb2.RolloutSpec | None = ...,
         credentials: _spec_pb2.Credentials | None = ...,
         request_memory: Global___RequestMemory.ValueType = ...,
+        include_function_tools: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["credentials", b"credentials", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credentials", b"credentials", "request_id", b"request_id", "request_memory", b"request_memory", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credentials", b"credentials", "include_function_tools", b"include_function_tools", "request_id", b"request_id", "request_memory", b"request_memory", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -300,6 +304,7 @@ class StartRolloutResponse(_message.Message):
     ROLLOUT_FIELD_NUMBER: _builtins.int
     ATTACHED_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    FUNCTION_TOOLS_JSON_FIELD_NUMBER: _builtins.int
     attached: _builtins.bool
     """It had been accepted before."""
     @_builtins.property
@@ -310,16 +315,25 @@ class StartRolloutResponse(_message.Message):
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Tool]:
         """The tools that its model is to be told."""
 
+    @_builtins.property
+    def function_tools_json(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With `include_function_tools`: each of `tools`, in order, as one JSON object for clients that validate this shape: {"type":
+        "function", "function": {"name", "description", "parameters", "strict"}}. All keys are always there. `parameters` is an object
+        schema without references, with `properties` and `required`; each property has one type word, and its `enum`, if any, holds
+        strings only. Further keywords stand beside those; what the shape cannot say is said in the property's `description`.
+        """
+
     def __init__(
         self,
         *,
         rollout: Global___Rollout | None = ...,
         attached: _builtins.bool = ...,
         tools: _abc.Iterable[_message_pb2.Tool] | None = ...,
+        function_tools_json: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "rollout", b"rollout", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "function_tools_json", b"function_tools_json", "rollout", b"rollout", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

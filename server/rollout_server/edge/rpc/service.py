@@ -57,7 +57,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     async def StartRollout(self, request: pb.StartRolloutRequest, context: _Context) -> pb.StartRolloutResponse:
         """Accepts a rollout or finds it."""
         rollout, attached = await self._start(request)
-        return started(rollout, attached=attached)
+        return started(rollout, attached=attached, function_tools=request.include_function_tools)
 
     async def RunRollout(
         self, request: pb.RunRolloutRequest, context: _Context

@@ -9,6 +9,7 @@ from osmosis.rollout.v1 import outcome_service_pb2, rollout_service_pb2
 
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.event import timestamp
+from rollout_server.edge.wire.function_tool import function_tool_json
 from rollout_server.edge.wire.message import tool_to_proto, utf8
 from rollout_server.edge.wire.outcome import metrics_to_proto, outcome_to_proto
 from rollout_server.edge.wire.spec import limits_to_proto, spec_to_proto
@@ -59,12 +60,16 @@ def _delivery(delivery: Delivery) -> rollout_service_pb2.Delivery:
     return proto
 
 
-def started(rollout: Rollout, *, attached: bool) -> rollout_service_pb2.StartRolloutResponse:
-    """A rollout was accepted or found."""
+def started(
+    rollout: Rollout, *, attached: bool, function_tools: bool = False
+) -> rollout_service_pb2.StartRolloutResponse:
+    """A rollout was accepted or found. `function_tools`: its tools also in the shape that clients validate."""
+    tools = [tool_to_proto(tool) for tool in rollout.tools]
     return rollout_service_pb2.StartRolloutResponse(
         rollout=rollout_to_proto(rollout, rollout_service_pb2.ROLLOUT_VIEW_BASIC),
         attached=attached,
-        tools=[tool_to_proto(tool) for tool in rollout.tools],
+        tools=tools,
+        function_tools_json=map(function_tool_json, tools) if function_tools else (),
     )
 
 

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from osmosis.rollout.v1.message_pb2 import Tool
 from pydantic import BaseModel, Field, JsonValue, create_model
-from rollout_gateway.osmosis_http.tool_schema import function_tool
+from rollout_server.edge.wire.function_tool import function_tool_json
 
-from tests.gateway.osmosis_http.client_models import ClientTool
+from tests.support.async_client_models import ClientTool
 from tests.support.transcripts import client_exchange, scenarios, without_nulls
 
 
 def shaped(schema: Any, **fields: Any) -> dict[str, Any]:
     """The parameters that a client is told, after it has validated them."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
-    told = json.loads(bytes(function_tool(Tool(name="t", parameters_json_schema=text, **fields))))
+    told = json.loads(function_tool_json(Tool(name="t", parameters_json_schema=text, **fields)))
     ClientTool.model_validate(told, strict=True)
     return dict(told["function"]["parameters"])
 
@@ -34,14 +34,14 @@ def test_the_calculators_tools_come_out_as_recorded() -> None:
         answer = client_exchange(scenario, "init")
         for tool in answer["response"]["tools"] if answer["status"] == 202 else ():
             function = without_nulls(tool["function"])
-            told = function_tool(
+            told = function_tool_json(
                 Tool(
                     name=function["name"],
                     description=function["description"],
                     parameters_json_schema=json.dumps(function["parameters"]),
                 )
             )
-            assert json.loads(bytes(told)) == without_nulls(tool)
+            assert json.loads(told) == without_nulls(tool)
 
 
 @pytest.mark.parametrize(
@@ -187,13 +187,10 @@ def test_a_key_that_only_looks_like_a_keyword_stays() -> None:
 
 def test_numbers_stay_as_they_were_written() -> None:
     text = '{"properties":{"p":{"type":"number","maximum":18446744073709551617,"minimum":1.50,"default":1e400}}}'
-    told = bytes(function_tool(Tool(name="t", parameters_json_schema=text))).decode()
+    told = function_tool_json(Tool(name="t", parameters_json_schema=text))
     assert '"maximum":18446744073709551617,"minimum":1.50,"default":1e400' in told
     long = "9" * 5_000
-    assert (
-        long
-        in bytes(function_tool(Tool(parameters_json_schema=f'{{"properties":{{"p":{{"const":{long}}}}}}}'))).decode()
-    )
+    assert long in function_tool_json(Tool(parameters_json_schema=f'{{"properties":{{"p":{{"const":{long}}}}}}}'))
 
 
 @pytest.mark.parametrize(
@@ -222,8 +219,9 @@ def test_what_describes_no_object_reads_as_no_parameters(text: str) -> None:
 
 
 def test_a_schema_that_cannot_be_read_is_logged_by_the_tools_name(caplog: pytest.LogCaptureFixture) -> None:
-    function_tool(Tool(name="broken", parameters_json_schema="{"))
-    assert "'broken'" in caplog.text
+    broken = Tool(name="broken", parameters_json_schema="{")
+    assert function_tool_json(broken) is function_tool_json(broken)  # made once, so logged once
+    assert caplog.text.count("'broken'") == 1
 
 
 def test_what_is_required_is_there() -> None:
@@ -263,9 +261,9 @@ def test_an_object_of_several_forms_needs_what_they_all_need() -> None:
 
 
 def test_description_and_strict_are_always_there() -> None:
-    told = json.loads(bytes(function_tool(Tool(name="t"))))
+    told = json.loads(function_tool_json(Tool(name="t")))
     assert (told["function"]["description"], told["function"]["strict"]) == ("", False)
-    assert json.loads(bytes(function_tool(Tool(name="t", strict=True))))["function"]["strict"] is True
+    assert json.loads(function_tool_json(Tool(name="t", strict=True)))["function"]["strict"] is True
 
 
 class Colour(enum.Enum):
@@ -385,8 +383,6 @@ def test_any_schema_validates(schema: Any) -> None:
 @settings(deadline=None)
 @given(text=st.text(max_size=20), name=st.text(st.characters(exclude_categories=["Cs"])), strict=st.booleans())
 def test_any_text_validates(text: str, name: str, strict: bool) -> None:
-    told = json.loads(
-        bytes(function_tool(Tool(name=name, description=name, parameters_json_schema=name, strict=strict)))
-    )
+    told = json.loads(function_tool_json(Tool(name=name, description=name, parameters_json_schema=name, strict=strict)))
     ClientTool.model_validate(told, strict=True)
     assert (told["function"]["name"], told["function"]["strict"]) == (name, strict)

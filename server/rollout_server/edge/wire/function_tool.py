@@ -6,19 +6,20 @@ beside them; what those keys cannot say goes into the property's description, wh
 
 import json
 import logging
+from functools import lru_cache
 from typing import Final
 
 import msgspec
 from osmosis.rollout.v1.message_pb2 import Tool
 
-from rollout_gateway.osmosis_http.json_schema import (
+from rollout_server.edge.wire.json_schema import (
     ANY,
     JSON,
     UNIONS,
     Schema,
     distinct,
-    flattened,
-    inlined,
+    flatten_unions,
+    inline_references,
     kinds,
     members,
     values,
@@ -29,43 +30,49 @@ _OWN: Final = frozenset({"type", "properties", "required"})
 _CHOICE: Final = frozenset({"type", "const", "enum"})
 
 
-def function_tool(tool: Tool) -> msgspec.Raw:
-    """A tool as JSON: `{"type": "function", "function": {"name", "description", "parameters", "strict"}}`.
+def function_tool_json(tool: Tool) -> str:
+    """One element of `StartRolloutResponse.function_tools_json`, which describes the shape.
 
-    Of the parameters, each property has one `type` and at most an `enum` of texts; `properties` and `required` are always
-    there. Any text will do for a schema: one that is not JSON reads as no parameters.
+    Any text will do for a schema: one that is not JSON reads as no parameters.
     """
+    return _function_tool_json(tool.name, tool.description, tool.parameters_json_schema, tool.strict)
+
+
+@lru_cache(maxsize=256)  # An agent's tools are the same in each rollout, unless it makes them for each request.
+def _function_tool_json(name: str, description: str, schema: str, strict: bool) -> str:
     try:
-        return _written(tool, _parameters(_read(tool.parameters_json_schema)))
+        parameters = _json_text(_parameters(_parse_object(schema)))
     except (ValueError, RecursionError) as error:
-        _LOG.warning("tool %r: its schema cannot be read, so clients are told of no parameters: %s", tool.name, error)
-        return _written(tool, _parameters({}))
+        _LOG.warning("tool %r: its schema cannot be read, so clients are told of no parameters: %s", name, error)
+        parameters = _json_text(_parameters({}))
+    function: Schema = {
+        "name": name,
+        "description": description,
+        "parameters": msgspec.Raw(parameters),
+        "strict": strict,
+    }
+    return _json_text({"type": "function", "function": function})
 
 
-def _written(tool: Tool, parameters: Schema) -> msgspec.Raw:
-    function = {"name": tool.name, "description": tool.description, "parameters": parameters, "strict": tool.strict}
-    return msgspec.Raw(msgspec.json.encode({"type": "function", "function": function}))
-
-
-def _read(text: str) -> Schema:
-    found = json.loads(text or "{}", parse_int=_number, parse_float=_number, parse_constant=_not_json)
+def _parse_object(text: str) -> Schema:
+    found = json.loads(text or "{}", parse_int=_number_text, parse_float=_number_text, parse_constant=_reject_constant)
     return found if isinstance(found, dict) else {}
 
 
-def _number(text: str) -> msgspec.Raw:
+def _number_text(text: str) -> msgspec.Raw:
     return msgspec.Raw(text.encode())
 
 
-def _not_json(text: str) -> None:
+def _reject_constant(text: str) -> None:
     raise ValueError(f"{text} is not JSON")
 
 
 def _parameters(schema: Schema) -> Schema:
     """The schema of an object of arguments."""
-    root = flattened(inlined(schema))
+    root = flatten_unions(inline_references(schema))
     if not _may_be_object(root):
         root = {}
-    found, required = _gathered(root)
+    found, required = _gather_properties(root)
     for name in required:
         found.setdefault(name, {})
     properties: Schema = {name: _property(each) for name, each in found.items() if each is not False}
@@ -74,20 +81,20 @@ def _parameters(schema: Schema) -> Schema:
     return {"type": "object", "properties": properties, "required": needed, **rest}
 
 
-def _gathered(root: Schema) -> tuple[Schema, list[str]]:
+def _gather_properties(root: Schema) -> tuple[Schema, list[str]]:
     """The properties of a flattened object and of the members it is made of; the names of those that are always needed."""
     own, names = root.get("properties"), root.get("required")
     properties = dict(own) if isinstance(own, dict) else {}
     required = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
     for member in members(root, "allOf"):
-        more, needed = _gathered(member)
+        more, needed = _gather_properties(member)
         required += needed
         for name, each in more.items():
             known = properties.setdefault(name, each)
             if known != each:
                 properties[name] = {"allOf": [known, each]}
     for key in UNIONS:
-        gathered = [_gathered(member) for member in members(root, key) if _may_be_object(member)]
+        gathered = [_gather_properties(member) for member in members(root, key) if _may_be_object(member)]
         for name in dict.fromkeys(name for more, _ in gathered for name in more):
             options = distinct(more[name] for more, _ in gathered if name in more)
             properties.setdefault(name, options[0] if len(options) == 1 else {"anyOf": options})
@@ -103,7 +110,7 @@ def _may_be_object(node: Schema) -> bool:
 
 def _property(schema: JSON) -> Schema:
     """A property, with one type word, a description that is text, and choices that are texts."""
-    node = flattened(schema if isinstance(schema, dict) else {})
+    node = flatten_unions(schema if isinstance(schema, dict) else {})
     words, choices = kinds(node), values(node)
     mixed = len(words) > 1
     dropped = {"type", "description", "enum"}
@@ -117,7 +124,7 @@ def _property(schema: JSON) -> Schema:
         shaped["enum"] = choices
         dropped.add("const")
     elif choices and choices != [None]:
-        note = f"{'always' if len(choices) == 1 else 'one of:'} {', '.join(map(_text, choices))}"
+        note = f"{'always' if len(choices) == 1 else 'one of:'} {', '.join(map(_json_text, choices))}"
     elif mixed:
         note = f"any of: {', '.join(_alternatives(node) or words)}"
     elif words == [ANY]:
@@ -130,7 +137,7 @@ def _property(schema: JSON) -> Schema:
 def _alternatives(node: Schema) -> list[str]:
     """The members of a union for a reader; none where it is only a list of type words."""
     found = [member for key in UNIONS for member in members(node, key)]
-    return [str(member["type"]) if member.keys() == {"type"} else _text(member) for member in found]
+    return [str(member["type"]) if member.keys() == {"type"} else _json_text(member) for member in found]
 
 
 def _with_hint(description: JSON, note: str) -> str:
@@ -140,5 +147,5 @@ def _with_hint(description: JSON, note: str) -> str:
     return f"{told} ({note})"
 
 
-def _text(value: JSON) -> str:
+def _json_text(value: JSON) -> str:
     return msgspec.json.encode(value).decode()

@@ -43,41 +43,41 @@ _IMPLIED: Final = (
 )
 
 
-def inlined(root: Schema) -> Schema:
+def inline_references(root: Schema) -> Schema:
     """The schema without references and definitions. A reference that leads nowhere says nothing."""
     left = _MAX_WRITTEN_OUT
 
-    def written(node: JSON, inside: tuple[str, ...], depth: int) -> JSON:
+    def inline(node: JSON, inside: tuple[str, ...], depth: int) -> JSON:
         """What is left of a schema, or of a list of some; `inside` are the references that led here."""
         nonlocal left
         if isinstance(node, list):
-            return [written(each, inside, depth) for each in node]
+            return [inline(each, inside, depth) for each in node]
         if not isinstance(node, dict):
             return node
         if depth > _MAX_DEPTH:
             return _outline(node)
         left -= bool(inside)
-        target = named(node.get("$ref"), inside, depth)
+        target = target_of(node.get("$ref"), inside, depth)
         if target is False:
             return False
         found: Schema = dict(target) if isinstance(target, dict) else {}
         for key, value in node.items():
             if key in _NAMED and isinstance(value, dict):
-                found[key] = {name: written(each, inside, depth + 1) for name, each in value.items()}
+                found[key] = {name: inline(each, inside, depth + 1) for name, each in value.items()}
             elif key not in _DROPPED and not key.startswith("$"):
-                found[key] = value if key in _VALUES else written(value, inside, depth + 1)
+                found[key] = value if key in _VALUES else inline(value, inside, depth + 1)
         return found
 
-    def named(reference: JSON, inside: tuple[str, ...], depth: int) -> JSON:
+    def target_of(reference: JSON, inside: tuple[str, ...], depth: int) -> JSON:
         """What a reference names; it stands in the reference's place, beside the keys there."""
         if not isinstance(reference, str):
             return None
-        target = _resolved(root, reference)
+        target = _resolve(root, reference)
         if reference in inside or left <= 0:
             return _outline(target) if isinstance(target, dict) else None
-        return written(target, (*inside, reference), depth + 1)
+        return inline(target, (*inside, reference), depth + 1)
 
-    found = written(root, (), 0)
+    found = inline(root, (), 0)
     return found if isinstance(found, dict) else {}
 
 
@@ -89,7 +89,7 @@ def _outline(node: Schema) -> Schema:
     return found
 
 
-def _resolved(root: Schema, reference: str) -> JSON:
+def _resolve(root: Schema, reference: str) -> JSON:
     """What a reference within the document names; None where it leads nowhere or out of it."""
     if reference != "#" and not reference.startswith("#/"):
         return None
@@ -111,7 +111,7 @@ def members(node: Schema, key: str) -> list[Schema]:
     return [member if isinstance(member, dict) else {} for member in found if member is not False]
 
 
-def flattened(node: Schema) -> Schema:
+def flatten_unions(node: Schema) -> Schema:
     """The schema without null in its unions, with a union or conjunction of one member merged into what stands beside it.
 
     Members are flattened too, other schemas within it are not.
@@ -120,9 +120,9 @@ def flattened(node: Schema) -> Schema:
     for key in ("allOf", *UNIONS):
         if key not in node or key in done:
             continue
-        left = [flattened(member) for member in members(node, key)]
+        left = [flatten_unions(member) for member in members(node, key)]
         if key in UNIONS:
-            left = _without_null(left)
+            left = _drop_null(left)
         rest = {name: value for name, value in node.items() if name != key}
         if len(left) == 1 and _agree(left[0], rest):
             node = {**left[0], **rest}
@@ -137,7 +137,7 @@ def kinds(node: Schema) -> list[str]:
 
     `number` holds `integer`.
     """
-    found = _declared(node) or [_kind(value) for value in values(node)]
+    found = _declared_types(node) or [_kind(value) for value in values(node)]
     if not found:
         found = [kind for key in UNIONS for member in members(node, key) for kind in kinds(member)]
     if not found:
@@ -169,7 +169,7 @@ def distinct(found: Iterable[_Value]) -> list[_Value]:
     return list({msgspec.json.encode(value): value for value in found}.values())
 
 
-def _without_null(options: Iterable[Schema]) -> list[Schema]:
+def _drop_null(options: Iterable[Schema]) -> list[Schema]:
     """The members of a union, those of unions within it among them; none where they take any value."""
     found: list[Schema] = []
     for option in options:
@@ -187,7 +187,7 @@ def _agree(member: Schema, rest: Schema) -> bool:
     return all(member[key] == rest[key] for key in member.keys() & rest.keys() - _NOTES)
 
 
-def _declared(node: Schema) -> list[str]:
+def _declared_types(node: Schema) -> list[str]:
     found = node.get("type")
     words = found if isinstance(found, list) else [found]
     return [word for word in words if isinstance(word, str) and word]
