@@ -11,6 +11,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from itertools import groupby
+from operator import itemgetter
 from typing import Final, TypeAlias
 
 from rollout_server.core.message import JSON
@@ -55,13 +57,15 @@ class ShortFormProof:
     every 16th turn. The shape is what a template can depend on without growing with each turn: the kinds of the answer and of the
     messages behind it, the kinds of messages that the short history drops, which strings of the template's own occur in messages of
     which role among these, behind the answer and in the user message that is kept, and which of its numbers the count of messages
-    has passed. The strings of tool results only count when they come for the first time: their contents change in each turn.
+    has passed. The strings of tool results only count when they come for the first time: their contents change in each turn. Of
+    those in dropped system and user messages the order counts in which they came last, because the last one may be a switch.
     """
 
     def __init__(self, literals: Literals) -> None:
         self.usable = True
         self._literals = literals
         self._dropped: set[object] = set()
+        self._latest: dict[tuple[str, str], int] = {}
         self._following: set[object] = set()
         self._looked_at = 0
         self._leading = 0
@@ -90,6 +94,7 @@ class ShortFormProof:
         )
         self._shape = (
             passed,
+            self._order(),
             self._asked,
             said,
             _kind(answer, None),
@@ -110,6 +115,7 @@ class ShortFormProof:
         """The proof of a conversation that goes on from here on its own."""
         other = copy(self)
         other._dropped, other._following = set(self._dropped), set(self._following)
+        other._latest = dict(self._latest)
         other._proved = set(self._proved)
         return other
 
@@ -121,10 +127,18 @@ class ShortFormProof:
                 self._leading += 1
             elif message.get("role") == "user":
                 if self._user is not None:
+                    self._latest |= dict.fromkeys((("user", word) for word in self._asked), index)
                     yield self._user
                 self._user, self._asked = message, self._literals_in(message)
             else:
+                if (role := str(message.get("role"))) in _SYSTEM:
+                    self._latest |= dict.fromkeys(((role, word) for word in self._literals_in(message)), index)
                 yield message
+
+    def _order(self) -> tuple[frozenset[tuple[str, str]], ...]:
+        """The strings of dropped system and user messages in the order in which they came last."""
+        latest = sorted(self._latest.items(), key=itemgetter(1))
+        return tuple(frozenset(word for word, _ in group) for _, group in groupby(latest, key=itemgetter(1)))
 
     def _add_features(self, seen: set[object], messages: Iterable[Fields]) -> None:
         """Adds what is in the messages. What was proved before was proved for a conversation without anything new in this place."""

@@ -13,7 +13,7 @@ for it, and the cheap ones come first:
   answer's.
 
 Where the first two agree, and the answer does not say the stop itself, nothing but that one stop stands between answer and
-environment, and the third is not needed.
+environment, and the third is not needed, unless earlier messages were rewritten: then both may have found the stop of one of those.
 """
 
 from __future__ import annotations
@@ -75,14 +75,19 @@ def environment_text(turn: RenderedTurn, stop: str, hint: str | None = None) -> 
     if first is None:
         return None
     plain = not any(stop in said for said in strings(turn.messages[turn.answered]))
-    if hint is not None and turn.full[first:] == hint and plain:
+    # Where the template has rewritten what stands before the answer, the first stop may be that of an earlier message.
+    rewritten = stop in turn.prompt[start:]
+    if hint is not None and turn.full[first:] == hint and plain and not rewritten:
         return hint
     text = _behind_last_stop(turn, stop)
     if text is None or (end := len(turn.full) - len(text)) <= start:
         return None  # the stop of an earlier message: templates may leave an answer open where they close others
-    if end == first and plain:
+    agreed = end == first and plain
+    if agreed and not rewritten:
         return text
     said = _completion_end(turn, calls_only=not plain)
+    if agreed and said is None:
+        return text
     # What stands behind the completion may begin as the mark's own syntax does, so this place may be within its stop.
     closed = None if said is None else _first_stop(turn.full, stop, max(0, said - len(stop) + 1))
     return turn.full[closed:] if closed is not None and start < closed <= end else None
@@ -133,10 +138,11 @@ def _behind_last_stop(turn: RenderedTurn, stop: str) -> str | None:
         for marked in _marked(turn.messages[index], mark, stop):
             text = turn.with_message(index, marked)
             shown = shown or mark in (text or "")
-            found = _before_mark(text, mark, 0, stop, turn.full)
+            found = _before_mark(text, mark, range(1), stop, turn.full)
             if found is None:  # a template may look for the same message elsewhere in the conversation (Mistral)
                 same = [marked if message == turn.messages[index] else message for message in turn.messages]
-                found = _before_mark(_try(turn.render, same, True), mark, same[:index].count(marked), stop, turn.full)
+                numbers = range(same[:index].count(marked), same.count(marked))
+                found = _before_mark(_try(turn.render, same, True), mark, numbers, stop, turn.full)
             if found is not None:
                 return found
         if shown:
@@ -148,14 +154,19 @@ def _behind_last_stop(turn: RenderedTurn, stop: str) -> str | None:
     return _generation_prompt(turn, stop) if not added or _try(turn.render, said, True) == turn.full else None
 
 
-def _before_mark(text: str | None, mark: str, number: int, stop: str, full: str) -> str | None:
-    """What `full` holds after the last stop before one of the marks in `text`: the one that has `number` before it."""
-    if text is None:
+def _before_mark(text: str | None, mark: str, numbers: range, stop: str, full: str) -> str | None:
+    """What `full` holds after the last stop before a mark in `text`: before the first of `numbers`, counted from 0.
+
+    The mark stands in as many messages as `numbers` has ends. Where a template shows it more often, it quotes a message, and
+    nobody knows which one is the quotation: then the answer must be the same for all of them, or it is None.
+    """
+    parts = [] if text is None else text.split(mark)
+    shown = len(parts) - 1
+    if shown < numbers.stop:
         return None
-    parts = text.split(mark)
-    if len(parts) < number + 2:
-        return None
-    return _after_stop("".join(parts[: number + 1]), stop, full)
+    places = numbers[:1] if shown == numbers.stop else range(numbers.start, shown)
+    found = {_after_stop("".join(parts[: number + 1]), stop, full) for number in places}
+    return found.pop() if len(found) == 1 else None
 
 
 def _generation_prompt(turn: RenderedTurn, stop: str) -> str | None:
@@ -166,9 +177,14 @@ def _generation_prompt(turn: RenderedTurn, stop: str) -> str | None:
         return found if closed else None
     said = turn.messages[: turn.answered + 1]
     text = _after_stop(_try(turn.render, said, False), stop, turn.full)
-    if text is None or (_try(turn.render, said[:-1], False) or "").startswith(turn.full[: len(turn.full) - len(text)]):
-        return None  # the stop is that of an earlier message: there are templates that close the last of all in another way
-    return text
+    if text is None:
+        return None
+    # It may be the stop of an earlier message: there are templates that close the last of all in another way.
+    end = len(turn.full) - len(text)
+    if (_try(turn.render, said[:-1], False) or "").startswith(turn.full[:end]):
+        return None
+    said_end = _completion_end(turn, calls_only=False)
+    return None if said_end is not None and said_end > end else text
 
 
 def _completion_end(turn: RenderedTurn, *, calls_only: bool) -> int | None:
@@ -186,7 +202,9 @@ def _completion_end(turn: RenderedTurn, *, calls_only: bool) -> int | None:
             continue
         at = text.find(mark)
         place = common_prefix(text, turn.full)
-        if at - syntax <= place:  # else the mark changed something before the answer
+        same_end = common_prefix(text[::-1], turn.full[::-1])
+        # Else the mark changed something before the answer, or more than spaces gave way to it.
+        if at - syntax <= place and not turn.full[place : len(turn.full) - same_end].strip():
             return place
     return None
 
