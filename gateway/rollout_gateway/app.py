@@ -14,13 +14,12 @@ from rollout_gateway.fleet.fleet import stub_of
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.http.request_boundary import HttpMetrics, RequestBoundary
 from rollout_gateway.key_check import KeyCheck
+from rollout_gateway.openapi import schemas
 from rollout_gateway.osmosis_http.body import InitBody, RolloutBody
-from rollout_gateway.osmosis_http.openapi import SCHEMAS
 from rollout_gateway.osmosis_http.routes import asynchronous_router, synchronous_router
 from rollout_gateway.rest.body import BODIES
 from rollout_gateway.rest.errors import uses_plain_errors
 from rollout_gateway.rest.event_routes import events_router
-from rollout_gateway.rest.openapi import schemas
 from rollout_gateway.rest.rollout_routes import rollouts_router
 from rollout_gateway.rest.service_routes import add_docs, service_router
 from rollout_gateway.settings import GatewaySettings
@@ -55,7 +54,7 @@ class GatewayApp(FastAPI):
             _, models = models_json_schema(told, ref_template="#/components/schemas/{model}")
             described = super().openapi()
             components = described.setdefault("components", {})
-            components.setdefault("schemas", {}).update({**models["$defs"], **schemas(), **SCHEMAS})
+            components.setdefault("schemas", {}).update({**models["$defs"], **schemas()})
             components["securitySchemes"] = _SECURITY
             # Without keys on the server none is needed.
             described["security"] = [{"bearer": []}, {}]

@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 from osmosis.rollout.v1 import message_pb2
-from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE
+from rollout_gateway.openapi import EXAMPLE, INIT_EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 
 from tests.support.gateways import Gateway, http_client, serving

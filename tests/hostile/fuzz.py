@@ -16,7 +16,7 @@ from urllib.parse import quote
 import grpc
 import httpx
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE
+from rollout_gateway.openapi import EXAMPLE, INIT_EXAMPLE
 
 from tests.hostile.attacks.http import PATHS, PLAIN, raw
 from tests.hostile.target import NOWHERE, Target, target

@@ -10,7 +10,7 @@ import grpc
 import httpx
 from rollout_gateway.app import create_app
 from rollout_gateway.http.serve import HttpListener, Listening
-from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE
+from rollout_gateway.openapi import EXAMPLE, INIT_EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 from starlette.types import ASGIApp
 

@@ -12,31 +12,6 @@ MAX_ROLLOUT_ID: Final = 256
 TURNS: Final = 10
 GENERATED_TOKENS: Final = 8192
 
-_SYSTEM: Final = {
-    "role": "system",
-    "content": "You are a helpful calculator assistant with access to calculator tools.",
-}
-_SAMPLING: Final = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 512, "logprobs": True}
-EXAMPLE: Final[dict[str, Any]] = {
-    "rollout_id": "test-rollout-001",
-    "server_url": "http://localhost:9001",
-    "messages": [_SYSTEM, {"role": "user", "content": "Please calculate 5 plus 3."}],
-    "sampling_params": _SAMPLING,
-    "tokenizer_name": "Qwen/Qwen3-8B",
-    "max_turns": TURNS,
-    "max_tokens_total": GENERATED_TOKENS,
-}
-QUESTION: Final = {"role": "user", "content": "Please calculate 5 plus 3, and then multiply the result by 2."}
-INIT_EXAMPLE: Final[dict[str, Any]] = {
-    "rollout_id": "test-rollout-002",
-    "server_url": "http://localhost:9001",
-    "messages": [_SYSTEM, QUESTION],
-    "completion_params": _SAMPLING,
-    "max_turns": TURNS,
-    "max_tokens_total": GENERATED_TOKENS,
-    "metadata": {"ground_truth": "16"},
-}
-
 
 def not_blank(value: str) -> str:
     """The text itself. Raises ValueError for one of white space only."""
@@ -136,8 +111,6 @@ class Metadata(Hints):
 class RolloutBody(BaseModel):
     """Asks for a rollout of the synchronous dialect. Unknown keys are ignored."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
-
     rollout_id: RolloutId
     server_url: ServerUrl = Field(description="The trainer; it answers POST {server_url}/v1/chat/completions.")
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
@@ -155,8 +128,6 @@ class RolloutBody(BaseModel):
 
 class InitBody(BaseModel):
     """Asks for a rollout of the asynchronous dialect. Unknown keys are ignored; null counts as absent."""
-
-    model_config = ConfigDict(json_schema_extra={"examples": [INIT_EXAMPLE]})
 
     rollout_id: RolloutId
     server_url: ServerUrl = Field(

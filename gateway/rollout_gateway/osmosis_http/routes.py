@@ -19,15 +19,15 @@ from osmosis.rollout.v1.rollout_service_pb2 import (
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from rollout_gateway import openapi as shown
 from rollout_gateway.calls import Calls, Rollouts, unless_hung_up
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.json_body import read_body
 from rollout_gateway.key_check import STRANGER, KeyCheck
-from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE, InitBody, RolloutBody
+from rollout_gateway.osmosis_http.body import InitBody, RolloutBody
 from rollout_gateway.osmosis_http.conversion import FIELDS, init_fields, init_request, run_request
 from rollout_gateway.osmosis_http.outcome import rollout_response
 from rollout_gateway.osmosis_http.trace import read_trace
-from rollout_gateway.rest import openapi as shown
 from rollout_gateway.rest.proto_json import response_json
 from rollout_gateway.status import Fields, Problem, problem
 
@@ -50,8 +50,8 @@ _KEYED_HEALTH: Final[shown.Responses] = {
     401: shown.json_response("ErrorResponse", "This is not one of the server's keys."),
     404: shown.json_response("ErrorResponse", "The server demands no key."),
 }
-_BODY: Final = shown.raw_body(RolloutBody, {"example": EXAMPLE})
-_INIT_BODY: Final = shown.raw_body(InitBody, {"example": INIT_EXAMPLE})
+_BODY: Final = shown.raw_body(RolloutBody)
+_INIT_BODY: Final = shown.raw_body(InitBody)
 
 
 def synchronous_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:

@@ -7,7 +7,7 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import grpc
 import msgspec
@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Send
 
+from rollout_gateway import openapi as shown
 from rollout_gateway.calls import Rollouts, StreamEndedEarly, unless_hung_up
 from rollout_gateway.follow_rollout import PAUSES, Events, RolloutFollower
 from rollout_gateway.rest import enums
-from rollout_gateway.rest import openapi as shown
 from rollout_gateway.rest.proto_json import event_json
 from rollout_gateway.rest.request import wrong
 from rollout_gateway.rest.rollout_routes import Uid
@@ -55,51 +55,16 @@ class EventsQuery(BaseModel):
     detail: enums.Detail = "messages"
 
 
-_KINDS: Final = [kind.name for kind in event_pb2.RolloutEvent.DESCRIPTOR.oneofs_by_name["event"].fields]
-_EVENT: Final = shown.obj(
-    "What all events have, beside the fields of their kind.",
-    {
-        "sequence": shown.INTEGER,
-        "time": {"type": ["string", "null"], "format": "date-time"},
-        "event": shown.one_of(*_KINDS),
-        "turn": shown.INTEGER,
-        "segment_id": shown.TEXT,
-    },
-)
-_DATA: Final = {"type": "string", "contentMediaType": "application/json", "contentSchema": _EVENT}
-_ACCEPTED: Final = (
-    '{"sequence":1,"time":"2026-01-02T03:04:05.678901Z","event":"accepted","turn":0,"segment_id":"",'
-    '"messages":1,"agent":"calculator","agent_version":"1"}'
-)
-_STREAM: Final[dict[str, Any]] = {
-    "description": "The events, until the rollout has finished. `id` is the sequence, `event` the kind, `data` one JSON object.",
-    "content": {
-        "text/event-stream": {
-            # Of OpenAPI 3.2; in 3.1 nothing can be said of the items of a stream.
-            "itemSchema": shown.obj("An event.", {"event": shown.one_of(*_KINDS), "data": _DATA}, {"id": shown.TEXT}),
-            "example": f"retry: 1000\n\nid: 1\nevent: accepted\ndata: {_ACCEPTED}\n\n",
-        }
-    },
-}
-_RESUME_HEADER: Final = {
-    "name": LAST_EVENT_ID,
-    "in": "header",
-    "required": False,
-    "description": "The last event that was seen, as an EventSource sends it when it reconnects.",
-    "schema": {"type": "string", "pattern": "^[0-9]{1,20}$"},
-}
-
-
 def events_router(rollouts: Rollouts, patience: StreamLimits = StreamLimits()) -> APIRouter:
     """The route of the stream."""
     router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"], default_response_class=Response)
     responses = {
-        200: _STREAM,
+        200: shown.EVENT_STREAM,
         204: {"description": "The rollout has finished and its last event was seen: do not reconnect."},
         **shown.errors(404),
     }
 
-    @router.get("/{uid}/events", responses=responses, openapi_extra={"parameters": [_RESUME_HEADER]})
+    @router.get("/{uid}/events", responses=responses, openapi_extra=shown.header(LAST_EVENT_ID))
     async def watch_rollout(request: Request, uid: Uid, query: Annotated[EventsQuery, Query()]) -> Response:
         """Follows a rollout.
 

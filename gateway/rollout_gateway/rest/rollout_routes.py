@@ -9,12 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rollout_gateway import openapi as shown
 from rollout_gateway.calls import Rollouts, unless_hung_up
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.json_body import read_body
-from rollout_gateway.osmosis_http.body import QUESTION
 from rollout_gateway.rest import body, enums
-from rollout_gateway.rest import openapi as shown
 from rollout_gateway.rest.proto_json import duration, response_json
 from rollout_gateway.rest.request import IDEMPOTENCY_KEY, ListQuery, cancel_request, list_request, start_request, wrong
 
@@ -32,43 +31,6 @@ class GetQuery(BaseModel):
     wait: float = Field(0, ge=0, le=3600, description="Seconds; answers when it has finished, or then.")
 
 
-# Bodies that work as they stand, save for the addresses.
-_START_EXAMPLES: Final[dict[str, Any]] = {
-    "http": {
-        "summary": "A trainer that speaks HTTP and counts masks",
-        "value": {
-            "rollout_id": "step-7/prompt-3/0",
-            "request_id": "step-7/prompt-3/0",
-            "group_id": "step-7/prompt-3",
-            "messages": [QUESTION],
-            "completions": {"url": "http://localhost:9001", "bearer": "TRAINER_KEY"},
-            "sampling": {"temperature": 0.7, "max_tokens": 512, "logprobs": True},
-            "limits": {"turns": 8, "generated_tokens": 8192, "seconds": 300},
-            "tokenizer": {"name": "Qwen/Qwen3-8B"},
-            "metadata": {"ground_truth": "16"},
-            "labels": {"run": "first"},
-        },
-    },
-    "least": {
-        "summary": "As little as will do, for a trainer without masks",
-        "value": {"messages": [QUESTION], "completions": {"url": "http://localhost:9001", "dialect": "http_plain"}},
-    },
-}
-_CANCEL_EXAMPLES: Final[dict[str, Any]] = {
-    "group": {"summary": "All of a group", "value": {"group_id": "step-7/prompt-3", "reason": "one was good enough"}},
-    "waiting": {"summary": "All that wait", "value": {"states": ["queued"]}},
-    "all": {"summary": "All of yours", "value": {"all": True}},
-}
-_CANCEL_ONE_EXAMPLES: Final[dict[str, Any]] = {
-    "reason": {"summary": "With a reason", "value": {"reason": "not needed any more"}}
-}
-_IDEMPOTENCY: Final = {
-    "name": IDEMPOTENCY_KEY,
-    "in": "header",
-    "required": False,
-    "description": "The request id, where the body has none.",
-    "schema": {"type": "string", "maxLength": 256},
-}
 _LOCATION: Final = {"headers": {"Location": {"description": "The rollout's path.", "schema": shown.TEXT}}}
 _STARTED: Final[shown.Responses] = {
     200: shown.json_response("StartRolloutResponseModel", "A rollout was found under the request id.") | _LOCATION,
@@ -76,9 +38,9 @@ _STARTED: Final[shown.Responses] = {
     **shown.errors(404, 409),
 }
 _CANCELLED: Final[shown.Responses] = {200: shown.json_response("CancelRolloutsResponseModel"), **shown.errors(404)}
-_START: Final = shown.raw_body(body.StartRollout, {"examples": _START_EXAMPLES}) | {"parameters": [_IDEMPOTENCY]}
-_CANCEL: Final = shown.raw_body(body.CancelRollouts, {"examples": _CANCEL_EXAMPLES})
-_CANCEL_ONE: Final = shown.raw_body(body.CancelOne, {"examples": _CANCEL_ONE_EXAMPLES}, required=False)
+_START: Final = shown.raw_body(body.StartRollout) | shown.header(IDEMPOTENCY_KEY)
+_CANCEL: Final = shown.raw_body(body.CancelRollouts)
+_CANCEL_ONE: Final = shown.raw_body(body.CancelOne, required=False)
 
 
 async def _no_query(request: Request) -> None:

@@ -16,10 +16,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from rollout_gateway import openapi as shown
 from rollout_gateway.calls import Rollouts
 from rollout_gateway.http.request_boundary import HttpMetrics
 from rollout_gateway.key_check import KeyCheck
-from rollout_gateway.rest import openapi as shown
 from rollout_gateway.rest.proto_json import response_json
 from rollout_gateway.rest.rollout_routes import NO_QUERY
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 from rollout_gateway.json_body import InvalidBody, ParsedBody, read_body
-from rollout_gateway.osmosis_http.body import EXAMPLE, RolloutBody
+from rollout_gateway.openapi import EXAMPLE
+from rollout_gateway.osmosis_http.body import RolloutBody
 
 LIMIT = 1 << 20
 

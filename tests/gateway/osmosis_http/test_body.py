@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 from rollout_gateway.json_body import InvalidBody
-from rollout_gateway.osmosis_http.body import EXAMPLE
+from rollout_gateway.openapi import EXAMPLE
 
 from tests.gateway.osmosis_http.bodies import body, locations, parse, spliced
 from tests.support.transcripts import client_exchange, scenarios

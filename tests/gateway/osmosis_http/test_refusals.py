@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from rollout_gateway.http.request_boundary import RequestBoundary
-from rollout_gateway.osmosis_http.body import EXAMPLE
+from rollout_gateway.openapi import EXAMPLE
 from starlette.types import Receive, Scope, Send
 
 from tests.support.gateways import Gateway

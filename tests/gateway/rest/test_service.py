@@ -13,9 +13,11 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from osmosis.rollout.v1.event_pb2 import RolloutEvent
 from prometheus_client.parser import text_string_to_metric_families
 from rollout_gateway.app import create_app
 from rollout_gateway.http.request_boundary import RequestBoundary
+from rollout_gateway.osmosis_http.outcome import METRICS
 from rollout_gateway.settings import GatewaySettings
 from starlette.types import Receive, Scope, Send
 
@@ -268,8 +270,13 @@ async def test_the_description_is_whole(plain: Plain) -> None:
     secret = schemas["EndpointBody"]["properties"]["bearer"]
     assert (secret["writeOnly"], secret["format"]) == (True, "password")
     assert schemas["StartRollout"]["additionalProperties"] is False
+    assert schemas["RolloutResponse"]["properties"]["metrics"]["required"] == list(METRICS)
     operations = described["paths"]["/v1/rollouts"]
     assert {"200", "201", "401", "404", "409", "413", "422", "429", "503"} <= operations["post"]["responses"].keys()
+    stream = described["paths"]["/v1/rollouts/{uid}/events"]["get"]["responses"]["200"]["content"]["text/event-stream"]
+    kinds = [field.name for field in RolloutEvent.DESCRIPTOR.oneofs_by_name["event"].fields]
+    item = stream["itemSchema"]["properties"]
+    assert item["event"]["enum"] == item["data"]["contentSchema"]["properties"]["event"]["enum"] == kinds
     headers = described["paths"]["/v1/rollouts/{uid}/events"]["get"]["parameters"]
     assert "Last-Event-ID" in [each["name"] for each in headers]
     for path, methods in described["paths"].items():

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import httpx
-from rollout_gateway.osmosis_http.body import EXAMPLE, INIT_EXAMPLE
+from rollout_gateway.openapi import EXAMPLE, INIT_EXAMPLE
 
 from tests.hostile.attacks import attack
 from tests.hostile.target import NOWHERE, Target
