@@ -534,3 +534,33 @@ def test_a_message_in_another_spelling_is_seen_and_one_in_front_of_everything_is
     )
     turn = rendered(in_front, [ASKED, SAID, kind, MORE], 1)
     assert unseen_messages(turn, f"\nAnd twice that?{STOP}\nassistant:") == [2]
+
+
+@pytest.mark.parametrize("more", [[], [HEARD]])
+def test_the_stop_of_a_rewritten_message_is_not_that_of_the_answer(more: list[Fields]) -> None:
+    """Here an answer with calls is nothing but its end, which is no stop, and each result says how many calls there are."""
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        calls = sum("tool_calls" in message for message in messages)
+        texts = {"user": "hello", "tool": f"after {calls}"}
+        ended = (
+            texts.get(message["role"], "") + ("<call>" if "tool_calls" in message else STOP) for message in messages
+        )
+        roles = (message["role"] for message in messages)
+        text = "".join(f"{role}:{end}" for role, end in zip(roles, ended, strict=True))
+        return text + ("assistant:" if generation_prompt else "")
+
+    called = {"role": "assistant", "tool_calls": [call("{}")]}
+    assert environment(render, ASKED, called, HEARD, called, *more, first=4) is None
+
+
+@pytest.mark.parametrize("length", [6, 99])
+def test_no_place_where_the_head_quotes_what_stands_behind_an_empty_answer(length: int) -> None:
+    """Whether the mark is seen whole in the quotation, or only the beginning of it."""
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        answers = (message["content"] for message in messages if message["role"] == "assistant")
+        quoted = next(filter(None, answers), "")[:length]
+        return template(head=lambda _: f"({quoted}){STOP}")(messages, generation_prompt)
+
+    assert environment(render, ASKED, {**SAID, "content": ""}, {**SAID, "content": "And twice that?"}) is None

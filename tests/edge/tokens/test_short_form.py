@@ -85,6 +85,21 @@ def test_a_string_of_the_template_is_a_new_shape_in_each_role() -> None:
     assert due(proof, messages, switch, asked, asked) == [True, True, False]
 
 
+def test_strings_of_dropped_questions_count_in_the_order_in_which_they_came_last() -> None:
+    """A template may let the last one of several switches count, wherever in the conversation it is."""
+    for role in ("user", "system"):
+        proof, messages = ShortFormProof(Literals(frozenset({"/think", "/no_think"}))), [ASKED]
+        asked, loud, quiet = (
+            [SAID, {"role": role, "content": text}, ASKED] for text in ("Hello", "/think", "/no_think")
+        )
+        due(proof, messages, *[asked] * 3, *[quiet, asked, asked], *[loud, asked, asked])
+        due(proof, messages, quiet)
+        # Both words have been dropped before, but not in this order.
+        assert due(proof, messages, asked, asked) == [True, False]
+        due(proof, messages, loud)
+        assert due(proof, messages, asked, asked) == [False, False]
+
+
 def test_passing_a_number_of_the_template_is_a_new_shape() -> None:
     compared = due(ShortFormProof(Literals(numbers=(9, 20))), [ASKED], *[[CALLED, HEARD]] * 12)
     assert [turn for turn, each in enumerate(compared, 1) if each] == [1, 2, 4, 5, 10]  # at 9 messages, 11 and 21

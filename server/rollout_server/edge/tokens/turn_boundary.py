@@ -82,12 +82,9 @@ def environment_text(turn: RenderedTurn, stop: str, hint: str | None = None) -> 
     text = _behind_last_stop(turn, stop)
     if text is None or (end := len(turn.full) - len(text)) <= start:
         return None  # the stop of an earlier message: templates may leave an answer open where they close others
-    agreed = end == first and plain
-    if agreed and not rewritten:
+    if end == first and plain and not rewritten:
         return text
     said = _completion_end(turn, calls_only=not plain)
-    if agreed and said is None:
-        return text
     # What stands behind the completion may begin as the mark's own syntax does, so this place may be within its stop.
     closed = None if said is None else _first_stop(turn.full, stop, max(0, said - len(stop) + 1))
     return turn.full[closed:] if closed is not None and start < closed <= end else None
@@ -180,11 +177,13 @@ def _generation_prompt(turn: RenderedTurn, stop: str) -> str | None:
     if text is None:
         return None
     # It may be the stop of an earlier message: there are templates that close the last of all in another way.
-    end = len(turn.full) - len(text)
-    if (_try(turn.render, said[:-1], False) or "").startswith(turn.full[:end]):
+    before, end = _try(turn.render, said[:-1], False) or "", len(turn.full) - len(text)
+    if before.startswith(turn.full[:end]):
         return None
+    if turn.full.startswith(before):
+        return text
     said_end = _completion_end(turn, calls_only=False)
-    return None if said_end is not None and said_end > end else text
+    return text if said_end is not None and said_end <= end else None
 
 
 def _completion_end(turn: RenderedTurn, *, calls_only: bool) -> int | None:
