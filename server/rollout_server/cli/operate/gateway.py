@@ -12,6 +12,7 @@ from rollout_gateway.standalone_settings import Options, load_options, name_of
 
 from rollout_server.cli.errors import report_errors
 from rollout_server.cli.json_output import open_output
+from rollout_server.edge.grpc_loop import loop_factory, run_loop
 
 _REPEATED = {"servers": "--server"}
 
@@ -33,7 +34,8 @@ def gateway(as_json: bool = False, **flags: object) -> None:
         from rollout_server import logs
 
         logs.set_up(options.log_format, options.log_level)
-        main.run(options, lambda url, port: output.line(_serving_document(url, port, options)))
+        serving = main.serve(options, lambda url, port: output.line(_serving_document(url, port, options)))
+        run_loop(serving, loop_factory())
 
 
 def _serving_document(url: str, port: int, options: Options) -> dict[str, Any]:
