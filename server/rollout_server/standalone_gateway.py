@@ -1,5 +1,7 @@
 """The gateway as a process of its own, before one or several rollout servers."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import signal
@@ -12,12 +14,13 @@ from rollout_gateway.channel import open_channel
 from rollout_gateway.http.protocol import ConnectionLimits
 from rollout_gateway.http.serve import HttpListener, Listening
 from rollout_gateway.settings import GatewaySettings
-from rollout_gateway.standalone_settings import Options
+
+from rollout_server.settings.standalone_gateway import GatewayOptions
 
 _LOG = logging.getLogger(__name__)
 
 
-async def serve(options: Options, serving: Callable[[str, int], None]) -> None:
+async def serve(options: GatewayOptions, serving: Callable[[str, int], None]) -> None:
     """Serves until SIGTERM or Ctrl-C. `serving` is told the URL and the port once it does.
 
     Raises ValueError or OSError for addresses, files and ports that cannot be used.
@@ -55,7 +58,7 @@ async def serve(options: Options, serving: Callable[[str, int], None]) -> None:
         await http.stop()
 
 
-def _settings(options: Options) -> GatewaySettings:
+def _settings(options: GatewayOptions) -> GatewaySettings:
     return GatewaySettings(
         detach_grace_seconds=options.detach_grace_seconds,
         max_body_bytes=options.max_request_bytes,
@@ -65,7 +68,7 @@ def _settings(options: Options) -> GatewaySettings:
     )
 
 
-def _listening(options: Options) -> Listening:
+def _listening(options: GatewayOptions) -> Listening:
     tls = KeyPair.of(options.tls_cert, options.tls_key)
     limits = ConnectionLimits(connections=options.max_connections, body_seconds=options.request_seconds)
     return Listening(options.host, options.port, tls, options.client_ca, limits, options.drain_seconds)
