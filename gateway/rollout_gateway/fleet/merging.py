@@ -100,13 +100,11 @@ def summed(servers: Sequence[pb.GetServerInfoResponse]) -> pb.GetServerInfoRespo
     return total
 
 
-def united(servers: Iterable[pb.ListAgentsResponse]) -> pb.ListAgentsResponse:
+def united(servers: Sequence[pb.ListAgentsResponse]) -> pb.ListAgentsResponse:
     """The agents of all by name, each as the first server that has it tells; the first server's default is the default."""
     agents: dict[str, pb.Agent] = {}
-    for index, server in enumerate(servers):
+    for server in servers:
         for agent in server.agents:
-            if agent.name not in agents:
-                agents[agent.name] = pb.Agent()
-                agents[agent.name].CopyFrom(agent)
-                agents[agent.name].default = agent.default and not index
+            agent.default = agent.default and server is servers[0]
+            agents.setdefault(agent.name, agent)
     return pb.ListAgentsResponse(agents=[agents[name] for name in sorted(agents)])
