@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
-from rollout_gateway.standalone_settings import Options, name_of
 from rollout_server.settings import Settings, names_of
+from rollout_server.settings.standalone_gateway import GatewayOptions, name_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -30,7 +30,7 @@ def server() -> Iterator[str]:
 def gateway() -> Iterator[str]:
     """What `rollout gateway` reads."""
     yield from ("", "| setting | default | meaning |", "|---|---|---|")
-    yield from (_row(name_of(name), field) for name, field in Options.model_fields.items())
+    yield from (_row(name_of(name), field) for name, field in GatewayOptions.model_fields.items())
 
 
 def references() -> Iterator[str]:

@@ -96,6 +96,7 @@ ROOMS: dict[str, set[str]] = {
     "rollout_server.assembly": {ANYTHING},
     "rollout_server.network_exposure": {"rollout_server.edge.api_keys", "rollout_server.settings"},
     "rollout_server.embedded_gateway": {ANYTHING},
+    "rollout_server.standalone_gateway": {ANYTHING},
     "rollout_server.cli": {ANYTHING},
     # The public names, and `serve`, which goes to the composition root.
     "rollout_server": {*_AUTHORS, "rollout_server.app"},

@@ -3,20 +3,23 @@
 import logging
 import ssl
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class KeyPair:
+class KeyPair(NamedTuple):
     """A certificate with its chain, and its key without a passphrase; both in PEM."""
 
     cert: Path
     key: Path
+
+    @classmethod
+    def of(cls, cert: Path | None, key: Path | None) -> "KeyPair | None":
+        """Those of a setting that may be left out."""
+        return cls(cert, key) if cert is not None and key is not None else None
 
 
 def read(path: Path, what: str) -> bytes:
@@ -34,12 +37,10 @@ def load_pair(context: ssl.SSLContext, pair: KeyPair) -> None:
     try:
         # Without a password OpenSSL would ask for one on the terminal.
         context.load_cert_chain(pair.cert, pair.key, password="")
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
+    except OSError as error:
+        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
             raise ValueError(f"the key {pair.key} does not belong to the certificate {pair.cert}") from None
         raise ValueError(f"{pair.key} holds no key in PEM that can be read without a passphrase") from None
-    except OSError as error:
-        raise ValueError(f"{pair.cert} or {pair.key} cannot be read: {error.strerror}") from None
 
 
 def load_authorities(context: ssl.SSLContext, path: Path, what: str = "the authority's certificates") -> None:
@@ -64,18 +65,17 @@ class Reloaded(Generic[_T]):
         self._seen = self._stamp()
         self.value = make()
 
-    def look(self) -> bool:
-        """Looks at the files; whether there is a new value."""
+    def look(self) -> _T:
+        """The value that is in force after a look at the files."""
         seen, self._seen = self._seen, self._stamp()
-        if self._seen == seen:
-            return False
-        try:
-            self.value = self._make()
-        except ValueError as error:
-            _LOG.error("%s is kept: %s", self._what, error)
-            return False
-        _LOG.info("%s was replaced", self._what)
-        return True
+        if self._seen != seen:
+            try:
+                self.value = self._make()
+                _LOG.info("%s was replaced", self._what)
+            except ValueError as error:
+                # As text: who keeps the record would keep the frames of the error, and what they hold.
+                _LOG.error("%s is kept: %s", self._what, str(error))
+        return self.value
 
     def _stamp(self) -> list[tuple[int, int, int] | None]:
         # Links are followed: a mounted secret is a link that is put elsewhere.

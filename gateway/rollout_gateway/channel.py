@@ -8,10 +8,10 @@ import asyncio
 import re
 import ssl
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial, partialmethod
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, Final, Self
+from weakref import WeakSet
 
 import grpc
 
@@ -37,40 +37,23 @@ _OPTIONS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ChannelTls:
-    """TLS towards rollout servers. Without `ca` the system's authorities are trusted."""
-
-    ca: Path | None = None
-    #: The client certificate, for servers that demand one.
-    pair: KeyPair | None = None
-    #: The name that the server's certificate has to be for, where it is not the one in the address.
-    server_name: str = ""
-
-
 class ServerChannel(grpc.aio.Channel):
     """A channel to one server, which knows its address. `files` are those whose change `make` takes in."""
 
     def __init__(self, address: str, make: Callable[[], grpc.aio.Channel], files: Iterable[Path | None] = ()) -> None:
         self.address = address
-        self._follows_files = any(files)
-        self._current = Reloaded(files, lambda: _Generation(make()), f"the certificate towards {address}")
-        self._retired: dict[asyncio.Task[None], _Generation] = {}
+        self._current = Reloaded(files, make, f"the certificate towards {address}")
+        #: Those that were called; one that was replaced is in it as long as calls are under way on it.
+        self._called = WeakSet[grpc.aio.Channel]()
 
     def _multicallable(self, kind: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        if not self._follows_files:
-            return getattr(self._current.value.channel, kind)(method, *args, **kwargs)
-
         def call(*given: Any, **options: Any) -> Any:
-            before = self._current.value
-            if self._current.look():
-                closing = asyncio.ensure_future(before.close_when_idle())
-                self._retired[closing] = before
-                closing.add_done_callback(self._retired.pop)
-            generation = self._current.value
-            if method not in generation.methods:
-                generation.methods[method] = getattr(generation.channel, kind)(method, *args, **kwargs)
-            return generation.begin(generation.methods[method](*given, **options))
+            channel = self._current.look()
+            self._called.add(channel)
+            called = getattr(channel, kind)(method, *args, **kwargs)(*given, **options)
+            # A channel that nobody holds closes itself; gRPC drops the callback, and the channel with it, when the call has ended.
+            called.add_done_callback(lambda _, held=channel: None)
+            return called
 
         return call
 
@@ -82,20 +65,19 @@ class ServerChannel(grpc.aio.Channel):
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Whether the server is connected."""
-        return self._current.value.channel.get_state(try_to_connect)
+        return self._current.value.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
         """Waits until the state is another one."""
-        await self._current.value.channel.wait_for_state_change(last_observed_state)
+        await self._current.value.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
         """Waits until the server is connected."""
-        await self._current.value.channel.channel_ready()
+        await self._current.value.channel_ready()
 
     async def close(self, grace: float | None = None) -> None:
         """Closes it; calls may go on for `grace` seconds."""
-        generations = (self._current.value, *self._retired.values())
-        await asyncio.gather(*(each.channel.close(grace) for each in generations))
+        await asyncio.gather(*(each.close(grace) for each in {self._current.value, *self._called}))
 
     async def __aenter__(self) -> Self:
         """Nothing: it is open."""
@@ -106,44 +88,25 @@ class ServerChannel(grpc.aio.Channel):
         await self.close()
 
 
-class _Generation:
-    """A channel of gRPC's, and the calls that are under way on it."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.channel = channel
-        self.methods: dict[str, Any] = {}
-        self._calls: set[Any] = set()
-
-    def begin(self, call: Any) -> Any:
-        """Knows of a call until it has ended."""
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        return call
-
-    async def close_when_idle(self) -> None:
-        """Waits for the calls under way, then closes the channel."""
-        for call in list(self._calls):
-            await call.code()
-        await self.channel.close()
-
-
-def open_channel(address: str, tls: ChannelTls | None = None) -> ServerChannel:
+def open_channel(
+    address: str, ca: Path | None = None, pair: KeyPair | None = None, server_name: str = ""
+) -> ServerChannel:
     """A channel to the server at `host:port`, `grpc://host:port`, `grpcs://host:port` or `unix:PATH`.
 
-    grpcs is TLS and grpc is none; without a scheme it is TLS where `tls` is given. Connects with the first call. Raises
-    ValueError for another address, and for files that cannot be used.
+    grpcs is TLS and grpc is none; without a scheme it is TLS where something is given for it. Without `ca` the system's authorities
+    are trusted; `pair` is for servers that demand a certificate; `server_name` is the name in the server's certificate, where it is
+    not the one in the address. Connects with the first call. Raises ValueError for another address, and for files that cannot be
+    used.
     """
-    target, secure = _parsed(address, tls is not None)
+    target, secure = _parsed(address, any((ca, pair, server_name)))
     if not secure:
-        return ServerChannel(address, partial(grpc.aio.insecure_channel, target, list(_OPTIONS)))
-    chosen = tls or ChannelTls()
-    files = (chosen.ca, *((chosen.pair.cert, chosen.pair.key) if chosen.pair else ()))
-    return ServerChannel(address, partial(_secure, target, chosen), files)
+        return ServerChannel(address, lambda: grpc.aio.insecure_channel(target, _OPTIONS))
+    name = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
 
+    def make() -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(target, _credentials(ca, pair), (*_OPTIONS, *name))
 
-def _secure(target: str, tls: ChannelTls) -> grpc.aio.Channel:
-    name = [("grpc.ssl_target_name_override", tls.server_name)] if tls.server_name else []
-    return grpc.aio.secure_channel(target, _credentials(tls), [*_OPTIONS, *name])
+    return ServerChannel(address, make, (ca, *(pair or ())))
 
 
 def _parsed(address: str, secure: bool) -> tuple[str, bool]:
@@ -162,17 +125,15 @@ def _parsed(address: str, secure: bool) -> tuple[str, bool]:
     return f"{found['host']}:{found['port']}", found["scheme"] == "grpcs" if found["scheme"] else secure
 
 
-def _credentials(tls: ChannelTls) -> grpc.ChannelCredentials:
+def _credentials(ca: Path | None, pair: KeyPair | None) -> grpc.ChannelCredentials:
     # gRPC would say nothing about files that do not fit, and fail at every handshake.
     checked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    roots = _system_roots()
-    if tls.ca is not None:
-        load_authorities(checked, tls.ca)
-        roots = read(tls.ca, "the authority's certificates")
-    if tls.pair is None:
-        return grpc.ssl_channel_credentials(roots)
-    load_pair(checked, tls.pair)
-    return grpc.ssl_channel_credentials(roots, read(tls.pair.key, "the key"), read(tls.pair.cert, "the certificate"))
+    if ca is not None:
+        load_authorities(checked, ca)
+    if pair is not None:
+        load_pair(checked, pair)
+    roots = read(ca, "the authority's certificates") if ca is not None else _system_roots()
+    return grpc.ssl_channel_credentials(roots, *(read(path, "the client's pair") for path in reversed(pair or ())))
 
 
 def _system_roots() -> bytes | None:

@@ -33,7 +33,7 @@ from rollout_server.assembly import (
 )
 from rollout_server.edge.api_keys import Keyring
 from rollout_server.edge.grpc_channels import Channels
-from rollout_server.edge.grpc_loop import run_loop
+from rollout_server.edge.grpc_loop import loop_factory, run_loop
 from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.edge.metrics.server import serve_metrics
 from rollout_server.edge.rpc.server import RpcServer, RpcSettings, own_socket
@@ -196,16 +196,14 @@ class Server:
     async def _start_http(self, socket: Path, keys: Keyring) -> None:
         from rollout_gateway.certificate_files import KeyPair
         from rollout_gateway.http.protocol import ConnectionLimits
-        from rollout_gateway.http.serve import Listening, TlsFiles
+        from rollout_gateway.http.serve import Listening
         from rollout_gateway.settings import GatewaySettings
 
         from rollout_server.embedded_gateway import EmbeddedGateway  # a server without HTTP needs no FastAPI
 
         settings = self.settings
         is_open = keys.demands and not settings.synchronous_needs_key
-        tls = None
-        if settings.tls_cert is not None and settings.tls_key is not None:
-            tls = TlsFiles(KeyPair(settings.tls_cert, settings.tls_key), settings.tls_client_ca)
+        tls = KeyPair.of(settings.tls_cert, settings.tls_key)
         gateway = GatewaySettings(
             detach_grace_seconds=settings.detach_grace_seconds,
             max_body_bytes=settings.max_request_bytes,
@@ -213,7 +211,7 @@ class Server:
             synchronous_key=keys.anonymous_key() if is_open else "",
         )
         limits = ConnectionLimits(connections=settings.max_connections)
-        listening = Listening(settings.host, settings.http_port, tls, limits)
+        listening = Listening(settings.host, settings.http_port, tls, settings.tls_client_ca, limits)
         self._http = EmbeddedGateway(f"unix:{socket}", listening, gateway, self._metrics.exposition)
         self.http_port = await self._http.start()
         self._stack.push_async_callback(self._http.stop)
@@ -238,15 +236,6 @@ def serve_with(
     logs.set_up(chosen.log_format, chosen.log_level)
     sys.setswitchinterval(SWITCH_SECONDS)
     run_loop(_serve(agents, chosen, serving), loop_factory())
-
-
-def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    """uvloop's loop, where there is one."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.Loop
 
 
 async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[[Server], None] | None) -> None:

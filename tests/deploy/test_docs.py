@@ -14,9 +14,9 @@ from rollout_gateway.app import create_app
 from rollout_gateway.channel import open_channel
 from rollout_gateway.osmosis_http.outcome import rollout_response
 from rollout_gateway.settings import GatewaySettings
-from rollout_gateway.standalone_settings import Options, name_of
 from rollout_server.edge.metrics.families import WARNINGS
 from rollout_server.settings import Settings, names_of
+from rollout_server.settings.standalone_gateway import GatewayOptions, name_of
 
 from tests.deploy.files import DEPLOY, ROOT
 from tests.deploy.pages import said
@@ -25,7 +25,7 @@ from tests.support.processes import command, environment
 DOCS = ROOT / "docs"
 PAGES = ("deployment.md", "troubleshooting.md", "migrating.md", "masks.md")
 SETTINGS = {name for field in Settings.model_fields for name in names_of(field)}
-SETTINGS |= {name_of(field) for field in Options.model_fields} | {"MOCK_TRAINER_PORT"}
+SETTINGS |= {name_of(field) for field in GatewayOptions.model_fields} | {"MOCK_TRAINER_PORT"}
 UNREAD = {"ROLLOUT_DEBUG_DIR", "OSMOSIS_ROLLOUT_CLIENT_MAX_KEEPALIVE_CONNECTIONS"}
 """Settings of the references that docs/migrating.md says are not read here."""
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from rollout_gateway.standalone_settings import Options, name_of
 from rollout_server.settings import Settings, names_of
+from rollout_server.settings.standalone_gateway import GatewayOptions, name_of
 
 from tests.deploy.files import (
     BYTES,
@@ -50,7 +50,7 @@ AFTER_DRAIN = 20
 BESIDE_RECORDS = 2**30
 """Memory that a server needs beside finished rollouts: docs/deployment.md has what was measured."""
 SERVER_NAMES = {name for field in Settings.model_fields for name in names_of(field)}
-GATEWAY_NAMES = {name_of(field) for field in Options.model_fields}
+GATEWAY_NAMES = {name_of(field) for field in GatewayOptions.model_fields}
 TRAINER_NAMES = {"MOCK_TRAINER_PORT", "MOCK_TRAINER_API_KEY"}
 OURS = re.compile(r"\b(?:ROLLOUT|OSMOSIS|TOKENIZER|HTTP_CLIENT|MAX_CONCURRENT|MOCK_TRAINER)_[A-Z_]+\b")
 FILES = [DOCKERFILE, COMPOSE, *MANIFESTS, *UNITS, *ENVIRONMENTS, DEPLOY / "healthcheck.py", DEPLOY / "local.py"]
@@ -64,7 +64,7 @@ def test_every_setting_that_is_named_is_one(path: Path) -> None:
 
 def accepted(command: str, values: Mapping[str, str]) -> None:
     """`rollout config`, or what reads the gateway's settings, takes these values."""
-    gateway = "from rollout_gateway.standalone_settings import load_options; load_options()"
+    gateway = "from rollout_server.settings.standalone_gateway import load_options; load_options()"
     arguments = ["-c", gateway] if command == "gateway" else ["-m", "rollout_server.cli", "config"]
     done = subprocess.run(
         [sys.executable, *arguments], cwd=DEPLOY, env=clean(**values), capture_output=True, text=True, check=False
@@ -97,7 +97,7 @@ def test_settings_of_compose_are_accepted(name: str) -> None:
 
 def test_what_is_deployed_listens_on_all_its_addresses() -> None:
     """By default both listen on loopback, which nobody reaches in a container."""
-    assert Settings.model_fields["host"].default == Options.model_fields["host"].default == "127.0.0.1"
+    assert Settings.model_fields["host"].default == GatewayOptions.model_fields["host"].default == "127.0.0.1"
     hosts = {"server": "ROLLOUT_SERVER_HOST", "gateway": "ROLLOUT_GATEWAY_HOST"}
     for name, variable in hosts.items():
         assert f"{variable}=0.0.0.0" in DOCKERFILE.read_text()

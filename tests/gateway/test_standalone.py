@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_gateway.standalone_settings import WrongOptions, load_options
+from rollout_server.settings import WrongSettings
+from rollout_server.settings.standalone_gateway import load_options
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.gateway.fleet.fleets import FleetMember, fleets
@@ -264,13 +265,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("given", "complaint"), WRONG.values(), ids=WRONG.keys())
 def test_wrong_settings_are_told_by_their_names(given: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(WrongOptions) as caught:
+    with pytest.raises(WrongSettings) as caught:
         load_options(_env_file=None, **given)
     assert str(caught.value).startswith(complaint)
 
 
 def test_several_wrong_settings_are_all_told() -> None:
-    with pytest.raises(WrongOptions, match=r"ROLLOUT_GATEWAY_PORT: .*; ROLLOUT_MAX_METADATA_BYTES: "):
+    with pytest.raises(WrongSettings, match=r"ROLLOUT_GATEWAY_PORT: .*; ROLLOUT_MAX_METADATA_BYTES: "):
         load_options(_env_file=None, servers=A, port=-1, max_metadata_bytes="many")
 
 

@@ -24,7 +24,6 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1 import spec_pb2, trainer_service_pb2
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_gateway.http.serve import Listening
-from rollout_gateway.standalone_settings import Options
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.edge.api_keys import Keyring, new_key
@@ -34,6 +33,7 @@ from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, HttpSettings
 from rollout_server.network_exposure import authenticates_callers, log_exposure
 from rollout_server.settings import Settings
+from rollout_server.settings.standalone_gateway import GatewayOptions
 from yarl import URL
 
 from tests.support.bodies import TOKENIZER, body
@@ -406,7 +406,7 @@ async def test_a_trainer_that_has_answered_is_quoted_to_everybody() -> None:
 
 def test_every_listener_listens_on_loopback_unless_told_otherwise() -> None:
     assert Settings(_env_file=None).host == "127.0.0.1"
-    assert Options(_env_file=None, servers=("a:1",)).host == "127.0.0.1"  # type: ignore[call-arg]
+    assert GatewayOptions(_env_file=None, servers=("a:1",)).host == "127.0.0.1"  # type: ignore[call-arg]
     assert Listening().host == "127.0.0.1"
 
 

@@ -25,7 +25,12 @@ def is_lost(error: grpc.aio.AioRpcError) -> bool:
 
 def is_elsewhere(error: grpc.aio.AioRpcError) -> bool:
     """The server took nothing, and another one may: it drains, or lacks an agent that others have."""
-    return error.code() is _Code.NOT_FOUND or failure_of(error, "").reason == "DRAINING"
+    return is_missing(error) or failure_of(error, "").reason == "DRAINING"
+
+
+def is_missing(error: grpc.aio.AioRpcError) -> bool:
+    """The server does not have what it was asked for."""
+    return error.code() is _Code.NOT_FOUND
 
 
 def is_unsure(error: grpc.aio.AioRpcError) -> bool:

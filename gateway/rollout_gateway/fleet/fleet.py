@@ -6,6 +6,7 @@ duplicates meet, also through another gateway; `routing` has the rules.
 
 # ruff: noqa: N802 - methods are named as those of gRPC's stubs are.
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -17,10 +18,9 @@ from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 
 from rollout_gateway.calls import CallMetadata
 from rollout_gateway.channel import ServerChannel
-from rollout_gateway.fleet.errors import combined
 from rollout_gateway.fleet.members import CallContext, Member
 from rollout_gateway.fleet.merging import merged_page, summed, united
-from rollout_gateway.fleet.routing import Routing, call_all
+from rollout_gateway.fleet.routing import Routing
 
 if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 _SUMMARY_SECONDS: Final = 3.0
 _NOBODY: Final = "nobody can answer"
 _Answer = TypeVar("_Answer")
-_SomeCall = TypeVar("_SomeCall", bound="grpc.aio.UnaryStreamCall[Any, Any]")
+#: The first item, None where there is none, and the others.
+_Stream = tuple[Any, AsyncIterator[Any]]
 
 
 def stub_of(channels: Sequence[grpc.aio.Channel]) -> "RolloutServiceAsyncStub":
@@ -41,25 +42,30 @@ def stub_of(channels: Sequence[grpc.aio.Channel]) -> "RolloutServiceAsyncStub":
 
 
 class Relay:
-    """What routes use of a call with a stream of answers: its items, and `cancel`.
+    """What routes use of a call with a stream of answers: its items, and `cancel`. Raises grpc.aio.AioRpcError as a call does.
 
-    `items` is given the relay and begins calls through `begin`. Raises grpc.aio.AioRpcError as a call does.
+    `start` finds a server and has the relay `begin` the call there.
     """
 
-    def __init__(self, items: Callable[["Relay"], AsyncIterator[Any]]) -> None:
-        self._items = items(self)
+    def __init__(self, start: Callable[["Relay"], Awaitable[_Stream]]) -> None:
+        self._start = start
         self._call: grpc.aio.UnaryStreamCall[Any, Any] | None = None
         self._cancelled = False
 
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self._items
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        first, others = await self._start(self)
+        if first is not None:
+            yield first
+            async for item in others:
+                yield item
 
-    def begin(self, call: _SomeCall) -> _SomeCall:
-        """Makes a call the one that `cancel` ends."""
+    async def begin(self, call: "grpc.aio.UnaryStreamCall[Any, Any]") -> _Stream:
+        """Makes a call the one that `cancel` ends; its first item, None where there is none, and the others."""
         self._call = call
         if self._cancelled:
             call.cancel()
-        return call
+        items = aiter(call)
+        return await anext(items, None), items
 
     def cancel(self) -> bool:
         """Ends the call under way, and those that would follow. Does nothing once the stream has ended."""
@@ -72,7 +78,8 @@ def _rpc(method: Callable[["Fleet", Any, CallContext], _Answer]) -> Callable[...
 
     @wraps(method)
     def call(self: "Fleet", request: Message, *, metadata: CallMetadata = (), timeout: float | None = None) -> _Answer:
-        return method(self, request, CallContext.of(metadata, timeout))
+        ends = None if timeout is None else time.monotonic() + timeout
+        return method(self, request, CallContext(metadata or (), ends))
 
     return call
 
@@ -106,54 +113,41 @@ class Fleet:
     @_rpc
     async def StartRollout(self, request: pb.StartRolloutRequest, context: CallContext) -> pb.StartRolloutResponse:
         """Has one of the servers accept a rollout, or find it."""
-
-        async def start_on(member: Member) -> pb.StartRolloutResponse:
-            answer = await member.stub.StartRollout(request, **context.options())
-            self._routing.remember(answer.rollout.uid, member)
-            return answer
-
-        return await self._routing.offer(request, context, start_on)
+        member, answer = await self._routing.offer(
+            request, context, lambda each: each.call("StartRollout", request, context)
+        )
+        self._routing.remember(answer.rollout.uid, member)
+        return cast(pb.StartRolloutResponse, answer)
 
     @_rpc
     def RunRollout(self, request: pb.RunRolloutRequest, context: CallContext) -> Relay:
         """Has one of the servers accept a rollout, or find it, and streams its events."""
 
-        async def items(relay: Relay) -> AsyncIterator[pb.RunRolloutResponse]:
-            async def start_on(
-                member: Member,
-            ) -> tuple[list[pb.RunRolloutResponse], AsyncIterator[pb.RunRolloutResponse]]:
-                following = aiter(relay.begin(member.stub.RunRollout(request, **context.options())))
-                async for first in following:
-                    # It says that the rollout was taken.
-                    self._routing.remember(first.started.rollout.uid, member)
-                    return [first], following
-                return [], following
+        async def start(relay: Relay) -> _Stream:
+            member, (first, others) = await self._routing.offer(
+                request.start, context, lambda each: relay.begin(each.stub.RunRollout(request, **context.options()))
+            )
+            if first is not None:
+                # It says that the rollout was taken.
+                self._routing.remember(first.started.rollout.uid, member)
+            return first, others
 
-            begun, following = await self._routing.offer(request.start, context, start_on)
-            for item in begun:
-                yield item
-            async for item in following:
-                yield item
-
-        return Relay(items)
+        return Relay(start)
 
     @_rpc
     def WatchRollout(self, request: pb.WatchRolloutRequest, context: CallContext) -> Relay:
         """Streams a rollout's events."""
 
-        async def items(relay: Relay) -> AsyncIterator[pb.WatchRolloutResponse]:
+        async def start(relay: Relay) -> _Stream:
             member = await self._routing.owner(request.uid, context)
-            async for item in relay.begin(member.stub.WatchRollout(request, **context.options())):
-                yield item
+            return await relay.begin(member.stub.WatchRollout(request, **context.options()))
 
-        return Relay(items)
+        return Relay(start)
 
     @_rpc
     async def ListRollouts(self, request: pb.ListRolloutsRequest, context: CallContext) -> pb.ListRolloutsResponse:
         """Reads a page of the rollouts of all servers."""
-        # In an order that does not depend on who listed the servers, so that a page token fits any gateway before them.
-        members = sorted(self._routing.members, key=lambda member: member.address)
-        return await merged_page(members, request, context)
+        return await merged_page(self._routing, request, context)
 
     @_rpc
     async def CancelRollouts(
@@ -170,9 +164,8 @@ class Fleet:
                 parts[member] = pb.CancelRolloutsRequest()
                 parts[member].CopyFrom(request)
                 parts[member].selection.uids[:] = theirs
-        found, failures = await call_all("CancelRollouts", parts, context)
-        if failures:
-            raise self._failure(failures, context, "what they have was not asked to end")
+        consequence = "what they have was not asked to end"
+        found = await self._routing.call_all("CancelRollouts", parts, context, consequence)
         return pb.CancelRolloutsResponse(uids=[uid for answer in found.values() for uid in answer.uids])
 
     @_rpc
@@ -199,12 +192,4 @@ class Fleet:
     async def _some(self, rpc: str, request: Message, context: CallContext) -> Sequence[Any]:
         """What the servers answer that can be reached. Raises AioRpcError if there are none."""
         requests = dict.fromkeys(self._routing.members, request)
-        found, failures = await call_all(rpc, requests, context, _SUMMARY_SECONDS)
-        if not found:
-            raise self._failure(failures, context, _NOBODY)
-        return list(found.values())
-
-    def _failure(
-        self, failures: Sequence[grpc.aio.AioRpcError], context: CallContext, consequence: str
-    ) -> grpc.aio.AioRpcError:
-        return combined(failures, len(self._routing.members), consequence, over=context.over)
+        return [*(await self._routing.call_all(rpc, requests, context, _NOBODY, _SUMMARY_SECONDS)).values()]

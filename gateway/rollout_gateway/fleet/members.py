@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _READY: Final = grpc.ChannelConnectivity.READY
 _AWAY: Final = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
+_MOST_REMEMBERED: Final = 10_000
 _Key = TypeVar("_Key", bound=Hashable)
 
 #: What tells duplicates of a start: the completion URL and the request id.
@@ -33,11 +34,6 @@ class CallContext:
 
     metadata: tuple[tuple[str, str], ...]
     ends: float | None
-
-    @classmethod
-    def of(cls, metadata: tuple[tuple[str, str], ...] | None, timeout: float | None) -> "CallContext":
-        """That of a call that begins now; `timeout` in seconds."""
-        return cls(metadata or (), None if timeout is None else time.monotonic() + timeout)
 
     @property
     def over(self) -> bool:
@@ -87,16 +83,12 @@ class Member:
 
 
 class Recent(dict[_Key, Member]):
-    """Where something was seen; over `size` what was put first is forgotten."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self._size = size
+    """Where something was seen; of too many, what was put first is forgotten."""
 
     def __setitem__(self, key: _Key, member: Member) -> None:
         self.pop(key, None)
         super().__setitem__(key, member)
-        if len(self) > self._size:
+        if len(self) > _MOST_REMEMBERED:
             del self[next(iter(self))]
 
 

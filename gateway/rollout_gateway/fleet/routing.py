@@ -20,6 +20,7 @@ from rollout_gateway.fleet.errors import (
     combined,
     is_elsewhere,
     is_lost,
+    is_missing,
     is_unsure,
     too_late,
     unknown_rollout,
@@ -27,11 +28,9 @@ from rollout_gateway.fleet.errors import (
 )
 from rollout_gateway.fleet.members import CallContext, Member, Recent, StartKey, ranked, start_key
 
-_MOST_KNOWN: Final = 10_000
 _CONNECT_SECONDS: Final = 6.0
 _PART_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 10.0
-_ATTEMPTS: Final = 2
 _MAX_UIDS: Final = 1000
 _MAY_BE_THERE: Final = "the rollout may be there"
 _T = TypeVar("_T")
@@ -42,9 +41,9 @@ class Routing:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
-        self._servers: Recent[str] = Recent(_MOST_KNOWN)
+        self._servers: Recent[str] = Recent()
         # A duplicate of these must not go to the first server in its order, should that one be back.
-        self._strays: Recent[StartKey] = Recent(_MOST_KNOWN)
+        self._strays: Recent[StartKey | None] = Recent()
 
     def remember(self, uid: str, member: Member) -> None:
         """A rollout is there, and with it all that have its server's id."""
@@ -52,33 +51,32 @@ class Routing:
 
     async def offer(
         self, start: pb.StartRolloutRequest, context: CallContext, start_on: Callable[[Member], Awaitable[_T]]
-    ) -> _T:
-        """What the first server answers that takes the start. Raises AioRpcError."""
+    ) -> tuple[Member, _T]:
+        """The first server that takes the start, and what it answers. Raises AioRpcError."""
         key = start_key(start)
         order = ranked(self.members, key)
-        stray = self._strays.get(key) if key else None
-        refusal: grpc.aio.AioRpcError | None = None
-        away = 0
+        stray = self._strays.get(key)
+        refusals: list[grpc.aio.AioRpcError] = []
         for member in sorted(order, key=lambda each: each is not stray):
             try:
-                answer = await _taken(member, key is not None, context, start_on)
-            except _Away:
-                away += 1
+                answer = await _attempt(member, key is not None, context, start_on)
             except grpc.aio.AioRpcError as error:
                 if not is_elsewhere(error):
                     raise
-                if refusal is None or refusal.code() is grpc.StatusCode.NOT_FOUND:
-                    refusal = error
-            else:
-                if key and member is not order[0]:
-                    self._strays[key] = member
-                elif key:
-                    self._strays.pop(key, None)
-                return answer
+                refusals.append(error)
+                continue
+            if answer is None:
+                continue
+            self._strays.pop(key, None)
+            if key and member is not order[0]:
+                self._strays[key] = member
+            return member, answer
         if context.over:
             raise too_late()
-        if refusal is not None and (not away or refusal.code() is not grpc.StatusCode.NOT_FOUND):
-            raise refusal
+        away = len(order) - len(refusals)
+        for refusal in sorted(refusals, key=is_missing):
+            if not away or not is_missing(refusal):
+                raise refusal
         raise unreachable(away, len(order), "nothing was started")
 
     async def owner(self, uid: str, context: CallContext) -> Member:
@@ -97,9 +95,7 @@ class Routing:
         if len(owners) > 1:
             # Some may be forgotten; one server alone finds out by itself.
             look = pb.ListRolloutsRequest(selection=pb.Selection(uids=uids), page_size=_MAX_UIDS)
-            found, failures = await call_all("ListRollouts", dict.fromkeys(owners, look), context)
-            if failures:
-                raise combined(failures, len(self.members), _MAY_BE_THERE, over=context.over)
+            found = await self.call_all("ListRollouts", dict.fromkeys(owners, look), context, _MAY_BE_THERE)
             there = {rollout.uid for page in found.values() for rollout in page.rollouts}
             for uid in uids:
                 if uid not in there:
@@ -124,7 +120,7 @@ class Routing:
                 try:
                     return await answer
                 except grpc.aio.AioRpcError as error:
-                    if not is_unsure(error) and error.code() is not grpc.StatusCode.NOT_FOUND:
+                    if not is_unsure(error) and not is_missing(error):
                         raise
                     failures.append(error)
         finally:
@@ -134,22 +130,31 @@ class Routing:
         unsure = [error for error in failures if is_unsure(error)]
         raise combined(unsure, len(asking), consequence, over=context.over) if unsure else failures[0]
 
+    async def call_all(
+        self,
+        rpc: str,
+        requests: Mapping[Member, Message],
+        context: CallContext,
+        consequence: str,
+        most: float | None = None,
+    ) -> dict[Member, Any]:
+        """What servers answer that are called at once. Raises AioRpcError, of the first that refuses the request as such.
 
-async def call_all(
-    rpc: str, requests: Mapping[Member, Message], context: CallContext, most: float | None = None
-) -> tuple[dict[Member, Any], list[grpc.aio.AioRpcError]]:
-    """Calls servers at once: what they answered, and how calls failed that say nothing of the request.
-
-    Raises the AioRpcError of the first server that refuses the request as such.
-    """
-    calls = (member.call(rpc, request, context, most) for member, request in requests.items())
-    ended = dict(zip(requests, await asyncio.gather(*calls, return_exceptions=True), strict=True))
-    failures = [each for each in ended.values() if isinstance(each, grpc.aio.AioRpcError) and is_unsure(each)]
-    found = {member: each for member, each in ended.items() if each not in failures}
-    for each in found.values():
-        if isinstance(each, BaseException):
-            raise each
-    return found, failures
+        A server that says nothing fails the call; with `most`, in seconds, it does only if all the others say nothing by then.
+        """
+        calls = (member.call(rpc, request, context, most) for member, request in requests.items())
+        found: dict[Member, Any] = {}
+        failures: list[grpc.aio.AioRpcError] = []
+        for member, each in zip(requests, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(each, grpc.aio.AioRpcError) and is_unsure(each):
+                failures.append(each)
+            elif isinstance(each, BaseException):
+                raise each
+            else:
+                found[member] = each
+        if failures and (most is None or not found):
+            raise combined(failures, len(self.members), consequence, over=context.over)
+        return found
 
 
 def _server_id(uid: str) -> str:
@@ -157,21 +162,17 @@ def _server_id(uid: str) -> str:
     return uid.rpartition("-")[0] or uid
 
 
-class _Away(Exception):
-    """The server cannot be reached."""
-
-
-async def _taken(
+async def _attempt(
     member: Member, repeatable: bool, context: CallContext, start_on: Callable[[Member], Awaitable[_T]]
-) -> _T:
-    """What a server answers to a start. Raises _Away, and AioRpcError if it refuses, or may have taken it."""
-    attempt = 1
-    while await member.reached(context.seconds(_CONNECT_SECONDS)):
+) -> _T | None:
+    """What a server answers to a start; None: it is away. Raises AioRpcError if it refuses, or may have taken it."""
+    for is_last in (not repeatable, True):
+        if not await member.reached(context.seconds(_CONNECT_SECONDS)):
+            break
         try:
             return await start_on(member)
         except grpc.aio.AioRpcError as error:
-            if not is_lost(error) or not repeatable or attempt == _ATTEMPTS:
+            if is_last or not is_lost(error):
                 raise
             await member.parted(context.seconds(_PART_SECONDS))
-        attempt += 1
-    raise _Away
+    return None

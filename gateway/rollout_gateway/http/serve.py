@@ -21,20 +21,14 @@ _LOOK_SECONDS: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """What a port needs to speak TLS. With `client_ca` it serves only clients with a certificate of that authority."""
-
-    pair: KeyPair
-    client_ca: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Listening:
     """Where and how to listen. Port 0: any. Times in seconds."""
 
     host: str = "127.0.0.1"
     port: int = 9000
-    tls: TlsFiles | None = None
+    tls: KeyPair | None = None
+    #: With TLS: only clients with a certificate of this authority are served.
+    client_ca: Path | None = None
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     #: How long requests under way may go on once the listener is stopped.
     grace_seconds: float = 5.0
@@ -61,7 +55,7 @@ class HttpListener:
             timeout_keep_alive=listening.limits.idle_seconds,
         )
         config.load()
-        config.ssl = server_context(listening.tls) if listening.tls is not None else None
+        config.ssl = listening.tls and server_context(listening.tls, listening.client_ca)
         self._server = uvicorn.Server(config)
         self._server.lifespan = config.lifespan_class(config)
         self._ticking: asyncio.Task[None] | None = None
@@ -122,18 +116,16 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def server_context(files: TlsFiles) -> ssl.SSLContext:
+def server_context(pair: KeyPair, client_ca: Path | None = None) -> ssl.SSLContext:
     """The context of a listener, which follows its files. Raises ValueError, naming the file, where it cannot be made.
 
     A handshake looks up, at its beginning, the context that is then in force; so what is replaced is replaced at once and
     whole, and connections that are open go on with what they began with.
     """
-    paths = (files.pair.cert, files.pair.key, files.client_ca)
-    current = Reloaded(paths, lambda: _loaded(files), f"the certificate in {files.pair.cert}")
+    current = Reloaded((*pair, client_ca), partial(_loaded, pair, client_ca), f"the certificate in {pair.cert}")
 
     def choose(connection: ssl.SSLSocket | ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-        current.look()
-        connection.context = current.value
+        connection.context = current.look()
 
     context = current.value
     # Called for every handshake, also for those that name no server.
@@ -141,15 +133,15 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     return context
 
 
-def _loaded(files: TlsFiles) -> ssl.SSLContext:
+def _loaded(pair: KeyPair, client_ca: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     # Renegotiation costs the server far more than the client that asks for it.
     context.options |= ssl.OP_NO_RENEGOTIATION
-    load_pair(context, files.pair)
-    if files.client_ca is not None:
-        load_authorities(context, files.client_ca)
+    load_pair(context, pair)
+    if client_ca is not None:
+        load_authorities(context, client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
         # Who resumes a connection is not asked for a certificate again, so an authority that is no longer trusted would be for
         # two hours. TLS 1.2 resumes even so, from a cache of OpenSSL's that Python cannot turn off.

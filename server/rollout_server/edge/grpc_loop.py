@@ -29,3 +29,12 @@ def run_loop(main: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.Ab
             return await main
 
         return run(held(), loop_factory)
+
+
+def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    """uvloop's loop, where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.Loop

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
+from typing import Any, TypeVar
 
 from pydantic import AliasChoices, ValidationError
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rollout_server.settings.capacity import CapacitySettings
 from rollout_server.settings.security import SecuritySettings
@@ -15,7 +17,9 @@ from rollout_server.settings.tools import ToolSettings
 from rollout_server.settings.trainers import StreamSettings, TrainerSettings
 from rollout_server.settings.types import TOY
 
-__all__ = ["TOY", "Settings", "WrongSettings", "load", "names_of"]
+__all__ = ["TOY", "Settings", "WrongSettings", "load", "names_of", "read_settings"]
+
+_Kind = TypeVar("_Kind", bound=BaseSettings)
 
 
 class Settings(
@@ -47,21 +51,29 @@ def load(**flags: object) -> Settings:
     if unknown:
         like = get_close_matches(unknown[0], Settings.model_fields)
         raise WrongSettings(f"there is no setting {unknown[0]!r}" + (f"; is it {' or '.join(like)}?" if like else ""))
+    return read_settings(Settings, flags)
+
+
+def read_settings(kind: type[_Kind], flags: Mapping[str, Any]) -> _Kind:
+    """The settings of a kind, from flags by field name and the environment. Raises `WrongSettings`."""
     try:
-        return Settings(**flags)  # type: ignore[arg-type]
+        return kind(**flags)
     except ValidationError as error:
-        raise WrongSettings("; ".join(_error_text(e["loc"], e["msg"]) for e in error.errors())) from None
+        raise WrongSettings("; ".join(_error_text(kind, e["loc"], e["msg"]) for e in error.errors())) from None
 
 
-def names_of(field: str) -> list[str]:
+def names_of(field: str, kind: type[BaseSettings] = Settings) -> list[str]:
     """The environment names of a setting, ours first."""
-    alias = Settings.model_fields[field].validation_alias
+    alias = kind.model_fields[field].validation_alias
     return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [field.upper()]
 
 
-def _error_text(loc: tuple[int | str, ...], message: str) -> str:
-    name = str(loc[0]) if loc else ""
-    field = next((f for f in Settings.model_fields if name == f or name in names_of(f)), None)
-    names = names_of(field) if field is not None else [name]
+def _error_text(kind: type[BaseSettings], loc: tuple[int | str, ...], message: str) -> str:
+    text = message.removeprefix("Value error, ")
+    if not loc:
+        return text
+    name = str(loc[0])
+    field = next((f for f in kind.model_fields if name == f or name in names_of(f, kind)), None)
+    names = names_of(field, kind) if field is not None else [name]
     also = f" ({', '.join(names[1:])})" if names[1:] else ""
-    return f"{names[0]}{also}: {message.removeprefix('Value error, ')}"
+    return f"{names[0]}{also}: {text}"

@@ -14,7 +14,7 @@ import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
 from rollout_gateway.certificate_files import KeyPair
-from rollout_gateway.channel import ChannelTls, open_channel
+from rollout_gateway.channel import open_channel
 
 from tests.support.certificates import Authority, replace
 from tests.support.scripted_server import ScriptedServer
@@ -92,8 +92,10 @@ async def open_server() -> AsyncIterator[tuple[ScriptedServer, int]]:
         await server.stop(None)
 
 
-async def test_a_socket_is_called_without_tls_whatever_was_said(server: ScriptedServer, address: str) -> None:
-    async with open_channel(address, ChannelTls()) as channel:
+async def test_a_socket_is_called_without_tls_whatever_was_said(
+    server: ScriptedServer, address: str, tmp_path: Path
+) -> None:
+    async with open_channel(address, tmp_path / "ca") as channel:
         assert (await RolloutServiceStub(channel).GetServerInfo(INFO, timeout=10)).running == 3
 
 
@@ -102,17 +104,17 @@ async def test_tls_is_spoken_with_servers_of_the_authority(address: str, tmp_pat
     authority = Authority()
     async with secured(authority) as (_, port):
         place = address.format(f"localhost:{port}")
-        async with open_channel(place, ChannelTls(ca=authority.put_ca(tmp_path))) as trusting:
+        async with open_channel(place, authority.put_ca(tmp_path)) as trusting:
             assert (await RolloutServiceStub(trusting).GetServerInfo(INFO, timeout=10)).running == 3
-        for tls in (ChannelTls(ca=Authority().put_ca(tmp_path, "other")), ChannelTls()):
-            async with open_channel(place, tls) as distrusting:
+        for distrusted, ca in ((place, Authority().put_ca(tmp_path, "other")), (f"grpcs://localhost:{port}", None)):
+            async with open_channel(distrusted, ca) as distrusting:
                 assert (await refusal(RolloutServiceStub(distrusting).GetServerInfo(INFO))).code is Code.UNAVAILABLE
 
 
 async def test_a_scheme_goes_before_the_certificates(tmp_path: Path) -> None:
     authority = Authority()
     async with secured(authority) as (_, port):
-        async with open_channel(f"grpc://localhost:{port}", ChannelTls(ca=authority.put_ca(tmp_path))) as plain:
+        async with open_channel(f"grpc://localhost:{port}", authority.put_ca(tmp_path)) as plain:
             assert (await refusal(RolloutServiceStub(plain).GetServerInfo(INFO))).code is Code.UNAVAILABLE
         async with open_channel(f"localhost:{port}") as plain:
             assert (await refusal(RolloutServiceStub(plain).GetServerInfo(INFO))).code is Code.UNAVAILABLE
@@ -141,9 +143,9 @@ async def test_a_server_by_another_name_has_to_be_told(tmp_path: Path) -> None:
     authority = Authority()
     ca = authority.put_ca(tmp_path)
     async with secured(authority) as (_, port):
-        async with open_channel(f"127.0.0.1:{port}", ChannelTls(ca=ca)) as channel:
+        async with open_channel(f"127.0.0.1:{port}", ca) as channel:
             assert (await refusal(RolloutServiceStub(channel).GetServerInfo(INFO))).code is Code.UNAVAILABLE
-        async with open_channel(f"127.0.0.1:{port}", ChannelTls(ca=ca, server_name="localhost")) as channel:
+        async with open_channel(f"127.0.0.1:{port}", ca, server_name="localhost") as channel:
             assert (await RolloutServiceStub(channel).GetServerInfo(INFO, timeout=10)).running == 3
 
 
@@ -152,9 +154,9 @@ async def test_a_server_that_demands_a_certificate_is_shown_it(tmp_path: Path) -
     ca = authority.put_ca(tmp_path)
     async with secured(authority, clients) as (porter, port):
         for pair in (None, authority.put(tmp_path, "stranger")):
-            async with open_channel(f"localhost:{port}", ChannelTls(ca, pair)) as channel:
+            async with open_channel(f"localhost:{port}", ca, pair) as channel:
                 assert (await refusal(RolloutServiceStub(channel).GetServerInfo(INFO))).code is Code.UNAVAILABLE
-        async with open_channel(f"localhost:{port}", ChannelTls(ca, clients.put(tmp_path, "gateway"))) as channel:
+        async with open_channel(f"localhost:{port}", ca, clients.put(tmp_path, "gateway")) as channel:
             await RolloutServiceStub(channel).GetServerInfo(INFO, timeout=10)
     assert porter.names == ["gateway"]
 
@@ -165,12 +167,13 @@ async def test_a_client_certificate_is_replaced_while_a_call_goes_on(
     caplog.set_level(logging.INFO)
     authority, clients = Authority(), Authority()
     pair = clients.put(tmp_path, "gateway", common_name="old")
-    tls = ChannelTls(authority.put_ca(tmp_path), pair)
-    async with secured(authority, clients) as (porter, port), open_channel(f"localhost:{port}", tls) as channel:
+    ca = authority.put_ca(tmp_path)
+    async with secured(authority, clients) as (porter, port), open_channel(f"localhost:{port}", ca, pair) as channel:
         stub = RolloutServiceStub(channel)
         porter.go.clear()
         items = aiter(stub.RunRollout(pb.RunRolloutRequest()))
         await anext(items)
+        (old,) = (each._channel for each in channel._called)
         key = pair.key.read_bytes()
         pair.key.write_bytes(b"broken")
         while "is kept" not in caplog.text:
@@ -182,10 +185,11 @@ async def test_a_client_certificate_is_replaced_while_a_call_goes_on(
         while porter.names[-1] != "new":
             await stub.GetServerInfo(INFO, timeout=10)
         porter.go.set()
+        assert (len(channel._called), old.closed()) == (2, False)
         assert (await anext(items)).event.HasField("finished")
 
         async def old_one_is_closed() -> bool:
-            return not channel._retired
+            return len(channel._called) == 1 and old.closed()
 
         await until(old_one_is_closed)
 
@@ -193,7 +197,7 @@ async def test_a_client_certificate_is_replaced_while_a_call_goes_on(
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     authority = Authority()
     pair, nowhere = authority.put(tmp_path), tmp_path / "nowhere"
-    for tls in (ChannelTls(ca=nowhere), ChannelTls(pair=KeyPair(pair.cert, nowhere)), ChannelTls(ca=pair.key)):
+    for ca, shown in ((nowhere, None), (None, KeyPair(pair.cert, nowhere)), (pair.key, None)):
         with pytest.raises(ValueError, match=r"No such file|no certificate") as caught:
-            open_channel("h:1", tls)
+            open_channel("h:1", ca, shown)
         assert str(tmp_path) in str(caught.value)

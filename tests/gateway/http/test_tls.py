@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from rollout_gateway.app import create_app
 from rollout_gateway.certificate_files import KeyPair
 from rollout_gateway.channel import open_channel
-from rollout_gateway.http.serve import HttpListener, Listening, TlsFiles, server_context
+from rollout_gateway.http.serve import HttpListener, Listening, server_context
 from rollout_gateway.settings import GatewaySettings
 from rollout_server.embedded_gateway import EmbeddedGateway
 
@@ -31,10 +31,10 @@ def authority() -> Authority:
 
 
 @asynccontextmanager
-async def gateway(address: str, tls: TlsFiles) -> AsyncIterator[int]:
+async def gateway(address: str, tls: KeyPair, client_ca: Path | None = None) -> AsyncIterator[int]:
     """A gateway with TLS before the server at an address; yields its port."""
     async with open_channel(address) as channel:
-        listening = Listening("127.0.0.1", 0, tls, grace_seconds=0.5)
+        listening = Listening("127.0.0.1", 0, tls, client_ca, grace_seconds=0.5)
         listener = HttpListener(create_app(channel, GatewaySettings()), listening)
         try:
             yield await listener.start()
@@ -59,7 +59,7 @@ async def shown(port: int, context: ssl.SSLContext) -> str:
 async def test_requests_are_answered_over_tls_only(
     server: ScriptedServer, address: str, authority: Authority, tmp_path: Path
 ) -> None:
-    async with gateway(address, TlsFiles(authority.put(tmp_path))) as port:
+    async with gateway(address, authority.put(tmp_path)) as port:
         async with client(port, authority.client()) as trusting:
             assert (await trusting.get("/health")).status_code == 200
             assert (await trusting.post("/rollout", content=b"{}")).status_code == 422
@@ -76,7 +76,7 @@ async def test_requests_are_answered_over_tls_only(
 async def test_the_server_in_the_same_process_speaks_tls_too(
     server: ScriptedServer, address: str, authority: Authority, tmp_path: Path
 ) -> None:
-    listening = Listening("127.0.0.1", 0, TlsFiles(authority.put(tmp_path)))
+    listening = Listening("127.0.0.1", 0, authority.put(tmp_path))
     http = EmbeddedGateway(address, listening, GatewaySettings(), metrics=lambda: b"# of this process\n")
     port = await http.start()
     async with client(port, authority.client()) as trusting:
@@ -90,8 +90,8 @@ async def test_a_client_without_a_certificate_that_is_demanded_is_not_served(
     server: ScriptedServer, address: str, authority: Authority, tmp_path: Path, version: ssl.TLSVersion
 ) -> None:
     clients = Authority()
-    tls = TlsFiles(authority.put(tmp_path), clients.put_ca(tmp_path))
-    async with gateway(address, tls) as port:
+    tls = authority.put(tmp_path)
+    async with gateway(address, tls, clients.put_ca(tmp_path)) as port:
         for certificate_of in (None, authority):
             context = authority.client(certificate_of)
             context.maximum_version = version
@@ -106,7 +106,7 @@ async def test_a_client_without_a_certificate_that_is_demanded_is_not_served(
 
 
 def test_old_versions_and_renegotiation_are_off(authority: Authority, tmp_path: Path) -> None:
-    context = server_context(TlsFiles(authority.put(tmp_path)))
+    context = server_context(authority.put(tmp_path))
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
     assert context.options & ssl.OP_NO_RENEGOTIATION
 
@@ -114,7 +114,7 @@ def test_old_versions_and_renegotiation_are_off(authority: Authority, tmp_path: 
 async def test_a_certificate_is_replaced_and_no_request_is_lost(
     server: ScriptedServer, address: str, authority: Authority, tmp_path: Path
 ) -> None:
-    tls = TlsFiles(authority.put(tmp_path, common_name="generation-0"))
+    tls = authority.put(tmp_path, common_name="generation-0")
     context = authority.client()
     statuses: list[int] = []
     over = asyncio.Event()
@@ -145,7 +145,7 @@ async def test_a_mounted_secret_is_replaced_by_its_link(
         authority.put(tmp_path / name, common_name=name)
     link, mounted = tmp_path / "mounted", tmp_path / "mounted.next"
     link.symlink_to(tmp_path / "old")
-    tls = TlsFiles(KeyPair(link / "server.pem", link / "server.key"))
+    tls = KeyPair(link / "server.pem", link / "server.key")
     async with gateway(address, tls) as port:
         assert await shown(port, authority.client()) == "old"
         mounted.symlink_to(tmp_path / "new")
@@ -161,8 +161,8 @@ async def test_an_authority_that_is_replaced_no_longer_opens(
     server: ScriptedServer, address: str, authority: Authority, tmp_path: Path
 ) -> None:
     old, new = Authority(), Authority()
-    tls = TlsFiles(authority.put(tmp_path), old.put_ca(tmp_path))
-    async with gateway(address, tls) as port, client(port, authority.client(old)) as leaving:
+    tls = authority.put(tmp_path)
+    async with gateway(address, tls, old.put_ca(tmp_path)) as port, client(port, authority.client(old)) as leaving:
         assert (await leaving.get("/health")).status_code == 200
         new.put_ca(tmp_path)
         async with client(port, authority.client(new)) as coming:
@@ -194,7 +194,7 @@ async def test_a_broken_pair_leaves_the_old_one_in_force_and_tells_the_file(
     key = pair.key.read_bytes()
     other_key = authority.put(tmp_path, "other").key.read_bytes()
     async with AsyncExitStack() as stack:
-        port = await stack.enter_async_context(gateway(address, TlsFiles(pair)))
+        port = await stack.enter_async_context(gateway(address, pair))
         for content, complaint in (
             (other_key, "does not belong to"),
             (b"no key", "holds no key in PEM"),
@@ -226,19 +226,19 @@ def test_files_that_cannot_be_used_are_named(authority: Authority, tmp_path: Pat
     locked, nowhere, blank = tmp_path / "locked.key", tmp_path / "nowhere.pem", tmp_path / "blank.pem"
     locked.write_bytes(encrypted(pair.key))
     blank.write_bytes(b"\xff")
-    for files, path, complaint in (
-        (TlsFiles(KeyPair(nowhere, pair.key)), nowhere, "No such file"),
-        (TlsFiles(KeyPair(pair.cert, nowhere)), nowhere, "No such file"),
-        (TlsFiles(KeyPair(tmp_path, pair.key)), tmp_path, "Is a directory"),
-        (TlsFiles(KeyPair(blank, pair.key)), blank, "no certificate in PEM"),
-        (TlsFiles(KeyPair(pair.key, pair.key)), pair.key, "no certificate in PEM"),
-        (TlsFiles(KeyPair(pair.cert, pair.cert)), pair.cert, "no key in PEM"),
-        (TlsFiles(KeyPair(pair.cert, locked)), locked, "without a passphrase"),
-        (TlsFiles(KeyPair(pair.cert, other.key)), other.key, "does not belong to the certificate"),
-        (TlsFiles(pair, nowhere), nowhere, "No such file"),
-        (TlsFiles(pair, pair.key), pair.key, "no certificate in PEM"),
+    for files, ca, path, complaint in (
+        (KeyPair(nowhere, pair.key), None, nowhere, "No such file"),
+        (KeyPair(pair.cert, nowhere), None, nowhere, "No such file"),
+        (KeyPair(tmp_path, pair.key), None, tmp_path, "Is a directory"),
+        (KeyPair(blank, pair.key), None, blank, "no certificate in PEM"),
+        (KeyPair(pair.key, pair.key), None, pair.key, "no certificate in PEM"),
+        (KeyPair(pair.cert, pair.cert), None, pair.cert, "no key in PEM"),
+        (KeyPair(pair.cert, locked), None, locked, "without a passphrase"),
+        (KeyPair(pair.cert, other.key), None, other.key, "does not belong to the certificate"),
+        (pair, nowhere, nowhere, "No such file"),
+        (pair, pair.key, pair.key, "no certificate in PEM"),
     ):
         with pytest.raises(ValueError, match=complaint) as caught:
-            server_context(files)
+            server_context(files, ca)
         assert str(path) in str(caught.value)
         assert "PRIVATE KEY" not in str(caught.value)

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal, get_origin
 import typer
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
-from rollout_gateway.standalone_settings import Options, load_options, name_of
 
 from rollout_server.cli.errors import report_errors
 from rollout_server.cli.json_output import open_output
+from rollout_server.edge.grpc_loop import loop_factory, run_loop
+from rollout_server.settings.standalone_gateway import GatewayOptions, load_options, name_of
 
 _REPEATED = {"servers": "--server"}
 
@@ -28,21 +29,22 @@ def gateway(as_json: bool = False, **flags: object) -> None:
         values.setdefault("log_format", "json")
     with report_errors("gateway"), open_output(as_json=as_json) as output:
         options = load_options(**values)
-        from rollout_gateway import main  # gRPC takes its time
-
-        from rollout_server import logs
+        from rollout_server import logs, standalone_gateway  # gRPC takes its time
 
         logs.set_up(options.log_format, options.log_level)
-        main.run(options, lambda url, port: output.line(_serving_document(url, port, options)))
+        serving = standalone_gateway.serve(
+            options, lambda url, port: output.line(_serving_document(url, port, options))
+        )
+        run_loop(serving, loop_factory())
 
 
-def _serving_document(url: str, port: int, options: Options) -> dict[str, Any]:
+def _serving_document(url: str, port: int, options: GatewayOptions) -> dict[str, Any]:
     return {"serving": {"url": url, "port": port, "servers": list(options.servers)}}
 
 
 def _flags() -> inspect.Signature:
     """A flag for each setting that is no secret, for typer, which reads flags off a function's parameters."""
-    fields = {name: field for name, field in Options.model_fields.items() if field.annotation is not SecretStr}
+    fields = {name: field for name, field in GatewayOptions.model_fields.items() if field.annotation is not SecretStr}
     as_json = typer.Option("--json", help="A JSON object on a line once it serves; logs in JSON.")
     last = inspect.Parameter(
         "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, as_json]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
-from rollout_server.app import loop_factory
+from rollout_server.edge.grpc_loop import loop_factory
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings

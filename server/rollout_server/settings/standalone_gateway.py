@@ -1,17 +1,18 @@
 """Settings of a gateway that runs alone: from flags, the environment and `.env`, in this order.
 
-What a rollout server has too is named as it is there. Nothing slow is imported: the command line reads its flags from here.
+What a rollout server has too is named as it is there.
 """
+
+from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-
-class WrongOptions(ValueError):
-    """Settings that cannot be used; the text names each by its environment name."""
+from rollout_server.settings import names_of, read_settings
+from rollout_server.settings.types import env_names
 
 
 def _entries(value: object) -> object:
@@ -21,10 +22,10 @@ def _entries(value: object) -> object:
 
 def _setting(name: str, default: Any, description: str, **bounds: Any) -> Any:
     """A setting with its name in the environment."""
-    return Field(default, validation_alias=AliasChoices(name), description=description, **bounds)
+    return Field(default, validation_alias=env_names(name), description=description, **bounds)
 
 
-class Options(BaseSettings):
+class GatewayOptions(BaseSettings):
     """Everything that can be set."""
 
     model_config = SettingsConfigDict(env_file=".env", env_file_encoding="utf-8", extra="ignore", populate_by_name=True)
@@ -103,21 +104,11 @@ class Options(BaseSettings):
         return self
 
 
-def load_options(**flags: object) -> Options:
-    """The settings in force; flags by field name go first. Raises `WrongOptions`."""
-    try:
-        return Options(**flags)  # type: ignore[arg-type]
-    except ValidationError as error:
-        raise WrongOptions("; ".join(_error_text(each["loc"], each["msg"]) for each in error.errors())) from None
+def load_options(**flags: object) -> GatewayOptions:
+    """The settings in force; flags by field name go first. Raises `WrongSettings`."""
+    return read_settings(GatewayOptions, flags)
 
 
 def name_of(field: str) -> str:
     """The environment name of a setting."""
-    alias = Options.model_fields[field].validation_alias
-    return str(alias.choices[0]) if isinstance(alias, AliasChoices) else field.upper()
-
-
-def _error_text(loc: tuple[int | str, ...], message: str) -> str:
-    place = str(loc[0]) if loc else ""
-    message = message.removeprefix("Value error, ")
-    return f"{name_of(place) if place in Options.model_fields else place}: {message}" if place else message
+    return names_of(field, GatewayOptions)[0]
