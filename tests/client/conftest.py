@@ -13,11 +13,11 @@ from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.client.cutting import Line
 from tests.client.scripted import Stage, scripted
 from tests.support.agents import Gated, Measured
 from tests.support.calculator_tools import calculator_tools
 from tests.support.start_requests import settings
+from tests.support.tcp_proxy import TcpProxy
 
 QUICK = Retry(patience=20, first=0.01, longest=0.1)
 IMPATIENT = Retry(patience=0.25, first=0.01, longest=0.1)
@@ -67,14 +67,14 @@ async def world() -> AsyncIterator[ServerAndTrainer]:
 
 
 @pytest.fixture
-async def line(world: ServerAndTrainer) -> AsyncIterator[Line]:
+async def line(world: ServerAndTrainer) -> AsyncIterator[TcpProxy]:
     """A line to the server that a test may cut."""
-    async with Line(world.port) as line:
+    async with TcpProxy(world.port) as line:
         yield line
 
 
 @pytest.fixture
-async def far(line: Line) -> AsyncIterator[AsyncClient]:
+async def far(line: TcpProxy) -> AsyncIterator[AsyncClient]:
     """A client at the other end of the line."""
     async with AsyncClient(line.address, retry=QUICK) as client:
         yield client

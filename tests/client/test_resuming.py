@@ -11,10 +11,10 @@ from rollout_client import AsyncClient, Client, NotFinished, NotFound, Retry, Ro
 from rollout_server.app import Server
 
 from tests.client.conftest import CALCULATOR_EVENTS, IMPATIENT, QUICK, ServerAndTrainer
-from tests.client.cutting import Line
 from tests.client.scripted import UID, Held, Refusal, Stage, event, finished, ran, rollout, watched
 from tests.support.agents import Idle
 from tests.support.start_requests import settings
+from tests.support.tcp_proxy import TcpProxy
 
 ALL = list(range(1, CALCULATOR_EVENTS + 1))
 SLOW = Retry(patience=20, first=0.01, longest=5)
@@ -26,7 +26,7 @@ def sequences(events: list[RolloutEvent]) -> list[int]:
 
 async def bytes_of_a_run(world: ServerAndTrainer) -> int:
     """How many bytes a server sends for one run."""
-    async with Line(world.port, [10**9]) as line, AsyncClient(line.address) as client:
+    async with TcpProxy(world.port, [10**9]) as line, AsyncClient(line.address) as client:
         assert sequences([event async for event in client.run(**world.asked(), detail="messages")]) == ALL
         return line.forwarded
 
@@ -37,7 +37,7 @@ async def test_a_run_that_is_cut_at_any_byte(world: ServerAndTrainer, client: As
 
     async def one(budget: int) -> int:
         name = f"r/{budget}"
-        async with Line(world.port, [budget]) as line, AsyncClient(line.address, retry=QUICK) as far:
+        async with TcpProxy(world.port, [budget]) as line, AsyncClient(line.address, retry=QUICK) as far:
             run = far.run(**world.asked(rollout_id=name, request_id=name), detail="messages")
             assert sequences([event async for event in run]) == ALL
             assert [each.uid async for each in client.list(rollout_id=name)] == [run.uid]
@@ -51,12 +51,12 @@ async def test_a_run_that_is_cut_at_any_byte(world: ServerAndTrainer, client: As
 
 async def test_a_connection_that_carries_a_few_bytes_only(world: ServerAndTrainer) -> None:
     """Each connection brings one event or two, then it breaks."""
-    async with Line(world.port, [900] * 30) as line, AsyncClient(line.address, retry=QUICK) as far:
+    async with TcpProxy(world.port, [900] * 30) as line, AsyncClient(line.address, retry=QUICK) as far:
         assert sequences([event async for event in far.run(**world.asked())]) == ALL
         assert line.connections > 3
 
 
-async def test_a_watch_that_is_cut_after_every_event(world: ServerAndTrainer, line: Line, far: AsyncClient) -> None:
+async def test_a_watch_that_is_cut_after_every_event(world: ServerAndTrainer, line: TcpProxy, far: AsyncClient) -> None:
     uid = (await far.start(**world.asked(agent="measured", metadata={"notes": 8}))).uid
     watching = far.watch(uid)
     seen = []
@@ -68,7 +68,7 @@ async def test_a_watch_that_is_cut_after_every_event(world: ServerAndTrainer, li
     assert line.connections >= 9  # the last two events come together
 
 
-async def test_a_thread_that_is_cut_after_every_event(world: ServerAndTrainer, line: Line) -> None:
+async def test_a_thread_that_is_cut_after_every_event(world: ServerAndTrainer, line: TcpProxy) -> None:
     loop = asyncio.get_running_loop()
 
     def play() -> list[int]:
@@ -92,26 +92,26 @@ async def test_a_thread_that_is_cut_at_any_byte(world: ServerAndTrainer) -> None
             return sequences(list(far.run(**world.asked(rollout_id=name), detail="messages")))
 
     for budget in range(50, 9 * whole // 10, whole // 12):
-        async with Line(world.port, [budget]) as line:
+        async with TcpProxy(world.port, [budget]) as line:
             assert await asyncio.to_thread(play, line.address, f"r/{budget}") == ALL
             assert line.connections == 2
 
 
 async def test_a_start_whose_reply_is_lost_gives_one_rollout(world: ServerAndTrainer, client: AsyncClient) -> None:
-    async with Line(world.port, [10**9]) as line, AsyncClient(line.address) as far:
+    async with TcpProxy(world.port, [10**9]) as line, AsyncClient(line.address) as far:
         await far.start(**world.asked())
         whole = line.forwarded
     attached = 0
     for budget in range(1, whole, max(1, whole // 25)):
         name = f"r/{budget}"
-        async with Line(world.port, [budget]) as line, AsyncClient(line.address, retry=QUICK) as far:
+        async with TcpProxy(world.port, [budget]) as line, AsyncClient(line.address, retry=QUICK) as far:
             started = await far.start(**world.asked(rollout_id=name, agent="gated"))
             assert [each.uid async for each in client.list(rollout_id=name)] == [started.uid]
             attached += started.attached
     assert attached > 0  # else no reply was lost
 
 
-async def test_a_wait_that_is_cut(world: ServerAndTrainer, line: Line, far: AsyncClient) -> None:
+async def test_a_wait_that_is_cut(world: ServerAndTrainer, line: TcpProxy, far: AsyncClient) -> None:
     uid = (await far.start(**world.asked(agent="gated"))).uid
     waiting = asyncio.create_task(far.wait(uid))
     for _ in range(3):
@@ -122,7 +122,7 @@ async def test_a_wait_that_is_cut(world: ServerAndTrainer, line: Line, far: Asyn
     assert line.connections > 2
 
 
-async def test_the_server_is_away_for_a_while(world: ServerAndTrainer, line: Line, far: AsyncClient) -> None:
+async def test_the_server_is_away_for_a_while(world: ServerAndTrainer, line: TcpProxy, far: AsyncClient) -> None:
     uid = (await far.start(**world.asked(agent="gated"))).uid
     watching = far.watch(uid)
     first = await anext(watching)
@@ -138,7 +138,7 @@ async def test_the_server_is_away_for_a_while(world: ServerAndTrainer, line: Lin
     assert (await waiting).uid == (await asking).uid == uid
 
 
-async def test_a_server_that_stays_away_is_given_up(world: ServerAndTrainer, line: Line) -> None:
+async def test_a_server_that_stays_away_is_given_up(world: ServerAndTrainer, line: TcpProxy) -> None:
     async with AsyncClient(line.address, retry=IMPATIENT) as far:
         uid = (await far.start(**world.asked(agent="gated"))).uid
         watching = far.watch(uid)
@@ -156,7 +156,7 @@ async def test_a_server_that_stays_away_is_given_up(world: ServerAndTrainer, lin
 
 
 async def test_a_server_that_forgot_the_rollout_says_so_and_starts_no_other(world: ServerAndTrainer) -> None:
-    async with Line(world.port) as line, AsyncClient(line.address, retry=SLOW) as far:
+    async with TcpProxy(world.port) as line, AsyncClient(line.address, retry=SLOW) as far:
         run = far.run(**world.asked(agent="gated", request_id="one"))
         await anext(run)
         async with Server([Idle()], settings()) as another:

@@ -20,7 +20,6 @@ from rollout_server.settings.standalone_gateway import load_options
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.gateway.fleet.fleets import FleetMember, fleets
-from tests.gateway.wires import wire
 from tests.support.bodies import body, rpc
 from tests.support.certificates import Authority
 from tests.support.gated_model import GatedModel
@@ -29,6 +28,7 @@ from tests.support.gateways import http_client
 from tests.support.processes import Serving, command, serve
 from tests.support.server_client import until
 from tests.support.start_requests import NOWHERE
+from tests.support.tcp_proxy import TcpProxy
 from tests.system.test_shutdown import taken
 
 
@@ -80,7 +80,7 @@ async def world(tmp_path: Path, grace: str) -> AsyncIterator[StandaloneGateway]:
         inside, outside, gate = Authority(), Authority(), GatedModel()
         server = await stack.enter_async_context(serve(cwd=tmp_path))
         # The server's TLS ends here, so that this is a test of the gateway's.
-        there = await stack.enter_async_context(wire(server.grpc_port, inside.server()))
+        there = await stack.enter_async_context(TcpProxy(server.grpc_port, tls=inside.server()))
         pair = outside.put(tmp_path)
         arguments = [
             "--server",
@@ -135,7 +135,7 @@ async def asked(tmp_path: Path) -> AsyncIterator[Asked]:
     async with fleets(1) as there:
         (place,) = there.places
         async with (
-            alone("--server", place.wire.address, cwd=tmp_path) as gateway,
+            alone("--server", place.proxy.address, cwd=tmp_path) as gateway,
             http_client(gateway.url, timeout=60) as client,
         ):
             asking = asyncio.create_task(client.post("/rollout", json=body("r1", NOWHERE)))
@@ -181,7 +181,7 @@ async def test_the_second_signal_ends_them(tmp_path: Path) -> None:
 async def test_requests_that_outlast_the_drain_are_told_so(tmp_path: Path) -> None:
     async with fleets(1) as there:
         (place,) = there.places
-        settings = {"ROLLOUT_SERVERS": place.wire.address, "ROLLOUT_DRAIN_SECONDS": "0.2"}
+        settings = {"ROLLOUT_SERVERS": place.proxy.address, "ROLLOUT_DRAIN_SECONDS": "0.2"}
         async with (
             alone(cwd=tmp_path, **settings) as gateway,
             http_client(gateway.url, timeout=30) as client,
@@ -216,7 +216,7 @@ def plain(number: int) -> dict[str, Any]:
 
 async def test_several_servers_are_one_api(tmp_path: Path) -> None:
     async with fleets(3) as there:
-        servers = ", ".join(place.wire.address for place in there.places)
+        servers = ", ".join(place.proxy.address for place in there.places)
         async with (
             alone(cwd=tmp_path, ROLLOUT_SERVERS=servers) as gateway,
             http_client(gateway.url, timeout=30) as client,
@@ -232,7 +232,7 @@ async def test_several_servers_are_one_api(tmp_path: Path) -> None:
                 query = {"page_size": 4, "page_token": page["next_page_token"]} if page["next_page_token"] else {}
             assert sorted(listed) == sorted(rollout.uid for _, rollout in await there.all())
             assert (await client.get(f"/v1/rollouts/{listed[3]}")).json()["uid"] == listed[3]
-            await there.places[0].wire.cut()
+            await there.places[0].proxy.down()
             away = {rollout.uid for rollout in await there.places[0].rollouts()}
             found = [(await client.get(f"/v1/rollouts/{uid}")).status_code for uid in listed]
             assert found == [503 if uid in away else 200 for uid in listed]

@@ -17,8 +17,8 @@ from rollout_client.trainer import Generated, Prompt, SamplingParams, Serving, T
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 
-from tests.client.cutting import Line
 from tests.support.start_requests import settings
+from tests.support.tcp_proxy import TcpProxy
 from tests.support.toy_model import CALL, END, ToyModel, by_turns, decode, encode, until
 
 QUESTION = "Please calculate 5 plus 3."
@@ -172,7 +172,7 @@ async def test_a_connection_that_breaks_harms_nothing(address: str) -> None:
     with socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    async with Line(port) as line:
+    async with TcpProxy(port) as line:
         model = ToyModel()
         begun = 0
 

@@ -15,12 +15,12 @@ from osmosis.rollout.v1 import rollout_service_pb2 as rs
 from rollout_client import AsyncClient, NotPossible, Retry, RolloutError, TooLarge, Unavailable
 from rollout_client.trainer import Finished, Generated, Group, RecordMismatch, Trainer, TryAgainLater, parsers
 
-from tests.client.cutting import Line
 from tests.client.trainer.asker import Asker
 from tests.client.trainer.host import Host, Hosted, Rejected, hosting
 from tests.client.trainer.test_outcomes import delivered
 from tests.client.trainer.test_turns import PROMPT, RESULT
 from tests.support.severed_connection import Cut, SeveredLine
+from tests.support.tcp_proxy import TcpProxy
 from tests.support.toy_model import END, ToyModel, decode, until
 
 SOON = Retry(first=0.005, longest=0.02)
@@ -133,7 +133,7 @@ async def test_a_generation_outlives_the_connection_it_was_asked_over() -> None:
     model, host = ToyModel(gate=asyncio.Event()), Host(two_turns)
     async with (
         hosting(host) as port,
-        Line(port) as line,
+        TcpProxy(port) as line,
         client_of(line.address) as client,
         trainer_of(client, model) as trainer,
     ):
@@ -162,7 +162,7 @@ async def test_a_trainer_that_lost_its_stream_looks_for_outcomes_and_fails_the_o
     host.play = play
     async with (
         hosting(host) as port,
-        Line(port) as line,
+        TcpProxy(port) as line,
         client_of(line.address) as client,
         trainer_of(client, model) as trainer,
     ):
@@ -185,7 +185,7 @@ async def test_a_server_that_is_gone_for_too_long_is_told() -> None:
     hasty = Retry(patience=0.05, first=0.005, longest=0.01)
     async with (
         hosting(Host(two_turns, grace=0.05)) as port,
-        Line(port) as line,
+        TcpProxy(port) as line,
         client_of(line.address, retry=hasty) as client,
         trainer_of(client, model) as trainer,
     ):

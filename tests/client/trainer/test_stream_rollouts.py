@@ -13,9 +13,9 @@ from rollout_server import Agent, Run
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 
-from tests.client.cutting import Line
 from tests.support.severed_connection import Cut, SeveredLine
 from tests.support.start_requests import settings
+from tests.support.tcp_proxy import TcpProxy
 from tests.support.toy_model import CALL, END, ToyModel, by_turns, decode, encode, until
 
 SOON = Retry(first=0.005, longest=0.02)
@@ -151,7 +151,7 @@ async def test_a_stream_that_stayed_away_is_lost_alone() -> None:
     held, free = ToyModel(SAYS, gate=asyncio.Event()), ToyModel(SAYS)
     async with (
         Server([Calculator()], settings(stream_grace_seconds=0.05)) as server,
-        Line(server.grpc_port) as line,
+        TcpProxy(server.grpc_port) as line,
         AsyncClient(line.address, retry=SOON) as far,
         AsyncClient(f"127.0.0.1:{server.grpc_port}") as near,
         trainer_of(far, held) as away,

@@ -13,10 +13,10 @@ from osmosis.rollout.v1 import outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.app import Server
 
-from tests.edge.rpc.cutting import Line
 from tests.support.agents import Gated, Idle
 from tests.support.server_client import CHANNEL_OPTIONS, DETAILS, Caller, first, refusal, settled, until
 from tests.support.start_requests import metadata, seconds, settings, start
+from tests.support.tcp_proxy import TcpProxy
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 GARBAGE = {
@@ -74,7 +74,7 @@ async def test_clients_that_vanish_are_detached_and_leave_no_tasks(caller: Calle
     before = await warm(caller)
     uids: list[str] = []
     async with (
-        Line(caller.server.grpc_port) as line,
+        TcpProxy(caller.server.grpc_port) as line,
         grpc.aio.insecure_channel(line.address, options=CHANNEL_OPTIONS) as channel,
     ):
         far = Caller(caller.server, channel)

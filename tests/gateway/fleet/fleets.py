@@ -11,9 +11,9 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_gateway.channel import open_channel
 from rollout_gateway.fleet.fleet import Fleet
 
-from tests.gateway.wires import Wire, wire
 from tests.support.agents import Gated, Idle
 from tests.support.server_client import Caller, serving
+from tests.support.tcp_proxy import TcpProxy
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class FleetMember:
     """A server, a channel of the test's own to it, and the wire by which others reach it."""
 
     caller: Caller
-    wire: Wire
+    proxy: TcpProxy
     gated: Gated
 
     async def rollouts(self) -> Sequence[pb.Rollout]:
@@ -41,7 +41,7 @@ class Fleets:
 
     async def another(self) -> Fleet:
         """Another gateway's fleet before the same servers, told of them in another order."""
-        return await _fleet(self.stack, [place.wire.address for place in reversed(self.places)])
+        return await _fleet(self.stack, [place.proxy.address for place in reversed(self.places)])
 
     async def all(self) -> Sequence[tuple[FleetMember, pb.Rollout]]:
         """Everything that runs or ran, with its place."""
@@ -49,7 +49,7 @@ class Fleets:
 
     def at(self, address: str) -> FleetMember:
         """The place with this address."""
-        (found,) = [place for place in self.places if place.wire.address == address]
+        (found,) = [place for place in self.places if place.proxy.address == address]
         return found
 
 
@@ -66,5 +66,7 @@ async def fleets(count: int = 3, **settings: Any) -> AsyncIterator[Fleets]:
         for _ in range(count):
             gated = Gated()
             caller = await stack.enter_async_context(serving(gated, Idle(), **settings))
-            places.append(FleetMember(caller, await stack.enter_async_context(wire(caller.server.grpc_port)), gated))
-        yield Fleets(places, await _fleet(stack, [place.wire.address for place in places]), stack)
+            places.append(
+                FleetMember(caller, await stack.enter_async_context(TcpProxy(caller.server.grpc_port)), gated)
+            )
+        yield Fleets(places, await _fleet(stack, [place.proxy.address for place in places]), stack)

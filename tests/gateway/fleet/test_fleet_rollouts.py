@@ -98,7 +98,7 @@ async def test_a_rollout_that_is_nowhere_is_not_found(world: Fleets) -> None:
 
 async def test_while_a_server_is_away_nothing_is_said_not_to_exist(world: Fleets) -> None:
     uids = await one_on_each(world)
-    await world.places[1].wire.cut()
+    await world.places[1].proxy.down()
     for uid in (uids[0], uids[2]):
         assert (await world.fleet.GetRollout(pb.GetRolloutRequest(uid=uid))).rollout.uid == uid
     for uid in (uids[1], "nowhere"):
@@ -163,7 +163,7 @@ async def test_a_servers_other_rollouts_are_found_by_its_id(world: Fleets) -> No
     assert len({uid.rpartition("-")[0] for uid in uids + others}) == len(uids)
     for uid in uids:
         await world.fleet.GetRollout(pb.GetRolloutRequest(uid=uid))
-    await world.places[1].wire.cut()
+    await world.places[1].proxy.down()
     for uid in (others[0], others[2]):
         assert (await world.fleet.GetRollout(pb.GetRolloutRequest(uid=uid))).rollout.uid == uid
         forgotten = pb.GetRolloutRequest(uid=uid[:-1] + "x")
@@ -192,7 +192,7 @@ async def test_an_empty_selection_cancels_nothing(world: Fleets) -> None:
 
 async def test_a_cancel_that_did_not_reach_everybody_says_so(world: Fleets) -> None:
     uids = await one_on_each(world)
-    await world.places[2].wire.cut()
+    await world.places[2].proxy.down()
     everything = pb.CancelRolloutsRequest(selection=pb.Selection(all=True))
     refused = await refusal(world.fleet.CancelRollouts(everything))
     assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "SERVER_UNREACHABLE")
@@ -330,7 +330,7 @@ async def test_a_list_is_whole_or_none(world: Fleets) -> None:
     for _ in range(4):
         await one_on_each(world)
     page = await world.fleet.ListRollouts(pb.ListRolloutsRequest(page_size=3))
-    await world.places[0].wire.cut()
+    await world.places[0].proxy.down()
     for token in ("", page.next_page_token):
         refused = await refusal(world.fleet.ListRollouts(pb.ListRolloutsRequest(page_size=3, page_token=token)))
         assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "SERVER_UNREACHABLE")
@@ -361,13 +361,13 @@ async def test_they_drain_if_all_of_them_do(world: Fleets) -> None:
 
 async def test_who_is_left_speaks_for_all(world: Fleets) -> None:
     for place in world.places[:2]:
-        await place.wire.cut()
+        await place.proxy.down()
     info = await world.fleet.GetServerInfo(pb.GetServerInfoRequest())
     assert info.max_running == world.places[2].caller.server.settings.max_running
     assert len((await world.fleet.ListAgents(pb.ListAgentsRequest())).agents) == 2
     await world.fleet.ListTools(pb.ListToolsRequest())
     assert (await refusal(world.fleet.ListTools(pb.ListToolsRequest(agent="none")))).code is Code.UNAVAILABLE
-    await world.places[2].wire.cut()
+    await world.places[2].proxy.down()
     for call in (
         world.fleet.GetServerInfo(pb.GetServerInfoRequest()),
         world.fleet.ListAgents(pb.ListAgentsRequest()),

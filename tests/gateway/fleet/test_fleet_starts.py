@@ -29,7 +29,7 @@ async def world() -> AsyncIterator[Fleets]:
 
 def first_for(world: Fleets, request_id: str) -> FleetMember:
     """The server to which a start belongs."""
-    members = [Member(open_channel(place.wire.address)) for place in world.places]
+    members = [Member(open_channel(place.proxy.address)) for place in world.places]
     url = start(request_id).spec.completions.url
     return world.at(ranked(members, (url, request_id))[0].address)
 
@@ -41,17 +41,17 @@ async def test_duplicates_meet_through_any_gateway(world: Fleets) -> None:
     assert len({answer.rollout.uid for answer in answers}) == len(ids)
     assert sum(answer.attached for answer in answers) == len(ids)
     assert {answer.rollout.uid for answer in answers} == {rollout.uid for _, rollout in await world.all()}
-    assert len({place.wire.address for place, _ in await world.all()}) > 1
+    assert len({place.proxy.address for place, _ in await world.all()}) > 1
 
 
 async def test_starts_without_an_id_are_spread_and_never_meet(world: Fleets) -> None:
     answers = await asyncio.gather(*(world.fleet.StartRollout(start()) for _ in range(24)))
     assert len({answer.rollout.uid for answer in answers}) == 24
-    assert len({place.wire.address for place, _ in await world.all()}) == 3
+    assert len({place.proxy.address for place, _ in await world.all()}) == 3
 
 
 async def test_a_server_less_moves_only_its_own_starts(world: Fleets) -> None:
-    members = [Member(open_channel(place.wire.address)) for place in world.places]
+    members = [Member(open_channel(place.proxy.address)) for place in world.places]
     for number in range(50):
         key = ("http://trainer", str(number))
         order = ranked(members, key)
@@ -62,9 +62,9 @@ async def test_a_server_less_moves_only_its_own_starts(world: Fleets) -> None:
 
 async def test_a_server_that_is_away_is_passed_over_and_the_duplicate_follows(world: Fleets) -> None:
     first = first_for(world, "id")
-    await first.wire.cut()
+    await first.proxy.down()
     taken = await world.fleet.StartRollout(start("id"))
-    await first.wire.mend()
+    await first.proxy.mend()
     await connected(world.fleet, first)
     again = await world.fleet.StartRollout(start("id"))
     assert (again.rollout.uid, again.attached) == (taken.rollout.uid, True)
@@ -73,7 +73,7 @@ async def test_a_server_that_is_away_is_passed_over_and_the_duplicate_follows(wo
 
 async def connected(fleet: Fleet, place: FleetMember) -> None:
     """Waits until the fleet reaches a server again."""
-    (member,) = [each for each in fleet._routing.members if each.address == place.wire.address]
+    (member,) = [each for each in fleet._routing.members if each.address == place.proxy.address]
 
     async def is_reached() -> bool:
         return await member.reached(1)
@@ -83,7 +83,7 @@ async def connected(fleet: Fleet, place: FleetMember) -> None:
 
 async def test_all_servers_away_is_unavailable_and_says_so(world: Fleets) -> None:
     for place in world.places:
-        await place.wire.cut()
+        await place.proxy.down()
     refused = await refusal(world.fleet.StartRollout(start("id")))
     assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "SERVER_UNREACHABLE")
     assert refused.text.startswith("3 of 3 rollout servers cannot be reached")
@@ -120,9 +120,9 @@ async def test_all_servers_draining_is_what_one_of_them_says(world: Fleets) -> N
 async def test_a_lost_answer_starts_nothing_twice(world: Fleets) -> None:
     first = first_for(world, "id")
     await connected(world.fleet, first)
-    first.wire.lose_an_answer()
+    first.proxy.lose_an_answer()
     answer = await world.fleet.StartRollout(start("id"))
-    assert first.wire.connections == 2
+    assert first.proxy.connections == 2
     assert [rollout.uid for _, rollout in await world.all()] == [answer.rollout.uid]
     assert [rollout.uid for rollout in await first.rollouts()] == [answer.rollout.uid]
 
@@ -132,7 +132,7 @@ async def test_answers_lost_one_after_the_other_start_nothing_twice(world: Fleet
     for id_ in ids:
         first = first_for(world, id_)
         await connected(world.fleet, first)
-        first.wire.lose_an_answer()
+        first.proxy.lose_an_answer()
         await world.fleet.StartRollout(start(id_))
     assert len({rollout.uid for _, rollout in await world.all()}) == len(ids)
 
@@ -140,7 +140,7 @@ async def test_answers_lost_one_after_the_other_start_nothing_twice(world: Fleet
 async def test_a_lost_answer_without_an_id_is_not_asked_for_again(world: Fleets) -> None:
     for place in world.places:
         await connected(world.fleet, place)
-        place.wire.lose_an_answer()
+        place.proxy.lose_an_answer()
     refused = await refusal(world.fleet.StartRollout(start()))
     assert refused.code is Code.UNAVAILABLE
     assert len(await world.all()) <= 1
@@ -148,7 +148,7 @@ async def test_a_lost_answer_without_an_id_is_not_asked_for_again(world: Fleets)
 
 async def test_a_run_is_streamed_from_the_server_that_took_it(world: Fleets) -> None:
     first = first_for(world, "id")
-    await first.wire.cut()
+    await first.proxy.down()
     call = world.fleet.RunRollout(pb.RunRolloutRequest(start=start("id"), detail=event_pb2.EVENT_DETAIL_BASIC))
     items = aiter(call)
     started = (await anext(items)).started
@@ -196,7 +196,7 @@ async def test_a_deadline_holds_for_all_attempts(world: Fleets) -> None:
 
 async def test_a_call_without_answer_hears_of_its_deadline(world: Fleets) -> None:
     for place in world.places:
-        await place.wire.cut()
+        await place.proxy.down()
     refused = await refusal(world.fleet.GetServerInfo(pb.GetServerInfoRequest(), timeout=-1.0))
     assert refused.code is Code.DEADLINE_EXCEEDED
 

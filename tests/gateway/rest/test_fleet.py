@@ -51,10 +51,10 @@ class Fronted:
 
 @pytest.fixture
 async def fronted() -> AsyncIterator[Fronted]:
-    """Three servers behind wires."""
+    """Three servers behind proxies."""
     async with AsyncExitStack() as stack:
         world = await stack.enter_async_context(fleets(3))
-        channels = [await stack.enter_async_context(open_channel(place.wire.address)) for place in world.places]
+        channels = [await stack.enter_async_context(open_channel(place.proxy.address)) for place in world.places]
         host, port = await stack.enter_async_context(listening(create_app(channels)))
         client = http_client(f"http://{host}:{port}")
         yield Fronted(world.places, await stack.enter_async_context(client), host, port)
@@ -86,8 +86,8 @@ async def test_a_stream_outlives_the_connection_to_its_server(fronted: Fronted) 
         frame = await anext(frames)
         seen += [frame.json] if frame.is_event else []
     for place in fronted.places:
-        await place.wire.cut()
-        await place.wire.mend()
+        await place.proxy.down()
+        await place.proxy.mend()
         place.gated.gate.set()
     seen += [frame.json async for frame in frames if frame.is_event]
     assert stream.ended

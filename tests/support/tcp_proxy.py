@@ -1,31 +1,39 @@
-"""A line to a server that breaks: after so many bytes of the server's, or when a test says so. Real sockets."""
+"""A TCP proxy that breaks connections: after so many bytes of the server's, or when a test says so."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections import deque
 from collections.abc import Iterable
 from typing import Self
 
+# More than what HTTP/2 says by itself, and less than any request for a rollout.
+_PING = 100
 
-class Line:
+
+class TcpProxy:
     """Forwards connections to a port. Each lets through as many of the server's bytes as its budget says, then it is cut.
 
     Args:
         port: of the server, on this machine.
         budgets: of the first connections; those after them let everything through.
+        tls: spoken with clients.
     """
 
-    def __init__(self, port: int, budgets: Iterable[int] = ()) -> None:
+    def __init__(self, port: int, budgets: Iterable[int] = (), tls: ssl.SSLContext | None = None) -> None:
         self.connections = 0
         self.forwarded = 0
         self._to = port
         self._budgets = deque(budgets)
+        self._tls = tls
+        # Bytes of clients since an answer was to be lost; None: none is.
+        self._asked: int | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self._port = 0
+        self.port = 0
 
     async def __aenter__(self) -> Self:
         await self.mend()
@@ -38,7 +46,7 @@ class Line:
     @property
     def address(self) -> str:
         """Where clients connect."""
-        return f"127.0.0.1:{self._port}"
+        return f"127.0.0.1:{self.port}"
 
     def cut(self) -> None:
         """Cuts all connections, on both sides; others may follow."""
@@ -59,8 +67,12 @@ class Line:
 
     async def mend(self) -> None:
         """Takes connections (again)."""
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self._port)
-        self._port = self._server.sockets[0].getsockname()[1]
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, ssl=self._tls)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def lose_an_answer(self) -> None:
+        """Passes on what is asked next, and breaks the connection on which it is answered instead of passing the answer on."""
+        self._asked = 0
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -72,13 +84,15 @@ class Line:
             return
         self._writers |= {writer, far_writer}
         for pump in (self._there(reader, far_writer), self._back(far_reader, writer, far_writer, budget)):
-            task = asyncio.create_task(pump, name="line")
+            task = asyncio.create_task(pump, name="proxy")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _there(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(65536):
+                if self._asked is not None:
+                    self._asked += len(piece)
                 writer.write(piece)
                 await writer.drain()
         writer.close()
@@ -92,6 +106,11 @@ class Line:
     ) -> None:
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(65536 if budget is None else budget):
+                if self._asked is not None and self._asked > _PING:
+                    self._asked = None
+                    far_writer.transport.abort()
+                    writer.transport.abort()
+                    return
                 self.forwarded += len(piece)
                 writer.write(piece)
                 await writer.drain()
