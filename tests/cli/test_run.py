@@ -22,7 +22,7 @@ from rollout_server.testing.script import Script, ScriptedReply
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.cli.conftest import Invoke, complaint, document
-from tests.support.engine_model import ToyModel
+from tests.support.engine_model import EngineModel
 from tests.support.engines import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
 
 BROKEN = """from rollout_server import Agent
@@ -226,7 +226,7 @@ def test_a_model_is_asked_where_there_is_one(
 def test_an_engine_is_asked_by_its_models_name(
     project: Path, invoke: Invoke, elsewhere: Callable[[Any], None], dialect: str, kind: type[Engine]
 ) -> None:
-    engine = kind(ToyModel(["It is 3."]))
+    engine = kind(EngineModel(["It is 3."]))
     elsewhere(serving(engine))
     named = ("--model-url", f"{engine.url}/v1", "--dialect", dialect, "--model", engine.model_name)
     told = invoke("run", "agent.py", "--prompt", "hi", *named, "--temperature", "0.5", "--max-tokens", "64", "--json")

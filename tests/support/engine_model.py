@@ -37,7 +37,7 @@ def toy() -> Any:
 
 
 @dataclass
-class ToyModel:
+class EngineModel:
     """Says one text of `says` after the other, the last one for ever.
 
     `odd`: it samples a token for each character, as no tokenizer would write the text. `aborts`: so many generations are broken off

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.support.engine_model import Generated, TooLong, ToyModel, calls_of
+from tests.support.engine_model import EngineModel, Generated, TooLong, calls_of
 
 MODEL = "toy-model"
 Handler = Callable[[web.Request], Awaitable[web.Response]]
@@ -24,7 +24,7 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 class Engine:
     """What was asked, and how it is answered. `first` come before the engine's own answers, one for each request."""
 
-    model: ToyModel
+    model: EngineModel
     url: str = ""
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)

@@ -9,7 +9,7 @@ import pytest
 from rollout_client import AsyncClient, samples
 
 from tests.edge.engine.rolling import SQUEEZED, check_once, check_whole, roll, warned
-from tests.support.engine_model import ToyModel
+from tests.support.engine_model import EngineModel
 from tests.support.engines import Engine, SglangEngine, VllmEngine, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -23,9 +23,9 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
 async def test_each_conversation_is_a_sample_of_its_own(
-    client: AsyncClient, kind: Callable[[ToyModel], Engine], mode: dict[str, Any]
+    client: AsyncClient, kind: Callable[[EngineModel], Engine], mode: dict[str, Any]
 ) -> None:
-    engine = kind(ToyModel(["Well.", "On.", "Or.", SQUEEZED]))
+    engine = kind(EngineModel(["Well.", "On.", "Or.", SQUEEZED]))
     async with serving(engine):
         outcome = await roll(client, engine, agent="parts", **mode)
     assert (outcome.stop.reason, warned(outcome)) == ("stop", [])
@@ -45,13 +45,13 @@ async def test_each_conversation_is_a_sample_of_its_own(
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
 @pytest.mark.parametrize("squeezed", [False, True], ids=["exact", "drifting"])
 async def test_each_answer_trains_once_in_a_tree_of_branches(
-    client: AsyncClient, kind: Callable[[ToyModel], Engine], mode: dict[str, Any], squeezed: bool
+    client: AsyncClient, kind: Callable[[EngineModel], Engine], mode: dict[str, Any], squeezed: bool
 ) -> None:
     """Where an engine renders, what it keeps of a call is not what was sampled: whoever goes on from it begins a segment anew."""
     texts = [f"Answer {n}." for n in range(10)]
     if squeezed:
         texts[1] = texts[3] = SQUEEZED
-    engine = kind(ToyModel(texts))
+    engine = kind(EngineModel(texts))
     async with serving(engine):
         outcome = await roll(client, engine, agent="tree", **mode)
     assert (outcome.failure.message, outcome.stop.reason, len(engine.model.seen)) == ("", "stop", 10)

@@ -14,10 +14,10 @@ from osmosis.rollout.v1 import outcome_pb2
 from rollout_client import AsyncClient, samples
 
 from tests.edge.engine.rolling import CALL, DONE, check_whole, only, roll, target, warned
-from tests.support.engine_model import ToyModel
+from tests.support.engine_model import EngineModel
 from tests.support.engines import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
 
-Kind = Callable[[ToyModel], Engine]
+Kind = Callable[[EngineModel], Engine]
 Answer = dict[str, Any]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 both = pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
@@ -64,7 +64,7 @@ MALFORMED: dict[str, tuple[Callable[[Answer], None], str]] = {
 async def test_malformed_answers_name_the_field(
     client: AsyncClient, kind: Kind, spoil: Callable[[Answer], None], named: str
 ) -> None:
-    engine = kind(ToyModel([CALL, DONE]))
+    engine = kind(EngineModel([CALL, DONE]))
     engine.spoil = lambda answer: spoil(answer) if len(engine.model.seen) == 2 else None
     async with serving(engine):
         outcome = await roll(client, engine)
@@ -88,7 +88,7 @@ SHORT: dict[str, Callable[[Answer], None]] = {
 async def test_logprobs_that_do_not_fit_are_left_out_with_a_warning(
     client: AsyncClient, kind: Kind, spoil: Callable[[Answer], None]
 ) -> None:
-    engine = kind(ToyModel([DONE]))
+    engine = kind(EngineModel([DONE]))
     engine.spoil = spoil
     async with serving(engine):
         outcome = await roll(client, engine)
@@ -99,7 +99,7 @@ async def test_logprobs_that_do_not_fit_are_left_out_with_a_warning(
 
 
 async def test_logprobs_of_other_ids_are_not_taken_for_those_of_the_answer(client: AsyncClient) -> None:
-    engine = SglangEngine(ToyModel([DONE]))
+    engine = SglangEngine(EngineModel([DONE]))
 
     def spoil(answer: Answer) -> None:
         answer["choices"][0]["meta_info"]["output_token_logprobs"].reverse()
@@ -112,7 +112,7 @@ async def test_logprobs_of_other_ids_are_not_taken_for_those_of_the_answer(clien
 
 @both
 async def test_an_engine_that_is_too_old_is_told_which_version_it_takes(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel([CALL, DONE]))
+    engine = kind(EngineModel([CALL, DONE]))
 
     def spoil(answer: Answer) -> None:
         answer.pop("prompt_token_ids", None)
@@ -129,7 +129,7 @@ async def test_an_engine_that_is_too_old_is_told_which_version_it_takes(client: 
 
 @both
 async def test_ids_that_no_tokenizer_has_break_nothing(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel([CALL, DONE]))
+    engine = kind(EngineModel([CALL, DONE]))
 
     def spoil(answer: Answer) -> None:
         told = answer["choices"][0] if kind is SglangEngine else answer
@@ -143,7 +143,7 @@ async def test_ids_that_no_tokenizer_has_break_nothing(client: AsyncClient, kind
 
 
 async def test_a_huge_answer_is_given_up(client: AsyncClient) -> None:
-    engine = VllmEngine(ToyModel([DONE]))
+    engine = VllmEngine(EngineModel([DONE]))
     engine.spoil = whole(more="x" * (65 * 2**20))
     async with serving(engine):
         outcome = await roll(client, engine)
@@ -152,7 +152,7 @@ async def test_a_huge_answer_is_given_up(client: AsyncClient) -> None:
 
 
 async def test_an_error_that_calls_itself_an_answer(client: AsyncClient) -> None:
-    engine = OpenaiEngine(ToyModel([DONE]))
+    engine = OpenaiEngine(EngineModel([DONE]))
     engine.first = [web.json_response({"error": {"message": "Overloaded, says hush-hush"}})]
     async with serving(engine):
         outcome = await roll(client, engine, credentials={"completions_bearer": "hush-hush"})
@@ -161,7 +161,7 @@ async def test_an_error_that_calls_itself_an_answer(client: AsyncClient) -> None
 
 
 async def test_an_answer_that_is_no_json(client: AsyncClient) -> None:
-    engine = VllmEngine(ToyModel([DONE]))
+    engine = VllmEngine(EngineModel([DONE]))
     engine.first = [web.Response(text="<html>")]
     async with serving(engine):
         outcome = await roll(client, engine)
@@ -171,7 +171,7 @@ async def test_an_answer_that_is_no_json(client: AsyncClient) -> None:
 
 @every
 async def test_a_conversation_that_does_not_fit_ends_with_the_engines_words(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel([CALL, DONE]))
+    engine = kind(EngineModel([CALL, DONE]))
     async with serving(engine):
         whole_turn = await roll(client, engine)
         assert whole_turn.stop.reason == "stop"
@@ -186,7 +186,7 @@ async def test_a_conversation_that_does_not_fit_ends_with_the_engines_words(clie
 
 
 async def test_an_unknown_model_names_where_its_name_stands(client: AsyncClient) -> None:
-    engine = VllmEngine(ToyModel([DONE]))
+    engine = VllmEngine(EngineModel([DONE]))
     async with serving(engine):
         outcome = await roll(client, engine, completions=target(engine, model="other"))
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_ENGINE_CLIENT
@@ -195,7 +195,7 @@ async def test_an_unknown_model_names_where_its_name_stands(client: AsyncClient)
 
 
 async def test_a_refused_key_is_not_repeated(client: AsyncClient) -> None:
-    engine = OpenaiEngine(ToyModel([DONE]))
+    engine = OpenaiEngine(EngineModel([DONE]))
     said = {"error": {"message": "Incorrect API key provided: hush-hush", "code": "invalid_api_key"}}
     engine.first = [web.json_response(said, status=401)]
     async with serving(engine):
@@ -217,7 +217,7 @@ PASSING: dict[str, Callable[[], web.Response]] = {
 async def test_what_passes_is_waited_for_without_a_warning(
     client: AsyncClient, response: Callable[[], web.Response]
 ) -> None:
-    engine = SglangEngine(ToyModel([DONE]))
+    engine = SglangEngine(EngineModel([DONE]))
     engine.first = [response(), response()]
     async with serving(engine):
         outcome = await roll(client, engine)
@@ -226,7 +226,7 @@ async def test_what_passes_is_waited_for_without_a_warning(
 
 
 async def test_what_does_not_pass_fails_in_the_end(client: AsyncClient) -> None:
-    engine = VllmEngine(ToyModel([DONE]))
+    engine = VllmEngine(EngineModel([DONE]))
     engine.first = [web.Response(status=429, text="slow down") for _ in range(9)]
     async with serving(engine):
         outcome = await roll(client, engine)
@@ -236,7 +236,7 @@ async def test_what_does_not_pass_fails_in_the_end(client: AsyncClient) -> None:
 
 @both
 async def test_an_answer_that_was_broken_off_is_asked_for_again(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel([CALL, DONE], aborts=2))
+    engine = kind(EngineModel([CALL, DONE], aborts=2))
     async with serving(engine):
         outcome = await roll(client, engine)
     assert (outcome.stop.reason, warned(outcome)) == ("stop", [])
@@ -246,7 +246,7 @@ async def test_an_answer_that_was_broken_off_is_asked_for_again(client: AsyncCli
 
 @both
 async def test_an_engine_that_breaks_off_for_ever_fails_the_rollout(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel([DONE], aborts=99))
+    engine = kind(EngineModel([DONE], aborts=99))
     async with serving(engine):
         outcome = await roll(client, engine)
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_ENGINE_SERVER
@@ -256,14 +256,14 @@ async def test_an_engine_that_breaks_off_for_ever_fails_the_rollout(client: Asyn
 async def test_an_engine_that_is_not_there(client: AsyncClient) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
-        engine = VllmEngine(ToyModel([DONE]), url=f"http://127.0.0.1:{held.getsockname()[1]}")
+        engine = VllmEngine(EngineModel([DONE]), url=f"http://127.0.0.1:{held.getsockname()[1]}")
         outcome = await roll(client, engine)
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_NETWORK
     assert "completions.url" in outcome.failure.message
 
 
 async def test_a_parameter_that_no_engine_could_read_is_not_sent(client: AsyncClient) -> None:
-    engine = VllmEngine(ToyModel([DONE]))
+    engine = VllmEngine(EngineModel([DONE]))
     async with serving(engine):
         outcome = await roll(client, engine, sampling={"extra": {"max_tokens": "many"}})
     assert outcome.failure.category == VALIDATION
@@ -272,7 +272,7 @@ async def test_a_parameter_that_no_engine_could_read_is_not_sent(client: AsyncCl
 
 
 async def test_what_cannot_be_rendered_here_names_the_way_out(client: AsyncClient) -> None:
-    engine = VllmEngine(ToyModel([DONE]))
+    engine = VllmEngine(EngineModel([DONE]))
     image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
     async with serving(engine):
         outcome = await roll(client, engine, tokenizer="t", messages=[{"role": "user", "content": [image]}])
@@ -282,7 +282,7 @@ async def test_what_cannot_be_rendered_here_names_the_way_out(client: AsyncClien
 
 
 async def test_rollouts_beside_each_other_do_not_mix(client: AsyncClient) -> None:
-    engines = [VllmEngine(ToyModel([CALL] * number + [DONE])) for number in range(1, 5)]
+    engines = [VllmEngine(EngineModel([CALL] * number + [DONE])) for number in range(1, 5)]
     async with AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(serving(engine))

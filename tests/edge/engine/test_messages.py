@@ -21,13 +21,13 @@ from tests.edge.engine.rolling import (
     target,
     warned,
 )
-from tests.support.engine_model import ToyModel
+from tests.support.engine_model import EngineModel
 from tests.support.engines import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 both = pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
 every = pytest.mark.parametrize("kind", [VllmEngine, SglangEngine, OpenaiEngine])
-Kind = Callable[[ToyModel], Engine]
+Kind = Callable[[EngineModel], Engine]
 
 
 @both
@@ -35,7 +35,7 @@ Kind = Callable[[ToyModel], Engine]
 async def test_samples_are_what_the_engine_saw_and_wrote(
     client: AsyncClient, kind: Kind, tokenizer: str | None
 ) -> None:
-    engine = kind(ToyModel([CALL, TWO_CALLS, THOUGHT, DONE]))
+    engine = kind(EngineModel([CALL, TWO_CALLS, THOUGHT, DONE]))
     async with serving(engine):
         outcome = await roll(client, engine, tokenizer=tokenizer)
     assert (outcome.stop.reason, warned(outcome)) == ("stop", [])
@@ -49,7 +49,7 @@ async def test_samples_are_what_the_engine_saw_and_wrote(
 
 @every
 async def test_the_conversation_holds_calls_thoughts_and_results(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel([THOUGHT, TWO_CALLS, DONE]))
+    engine = kind(EngineModel([THOUGHT, TWO_CALLS, DONE]))
     async with serving(engine):
         outcome = await roll(client, engine)
     last = engine.bodies()[-1]["messages"]
@@ -66,7 +66,7 @@ async def test_the_conversation_holds_calls_thoughts_and_results(client: AsyncCl
 
 @every
 async def test_what_is_sent(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel([DONE]))
+    engine = kind(EngineModel([DONE]))
     sampling: Any = {"temperature": 0, "top_p": 0.5, "max_tokens": 64, "stop": ["x"], "extra": {"seed": 3, "n": 4}}
     async with serving(engine):
         outcome = await roll(
@@ -89,7 +89,7 @@ async def test_what_is_sent(client: AsyncClient, kind: Kind) -> None:
 
 
 async def test_an_endpoint_without_ids_plays_the_rollout_and_counts_what_it_used(client: AsyncClient) -> None:
-    engine = OpenaiEngine(ToyModel([CALL, DONE]))
+    engine = OpenaiEngine(EngineModel([CALL, DONE]))
     async with serving(engine):
         outcome = await roll(client, engine)
     assert (outcome.stop.reason, outcome.metrics.turns) == ("stop", 2)
@@ -99,7 +99,7 @@ async def test_an_endpoint_without_ids_plays_the_rollout_and_counts_what_it_used
 
 
 async def test_an_openai_endpoint_that_reports_ids_is_believed(client: AsyncClient) -> None:
-    engine = VllmEngine(ToyModel([CALL, DONE]))
+    engine = VllmEngine(EngineModel([CALL, DONE]))
     async with serving(engine):
         completions = target(engine, dialect="openai")
         extra = {"return_token_ids": True, "logprobs": True}
@@ -109,7 +109,7 @@ async def test_an_openai_endpoint_that_reports_ids_is_believed(client: AsyncClie
 
 @pytest.mark.parametrize("reasons", [False, True])
 async def test_the_limit_has_the_name_that_the_model_takes(client: AsyncClient, reasons: bool) -> None:
-    engine = OpenaiEngine(ToyModel([CALL, DONE]))
+    engine = OpenaiEngine(EngineModel([CALL, DONE]))
     engine.reasons = reasons  # type: ignore[misc]
     async with serving(engine):
         for _ in range(2):
@@ -122,7 +122,7 @@ async def test_the_limit_has_the_name_that_the_model_takes(client: AsyncClient, 
 
 @both
 async def test_history_that_the_engine_tokenises_otherwise_is_drift(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel([SQUEEZED, CALL, DONE], odd=True))
+    engine = kind(EngineModel([SQUEEZED, CALL, DONE], odd=True))
     async with serving(engine):
         outcome = await roll(client, engine, tokenizer="t")
     assert warned(outcome) == ["token_drift", "token_drift"]
@@ -136,7 +136,7 @@ async def test_history_that_the_engine_tokenises_otherwise_is_drift(client: Asyn
 
 @both
 async def test_drift_fails_a_rollout_that_wants_none(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel([SQUEEZED, DONE], odd=True))
+    engine = kind(EngineModel([SQUEEZED, DONE], odd=True))
     async with serving(engine):
         outcome = await roll(client, engine, on_drift="fail")
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_TOKEN_DRIFT
@@ -146,7 +146,7 @@ async def test_drift_fails_a_rollout_that_wants_none(client: AsyncClient, kind: 
 
 @both
 async def test_a_cut_answer_is_kept_as_it_is(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel(["A long answer that goes on and on", DONE]))
+    engine = kind(EngineModel(["A long answer that goes on and on", DONE]))
     async with serving(engine):
         outcome = await roll(client, engine, sampling={"max_tokens": 3}, tokenizer="t")
     assert outcome.stop.truncated
@@ -154,7 +154,7 @@ async def test_a_cut_answer_is_kept_as_it_is(client: AsyncClient, kind: Kind) ->
 
 
 async def test_an_engine_that_lists_ids_with_its_logprobs_only(client: AsyncClient) -> None:
-    engine = SglangEngine(ToyModel([CALL, DONE]))
+    engine = SglangEngine(EngineModel([CALL, DONE]))
     engine.young = False  # type: ignore[misc]
     async with serving(engine):
         outcome = await roll(client, engine)
@@ -166,7 +166,7 @@ async def test_an_engine_that_lists_ids_with_its_logprobs_only(client: AsyncClie
 
 @both
 async def test_logprobs_that_nobody_wants_are_not_asked_for(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel([CALL, DONE]))
+    engine = kind(EngineModel([CALL, DONE]))
     async with serving(engine):
         outcome = await roll(client, engine, sampling={"logprobs": False})
     assert warned(outcome) == []
@@ -177,7 +177,7 @@ async def test_logprobs_that_nobody_wants_are_not_asked_for(client: AsyncClient,
 
 
 async def test_template_switches_reach_the_engine(client: AsyncClient) -> None:
-    engine = VllmEngine(ToyModel([DONE]))
+    engine = VllmEngine(EngineModel([DONE]))
     tokenizer = {"name": "t", "template_kwargs": {"enable_thinking": False}}
     async with serving(engine):
         outcome = await roll(

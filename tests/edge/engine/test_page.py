@@ -15,7 +15,7 @@ from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
 
 from tests.edge.engine.rolling import CALL, DONE
-from tests.support.engine_model import ToyModel
+from tests.support.engine_model import EngineModel
 from tests.support.engines import VllmEngine, serving
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "engines.md").read_text()
@@ -45,7 +45,7 @@ async def test_where_there_is_no_engine_the_snippet_says_so() -> None:
 
 
 async def test_the_snippet_runs() -> None:
-    engine = VllmEngine(ToyModel([CALL, DONE]), model_name="Qwen/Qwen3-8B")
+    engine = VllmEngine(EngineModel([CALL, DONE]), model_name="Qwen/Qwen3-8B")
     async with serving(engine):
         code, output, errors = await snippet(engine.url)
     assert code == 0, errors

@@ -8,7 +8,7 @@ import pytest
 from rollout_client import AsyncClient
 
 from tests.edge.engine.rolling import only, roll, target, warned
-from tests.support.engine_model import ToyModel
+from tests.support.engine_model import EngineModel
 from tests.support.engines import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -27,7 +27,7 @@ def sampled(parameters: dict[str, Any]) -> tuple[Any, ...]:
     [(VllmEngine, [True, False, True]), (SglangEngine, [True, False, True]), (OpenaiEngine, [False] * 3)],
 )
 async def test_in_message_mode(client: AsyncClient, kind: type[Engine], reports: list[bool]) -> None:
-    engine = kind(ToyModel(["One.", "Two.", "Three."]))
+    engine = kind(EngineModel(["One.", "Two.", "Three."]))
     async with serving(engine):
         outcome = await roll(client, engine, agent="cooling", sampling=SAMPLING)
     assert outcome.stop.reason == "stop", outcome
@@ -37,7 +37,7 @@ async def test_in_message_mode(client: AsyncClient, kind: type[Engine], reports:
 
 
 async def test_by_the_other_name_of_the_limit(client: AsyncClient) -> None:
-    engine = OpenaiEngine(ToyModel(["One.", "Two.", "Three."]))
+    engine = OpenaiEngine(EngineModel(["One.", "Two.", "Three."]))
     engine.reasons = True
     async with serving(engine):
         outcome = await roll(client, engine, agent="cooling", sampling=SAMPLING)
@@ -48,7 +48,7 @@ async def test_by_the_other_name_of_the_limit(client: AsyncClient) -> None:
 
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
 async def test_in_token_mode(client: AsyncClient, kind: type[Engine]) -> None:
-    engine = kind(ToyModel(["One.", "Two.", "Three."]))
+    engine = kind(EngineModel(["One.", "Two.", "Three."]))
     async with serving(engine):
         mode: Any = {"tokenizer": "t", "token_mode": "tokens"}
         outcome = await roll(client, engine, agent="cooling", sampling=SAMPLING, completions=target(engine), **mode)

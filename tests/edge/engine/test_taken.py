@@ -9,7 +9,7 @@ from rollout_client import AsyncClient, Conflict, InvalidRequest, Target
 from rollout_server.edge.engine.completion_client import Routes
 
 from tests.edge.engine.rolling import DONE, roll, target
-from tests.support.engine_model import ToyModel
+from tests.support.engine_model import EngineModel
 from tests.support.engines import OpenaiEngine, VllmEngine, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("spec", "field"), REFUSED.values(), ids=REFUSED)
 async def test_what_no_engine_could_be_is_refused(client: AsyncClient, spec: dict[str, Any], field: str) -> None:
-    engine = OpenaiEngine(ToyModel([DONE]), url=URL)
+    engine = OpenaiEngine(EngineModel([DONE]), url=URL)
     with pytest.raises(InvalidRequest) as refused:
         await roll(client, engine, **spec)
     assert field in str(refused.value)
@@ -56,7 +56,7 @@ async def test_where_engines_answer(url: str, chat: str, generate: str) -> None:
 
 
 async def test_a_base_url_with_its_path_is_taken(client: AsyncClient) -> None:
-    engine = VllmEngine(ToyModel([DONE]))
+    engine = VllmEngine(EngineModel([DONE]))
     async with serving(engine):
         at = Target(f"{engine.url}/v1/", "vllm", model="toy-model")
         outcome = await roll(client, engine, completions=at)
@@ -64,7 +64,7 @@ async def test_a_base_url_with_its_path_is_taken(client: AsyncClient) -> None:
 
 
 async def test_the_model_is_shown_and_part_of_what_a_request_is(client: AsyncClient) -> None:
-    engine = VllmEngine(ToyModel([DONE]))
+    engine = VllmEngine(EngineModel([DONE]))
     async with serving(engine):
         run = client.run(messages=[{"role": "user", "content": "Go."}], completions=target(engine), request_id="q")
         async for _ in run:

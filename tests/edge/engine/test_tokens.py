@@ -10,12 +10,12 @@ from osmosis.rollout.v1 import outcome_pb2
 from rollout_client import AsyncClient, NotPossible, samples
 
 from tests.edge.engine.rolling import CALL, DONE, SQUEEZED, THOUGHT, TWO_CALLS, check_whole, only, roll, warned
-from tests.support.engine_model import ToyModel
+from tests.support.engine_model import EngineModel
 from tests.support.engines import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 both = pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
-Kind = Callable[[ToyModel], Engine]
+Kind = Callable[[EngineModel], Engine]
 TOKENS: dict[str, Any] = {"token_mode": "tokens", "tokenizer": "t"}
 GENERATE, DERENDER = "/inference/v1/generate", "/v1/chat/completions/derender"
 
@@ -23,7 +23,7 @@ GENERATE, DERENDER = "/inference/v1/generate", "/v1/chat/completions/derender"
 @both
 @pytest.mark.parametrize("odd", [False, True])
 async def test_samples_are_what_the_engine_was_sent_and_wrote(client: AsyncClient, kind: Kind, odd: bool) -> None:
-    engine = kind(ToyModel([SQUEEZED, TWO_CALLS, THOUGHT, DONE], odd=odd))
+    engine = kind(EngineModel([SQUEEZED, TWO_CALLS, THOUGHT, DONE], odd=odd))
     async with serving(engine):
         outcome = await roll(client, engine, **TOKENS)
     assert (outcome.stop.reason, warned(outcome)) == ("stop", [])
@@ -36,7 +36,7 @@ async def test_samples_are_what_the_engine_was_sent_and_wrote(client: AsyncClien
 
 @both
 async def test_the_first_prompt_is_the_one_that_the_engine_would_render(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel([CALL, DONE]))
+    engine = kind(EngineModel([CALL, DONE]))
     async with serving(engine):
         await roll(client, engine, **TOKENS)
     chat = engine.bodies(DERENDER)[0]["chat_request"] if kind is VllmEngine else engine.bodies()[0]
@@ -44,7 +44,7 @@ async def test_the_first_prompt_is_the_one_that_the_engine_would_render(client: 
 
 
 async def test_vllm_generates_from_ids_and_reads_the_message_in_them(client: AsyncClient) -> None:
-    engine = VllmEngine(ToyModel([CALL, DONE]))
+    engine = VllmEngine(EngineModel([CALL, DONE]))
     sampling: Any = {"temperature": 0.5, "max_tokens": 64, "stop": ["x"], "extra": {"top_k": 3}}
     async with serving(engine):
         outcome = await roll(client, engine, sampling=sampling, **TOKENS)
@@ -63,7 +63,7 @@ async def test_vllm_generates_from_ids_and_reads_the_message_in_them(client: Asy
 
 
 async def test_sglang_is_sent_messages_for_its_parsers_and_ids_to_generate_from(client: AsyncClient) -> None:
-    engine = SglangEngine(ToyModel([CALL, DONE]))
+    engine = SglangEngine(EngineModel([CALL, DONE]))
     async with serving(engine):
         await roll(client, engine, **TOKENS)
     bodies = engine.bodies()
@@ -73,7 +73,7 @@ async def test_sglang_is_sent_messages_for_its_parsers_and_ids_to_generate_from(
 
 @both
 async def test_a_cut_answer_is_closed_before_the_next_turn(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel([CALL, "A long answer that goes on and on", DONE]))
+    engine = kind(EngineModel([CALL, "A long answer that goes on and on", DONE]))
     length = len(engine.model.encode(CALL)) + 1
     async with serving(engine):
         outcome = await roll(client, engine, sampling={"max_tokens": length}, **TOKENS)
@@ -81,7 +81,7 @@ async def test_a_cut_answer_is_closed_before_the_next_turn(client: AsyncClient, 
 
 
 async def test_an_older_vllm_does_not_repeat_the_prompt(client: AsyncClient) -> None:
-    engine = VllmEngine(ToyModel([CALL, DONE]))
+    engine = VllmEngine(EngineModel([CALL, DONE]))
     engine.spoil = lambda answer: answer.pop("prompt_token_ids")
     async with serving(engine):
         outcome = await roll(client, engine, **TOKENS)
@@ -93,7 +93,7 @@ async def test_an_older_vllm_does_not_repeat_the_prompt(client: AsyncClient) -> 
 
 @both
 async def test_an_engine_that_generates_from_other_ids_drifts(client: AsyncClient, kind: Kind) -> None:
-    engine = kind(ToyModel([CALL, DONE]))
+    engine = kind(EngineModel([CALL, DONE]))
 
     def lie(answer: dict[str, Any]) -> None:
         if len(engine.model.seen) == 2:
@@ -110,7 +110,7 @@ async def test_an_engine_that_generates_from_other_ids_drifts(client: AsyncClien
 
 
 async def test_vllm_without_its_token_routes_is_told_how_to_serve_them(client: AsyncClient) -> None:
-    engine = VllmEngine(ToyModel([DONE]))
+    engine = VllmEngine(EngineModel([DONE]))
     plain = Engine(engine.model)
     plain.chat = engine.chat  # type: ignore[method-assign]
     async with serving(plain):
@@ -120,7 +120,7 @@ async def test_vllm_without_its_token_routes_is_told_how_to_serve_them(client: A
 
 
 async def test_no_ids_in_the_answer_end_the_rollout(client: AsyncClient) -> None:
-    engine = SglangEngine(ToyModel([DONE]))
+    engine = SglangEngine(EngineModel([DONE]))
     engine.young = False  # type: ignore[misc]
     async with serving(engine):
         outcome = await roll(client, engine, sampling={"logprobs": False}, **TOKENS)
@@ -129,7 +129,7 @@ async def test_no_ids_in_the_answer_end_the_rollout(client: AsyncClient) -> None
 
 
 async def test_a_general_endpoint_takes_no_ids(client: AsyncClient) -> None:
-    engine = OpenaiEngine(ToyModel([DONE]))
+    engine = OpenaiEngine(EngineModel([DONE]))
     async with serving(engine):
         with pytest.raises(NotPossible, match="VLLM or SGLANG"):
             await roll(client, engine, **TOKENS)
