@@ -20,7 +20,7 @@ def messages(source: Outcome | RolloutSpec | Iterable[Message]) -> list[JsonObje
     Messages in JSON form are parsed and keep all their keys. Typed messages are converted.
 
     Args:
-        source: an outcome or a spec, for its `messages`, or protobuf messages. An outcome holds messages in the views
+        source: an outcome or a spec, for its `messages`, or protobuf messages. An outcome contains messages in the views
             "messages", "samples" and "full".
 
     Raises:

@@ -23,7 +23,7 @@ AUTHORIZATION: Final = "authorization"
 
 _FORMS: Final = "host:port, grpc://host:port, grpcs://host or unix:/path"
 _KEY: Final = re.compile(r"[0-9a-z_.-]+")
-# Printable ASCII without spaces at either end. HTTP/2 strips those, so the value would arrive changed.
+# Printable ASCII without spaces at either end, which do not arrive: the transport strips them.
 _VISIBLE: Final = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 
 

@@ -24,8 +24,10 @@ class Target:
 
     Args:
         url: http:, https:, grpc: or grpcs:, without user name and password; use `Credentials` for secrets.
-        dialect: API of the endpoint. None: derived from the URL: "grpc" for grpc: and grpcs:, else "http_masked"; an `outcome`
-            target gets "http_plain".
+        dialect: protocol of the endpoint. "grpc": the services of osmosis.rollout.v1. "http_masked": chat completions with
+            response_mask, as in the synchronous HTTP API. "http_plain": without masks, as in the asynchronous HTTP API.
+            "openai", "vllm", "sglang": inference engines. None: derived from the URL: "grpc" for grpc: and grpcs:, otherwise
+            "http_masked", or "http_plain" for an `outcome` target.
         replays_turn_keys: the endpoint returns the same completion for a repeated turn key instead of generating again.
         model: model name, required by inference engines ("openai", "vllm", "sglang"). None for trainers.
     """

@@ -107,6 +107,6 @@ def _ids(calls: Sequence[ToolCall], turn: int) -> list[str]:
         wanted, number = utf8_text(call.id, "ToolCall.id"), index
         while not wanted or wanted in ids:
             wanted = f"t{turn:05d}{number:03d}"
-            number += len(calls)
+            number += len(calls)  # this step never reaches the default id of another call
         ids[wanted] = None
     return list(ids)

@@ -17,7 +17,7 @@ from rollout_client.proto_fields import duration
 from rollout_client.trainer.ledger import LedgerCheckpoint
 
 # gRPC sends details in HTTP/2 trailers, which are limited to 8 KB.
-_MOST_MARKS = 64
+_MOST_CHECKPOINTS = 64
 _LONGEST_TEXT = 1000  # characters
 
 
@@ -66,8 +66,8 @@ def base_unknown(text: str) -> RefusedCall:
 
 def ledger_mismatch(text: str, checkpoints: Sequence[LedgerCheckpoint]) -> RefusedCall:
     """Return the error for ledgers that differ. It carries the trainer's checkpoints of up to 64 last turns."""
-    held = LedgerMismatch(checkpoints=[checkpoint.to_proto() for checkpoint in checkpoints[-_MOST_MARKS:]])
-    return RefusedCall(grpc.StatusCode.ABORTED, "LEDGER_MISMATCH", text, held)
+    detail = LedgerMismatch(checkpoints=[checkpoint.to_proto() for checkpoint in checkpoints[-_MOST_CHECKPOINTS:]])
+    return RefusedCall(grpc.StatusCode.ABORTED, "LEDGER_MISMATCH", text, detail)
 
 
 def try_again_later(seconds: float) -> RefusedCall:
@@ -79,7 +79,5 @@ def try_again_later(seconds: float) -> RefusedCall:
 
 def internal_error(part: str, turn_key: str) -> RefusedCall:
     """Return the error for an exception in the user's code. The exception itself is only in the trainer's log."""
-    text = (
-        f"{part} failed for turn {turn_key!r}; see the trainer's log, correct the function and start the rollout again"
-    )
+    text = f"{part} failed in the trainer for turn {turn_key!r}; see its log, correct the function and start the rollout again"
     return RefusedCall(grpc.StatusCode.INTERNAL, f"{part.upper()}_FAILED", text)

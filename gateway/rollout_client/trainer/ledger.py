@@ -53,7 +53,7 @@ class LedgerRun:
         ids: token ids (uint32).
         logprobs: one natural logarithm (float32) per generated token; None: unknown or not generated.
         policy_version: policy version that generated them.
-        own: this trainer generated them. Generated tokens that only the server's history reports have False and verify nothing.
+        own: True if this trainer generated them. False for generated tokens that were taken from the server's history.
     """
 
     turn: int

@@ -1,4 +1,4 @@
-"""Builds the prompt of a completion request, or raises `RefusedCall`.
+"""Prompts of completion requests. An invalid request, or one that contradicts the ledger, raises `RefusedCall`.
 
 In token mode the prompt is the ledger plus the new tokens of the request. Its digest must match the server's before anything is
 generated. In message mode `render` produces the prompt, and the ledger records it.
@@ -31,7 +31,7 @@ def check_request(request: pb.CompleteRequest, *, renders: bool) -> None:
 
     Args:
         request: the request.
-        renders: the trainer has a `render` function, so requests with messages only are valid.
+        renders: the trainer has a `render` function, so a request may contain messages without token ids.
     """
     for name in ("uid", "segment_id"):
         if not getattr(request, name):

@@ -1,6 +1,6 @@
 """Trainer that listens: serves CompletionService and OutcomeService on one port.
 
-`Turns` and `Outcomes` are shared with the streaming transport; only the way in differs.
+The streaming transport uses the same `Turns` and `Outcomes`.
 """
 
 from __future__ import annotations

@@ -207,6 +207,7 @@ class Trainer:
             uids = await transport.start(spec, name, n)
             return Group(group_id, prompt, await self._finish_group(transport, uids, outcomes))
         except BaseException as error:
+            # If the start was refused, nothing runs and no outcome will arrive. A cancelled start may still succeed.
             runs = bool(uids) or isinstance(error, asyncio.CancelledError)
             left = [each for each in outcomes if self._outcomes.awaits(each)]
             await asyncio.gather(

@@ -1,4 +1,4 @@
-"""Transports between a trainer and the rollout server: the protocol, and the one in which the server calls back."""
+"""`Transport`, the interface between a trainer and the rollout server, and the transport in which the server calls back."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def group_rollout_ids(name: str, n: int) -> Sequence[str]:
 
 
 class CallbackTransport:
-    """Transport that starts rollouts through `client` and receives the server's calls at `listener`.
+    """Transport that starts rollouts through `client` and receives the server's calls at `listener`. See `Transport`.
 
     Args:
         client: client of the server.

@@ -131,6 +131,7 @@ class Turns:
         if turn is None or turn.task is not asyncio.current_task():
             # The turn was cancelled but `generate` suppressed the cancellation. Its completion must not enter the ledger.
             raise asyncio.CancelledError
+        # No await from here on: ledger, stored response and conversation change together.
         run = LedgerRun(
             request.turn, True, ids, None if sampling.logprobs is False else logprobs, generated.policy_version, True
         )
@@ -142,6 +143,7 @@ class Turns:
         response.raw_text = text
         if calls and response.finish_reason == "stop":
             response.finish_reason = "tool_calls"
+        # Only responses in message mode contain prompt ids; they are rebuilt from the ledger instead of stored twice.
         ledger = None if prompt.conversation is None else prompt.ledger
         stored = record.completions[key] = StoredCompletion(
             digest, response.SerializeToString(), ledger, prompt.checkpoint.tokens

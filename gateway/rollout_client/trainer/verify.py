@@ -86,31 +86,31 @@ def _find_equal(left: Sequence[tuple[str, SegmentLedger]], sample: TrainingSampl
 
 
 def _segment_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
-    theirs = [*sample.prompt_ids, *sample.response_ids]
-    ours = ledger.ids[: len(theirs)].tolist()
-    if (at := _first_difference(ours, theirs)) is not None:
-        return Mismatch(sample.segment_id, "ids", at, str(ours[at]), str(theirs[at]))
-    if len(theirs) not in [checkpoint.tokens for checkpoint in ledger.checkpoints]:
-        return Mismatch(sample.segment_id, "length", None, f"{ledger.tokens} tokens", f"{len(theirs)}")
+    actual = [*sample.prompt_ids, *sample.response_ids]
+    expected = ledger.ids[: len(actual)].tolist()
+    if (at := _first_difference(expected, actual)) is not None:
+        return Mismatch(sample.segment_id, "ids", at, str(expected[at]), str(actual[at]))
+    if len(actual) not in [checkpoint.tokens for checkpoint in ledger.checkpoints]:
+        return Mismatch(sample.segment_id, "length", None, f"{ledger.tokens} tokens", f"{len(actual)}")
     return _mask_mismatch(ledger, sample) or _logprobs_mismatch(ledger, sample) or _policy_mismatch(ledger, sample)
 
 
 def _mask_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
     """Compare masks: exactly the tokens generated here have mask 1, except those that the agent's author masked out."""
-    theirs = [*([0] * len(sample.prompt_ids)), *sample.response_mask]
-    ours: list[int] = []
+    actual = [*([0] * len(sample.prompt_ids)), *sample.response_mask]
+    expected: list[int] = []
     for run in ledger.runs:
-        start = len(ours)
+        start = len(expected)
         if run.by_model and not run.own and start >= ledger.inherited:
-            ours += theirs[start : start + len(run.ids)]  # known from the server's history only: cannot be verified
+            expected += actual[start : start + len(run.ids)]  # known from the server's history only: cannot be verified
         else:
-            ours += [int(run.own)] * len(run.ids)
-    ours = ours[: len(theirs)]
+            expected += [int(run.own)] * len(run.ids)
+    expected = expected[: len(actual)]
     for span in sample.spans or ():
         if span.reason == "author":
-            ours[span.start : span.stop] = [0] * (span.stop - span.start)
-    at = _first_difference(ours, theirs)
-    return None if at is None else Mismatch(sample.segment_id, "mask", at, str(ours[at]), str(theirs[at]))
+            expected[span.start : span.stop] = [0] * (span.stop - span.start)
+    at = _first_difference(expected, actual)
+    return None if at is None else Mismatch(sample.segment_id, "mask", at, str(expected[at]), str(actual[at]))
 
 
 def _logprobs_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
@@ -123,10 +123,10 @@ def _logprobs_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatc
             if sample.logprobs is not None and run.logprobs is not None:
                 mask = sample.response_mask[start - opening : stop - opening]
                 # Compare as float32, the precision on the wire.
-                theirs = array("f", sample.logprobs[start - opening : stop - opening]).tolist()
-                ours = [value if trains else 0.0 for value, trains in zip(run.logprobs, mask, strict=True)]
-                if (at := _first_difference(ours, theirs)) is not None:
-                    return Mismatch(sample.segment_id, "logprobs", start + at, repr(ours[at]), repr(theirs[at]))
+                actual = array("f", sample.logprobs[start - opening : stop - opening]).tolist()
+                expected = [value if trains else 0.0 for value, trains in zip(run.logprobs, mask, strict=True)]
+                if (at := _first_difference(expected, actual)) is not None:
+                    return Mismatch(sample.segment_id, "logprobs", start + at, repr(expected[at]), repr(actual[at]))
         start = stop
     if known == (sample.logprobs is not None) or not ledger.complete:
         return None
@@ -138,24 +138,24 @@ def _policy_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch 
     if sample.spans is None:
         return None
     length = len(sample.prompt_ids) + len(sample.response_ids)
-    theirs = [""] * length
+    actual = [""] * length
     for span in sample.spans:
-        theirs[span.start : span.stop] = [span.policy_version] * (span.stop - span.start)
+        actual[span.start : span.stop] = [span.policy_version] * (span.stop - span.start)
     start = 0
     for run in ledger.runs:
         stop = min(start + len(run.ids), length)
         if run.own:
-            ours = [run.policy_version] * (stop - start)
-            if (at := _first_difference(ours, theirs[start:stop])) is not None:
+            expected = [run.policy_version] * (stop - start)
+            if (at := _first_difference(expected, actual[start:stop])) is not None:
                 return Mismatch(
-                    sample.segment_id, "policy_version", start + at, repr(ours[at]), repr(theirs[start + at])
+                    sample.segment_id, "policy_version", start + at, repr(expected[at]), repr(actual[start + at])
                 )
         start += len(run.ids)
     return None
 
 
-def _first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
+def _first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
     """Return the first index at which two lists differ, up to the length of the shorter one; None if there is none."""
-    if ours == theirs:
+    if expected == actual:
         return None
-    return next((at for at, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
+    return next((at for at, (one, other) in enumerate(zip(expected, actual, strict=False)) if one != other), None)

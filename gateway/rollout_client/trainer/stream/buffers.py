@@ -65,10 +65,11 @@ class StreamOutbox:
 
     def next_item(self) -> TrainRequest | None:
         """Return the next item to send; None if there is none."""
-        if self._unnumbered:
+        if self._unnumbered:  # first, because the server waits for a ledger for only 10 s
             return self._unnumbered.popleft()
         if not self._unacknowledged or self._sent >= self._unacknowledged[-1].sequence:
             return None
+        # Sequence numbers are consecutive, so the index of the next item follows from the first one.
         at = max(0, self._sent + 1 - self._unacknowledged[0].sequence)
         item = self._unacknowledged[at]
         self._sent = item.sequence

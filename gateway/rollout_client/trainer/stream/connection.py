@@ -129,6 +129,7 @@ class StreamConnection:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
                 writer.result()
+            # The writer ends first after a half-close or an error. The reader then receives the last items or the status.
             await reader
         finally:
             for part in parts:

@@ -23,7 +23,7 @@ _LOOK_SECONDS: Final = 5.0
 
 
 class StreamTransport:
-    """Transport over a stream. After a stream was lost, the next start opens a new one.
+    """Transport over a stream. After a stream was lost, the next start opens a new one. See `Transport` for the methods.
 
     Args:
         client: client whose connection carries the stream.
@@ -48,11 +48,13 @@ class StreamTransport:
         attempts = Attempts(channel.settings.retry)
         while True:
             try:
+                # Safe to repeat: because of the request id, another stream takes over the rollouts that an earlier one started.
                 return await (await self._open_session()).start(request, group_rollout_ids(name, n))
             except RolloutError as failure:
                 await channel.pause(attempts.on_failure(failure))
 
     async def wait_finished(self, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
+        # Cancelling this call must not cancel the future: the cancellation of the rollout still waits for its outcome.
         return await asyncio.shield(outcome)
 
     async def cancel(self, rollout_id: str) -> None:
@@ -106,6 +108,7 @@ class StreamTransport:
                 await self._client.acknowledge(uid, timeout=_LOOK_SECONDS)
                 return
         except TimeoutError:
+            # It is still running, and no trainer can complete its next turn.
             await self._client.cancel(uid, reason=CANCEL_REASON, timeout=_LOOK_SECONDS)
         except RolloutError:
             pass
