@@ -238,7 +238,7 @@ HALF = "half \ud83d"
             "completions.dialect must be one of grpc",
         ),
         ({"completions": {"url": "http://t", "dialect": 2}}, TypeError, "completions.dialect"),
-        ({"tokenizer": ["toy"]}, TypeError, "tokenizer must be a text, a mapping of its fields or a Tokenizer"),
+        ({"tokenizer": ["toy"]}, TypeError, "tokenizer must be a str, a mapping of its fields or a Tokenizer"),
         ({"on_drift": "unspecified"}, ValueError, "on_drift must be one of warn, fail"),
         ({"metadata": {"x": object()}}, TypeError, "metadata: "),
         ({"metadata": [1]}, TypeError, "metadata"),
