@@ -55,8 +55,8 @@ def test_the_typed_keywords_are_the_fields_of_the_contract(
 
 
 def test_the_keywords_of_a_start_are_those_of_the_spec_and_of_what_goes_beside_it() -> None:
-    beside = keywords(pb.StartRolloutRequest) - {"spec"}
-    # What another protocol said is for its gateway to fill in.
+    # These two are for the gateway: a form of the tools, and what another protocol said.
+    beside = keywords(pb.StartRolloutRequest) - {"spec", "include_function_tools"}
     spec = keywords(spec_pb2.RolloutSpec) - {"source"}
     assert set(get_type_hints(StartFields)) == spec | beside
 
