@@ -13,8 +13,8 @@ T = TypeVar("T")
 def run_loop(main: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
     """Run a coroutine in a new event loop and keep gRPC initialized until the loop is closed. Raise what it raises.
 
-    gRPC stops its poller when the last server or channel is garbage-collected, in whatever thread that happens. A loop that is
-    still running may read from the poller's socket at that moment and log an OSError from
+    By default gRPC stops its poller when its last server or channel is garbage-collected, in whatever thread that happens. A
+    loop that is still running may read from the poller's socket at that moment and log an OSError from
     `PollerCompletionQueue._handle_events`.
     """
     from grpc.aio import init_grpc_aio, shutdown_grpc_aio

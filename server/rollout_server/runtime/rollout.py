@@ -89,7 +89,7 @@ class RolloutEnding:
 class Rollout:
     """One rollout. Lives on one event loop.
 
-    Only its own methods change it. Every state change goes through `record`, which then notifies the owner.
+    Only its own methods change it. Everything that happens during the run goes through `record`, which then notifies the owner.
     """
 
     def __init__(

@@ -52,15 +52,15 @@ class Capacity:
     Args:
         running: rollouts that run at the same time.
         queued: rollouts that wait for a slot; further ones are refused.
-        active_bytes: approximate memory of rollouts that are not in the store of finished rollouts yet; beyond it, starts are
-            refused.
+        active_bytes: approximate memory of active rollouts, which wait, run, or still deliver their outcome. Beyond it, starts
+            are refused.
         per_caller: limits for one caller.
         shared: several callers use this server. One caller then gets at most nine tenths of queue and bytes, unless
             `per_caller` sets its own limits.
-        finished: finished rollouts that are remembered; the oldest are dropped first. The same number of outcomes (at least 1)
-            may wait for delivery; beyond it, rollouts with a delivery target are refused. Rollouts under `Rollout.hold`, such
-            as those whose outcome a trainer's stream has not acknowledged, are not counted.
-        finished_bytes: approximate memory of finished rollouts.
+        finished: number of finished rollouts that are remembered; the oldest are dropped first. The same number of outcomes (at
+            least 1) may wait for delivery; beyond it, rollouts with a delivery target are refused. Rollouts under
+            `Rollout.hold`, such as those whose outcome a trainer's stream has not acknowledged, are not counted.
+        finished_bytes: approximate memory of finished rollouts; the oldest are dropped first.
         finished_seconds: how long a finished rollout is remembered.
     """
 
@@ -95,8 +95,9 @@ class StartRequest:
 
     Args:
         caller: name of the caller, which owns the rollout.
-        request_id: idempotency key: the same id and payload return the same rollout. Empty: always start a new one.
-        until_received: the id becomes free again once the rollout's outcome is acknowledged.
+        request_id: idempotency key. A request with the same id and payload returns the same rollout. Empty: always start a new
+            one.
+        until_received: whether the id becomes free again once the rollout's outcome is acknowledged.
     """
 
     spec: Spec

@@ -158,7 +158,7 @@ class MetricsObserver:
 
 
 def _end(end: End) -> tuple[str, str]:
-    """Return kind and reason of an end, as label values."""
+    """Return the kind of an end and its reason, as label values."""
     if isinstance(end, Failure):
         return "failure", end.category.value
     if isinstance(end, Cancellation):

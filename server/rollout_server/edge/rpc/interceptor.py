@@ -30,7 +30,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every rpc of these services: unary-unary, unary-stream and stream-stream."""
+    """Wraps all rpcs but client-streaming ones, which the contract does not have."""
 
     def __init__(self, admit: Admit) -> None:
         self._admit = admit

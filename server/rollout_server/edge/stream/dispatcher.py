@@ -25,7 +25,7 @@ MOST_CREDIT = 1_000_000
 
 
 class TooManyRefusals(Busy):
-    """A trainer keeps sending requests that are refused, without acknowledging the refusals."""
+    """The trainer sends more requests that are refused than it reads refusals."""
 
     reason = "TOO_MANY_REFUSALS"
 
@@ -148,6 +148,7 @@ class Dispatcher:
             _log.exception("a group of rollouts could not be started")
             stream.reply(RefusedItem(sequence, RolloutError("internal error of the server; its log has the reason")))
             return
+        # No `await` since `start_all` created the rollouts' tasks: each rollout is on the stream before its first turn.
         for rollout, attached in taken:
             stream.reply(StartedItem(self.streams.add(rollout, stream), attached))
 

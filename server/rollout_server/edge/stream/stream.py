@@ -94,7 +94,7 @@ class TrainerStream:
 
     @property
     def has_undelivered(self) -> bool:
-        """Whether something has to be sent or acknowledged. A closed stream acknowledges nothing, so sending is enough there."""
+        """Whether something has to be sent or acknowledged. On a closed stream sending is enough: nothing is acknowledged there."""
         left = (
             self.rollouts
             if not self.closed
@@ -217,7 +217,10 @@ class TrainerStream:
         self._wake.set()
 
     async def wait_for_items(self) -> None:
-        """Wait until there may be something to send."""
+        """Wait until there may be something to send.
+
+        The event is cleared before the caller looks for items, so a `wake` during that look-up is not lost.
+        """
         await self._wake.wait()
         self._wake.clear()
 

@@ -44,7 +44,7 @@ def entries(setting: str | Iterable[str]) -> Iterator[str]:
 
 
 def read_rule(entry: str) -> Rule:
-    """Parse one rule. Raise ValueError that quotes it."""
+    """Parse one rule. Raise a ValueError that quotes an invalid one."""
     try:
         return _read(entry)
     except ValueError as error:

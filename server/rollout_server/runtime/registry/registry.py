@@ -84,7 +84,7 @@ class RolloutRegistry:
 
     @property
     def active_bytes(self) -> int:
-        """Approximate memory of rollouts that are not in the store of finished rollouts yet."""
+        """Approximate memory of rollouts that wait, run, or still deliver their outcome."""
         return self._queue.bytes
 
     @property

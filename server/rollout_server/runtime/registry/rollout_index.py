@@ -110,7 +110,9 @@ class RolloutIndex:
     def find(self, admitted: AdmittedStart) -> Rollout | None:
         """Return the rollout of an earlier request under this id, or None if the id is free.
 
-        Raises `Conflict` if the earlier request had a different payload.
+        With `until_received`, the id of a finished rollout is free again, with one exception: an identical request whose
+        outcome was never received is a retry and finds the rollout (D5). Raises `Conflict` if the earlier request had a
+        different payload.
         """
         request_id, key = admitted.request.request_id, admitted.key
         uid = self._requests.get(key) if key is not None else None

@@ -42,7 +42,7 @@ class RunContext:
         self._ignored = 0
         self._waiting: set[asyncio.Task[object]] = set()
 
-    async def check(self, conversation: Conversation, *wanted: State) -> None:
+    async def check(self, conversation: Conversation, *allowed: State) -> None:
         """Raise `RolloutEnded` after the end, and `AgentMistake` if the conversation is in none of the given states."""
         if self.ending.is_reached:
             # An agent may swallow RolloutEnded and retry for ever. The growing sleep keeps such a loop from blocking the event
@@ -55,7 +55,7 @@ class RunContext:
                 f"the conversation is closed after turn {conversation.turn}: either a compaction replaced it (use the Run that "
                 "`fork` returned), or its completion was abandoned"
             )
-        if conversation.state not in (wanted or (State.OPEN,)):
+        if conversation.state not in (allowed or (State.OPEN,)):
             what = "rollout" if conversation is self.machine.main else "conversation"
             raise AgentMistake(
                 f"the {what} is {conversation.state.value} in turn {conversation.turn}: await the pending operation before "
@@ -90,7 +90,10 @@ class RunContext:
             raise RolloutEnded(self.ending.end) from None
 
     def _start(self, work: Coroutine[Any, Any, _T], returned: Future[_T]) -> None:
-        """Start the coroutine that a thread waits for, as a task that the driver cancels at the end of the rollout."""
+        """Start the coroutine that a thread waits for, as a task that the driver cancels at the end of the rollout.
+
+        A coroutine that starts after the driver's cancellation is not cancelled, but its first command raises `RolloutEnded`.
+        """
         task = asyncio.ensure_future(work)
         self._waiting.add(task)
         task.add_done_callback(lambda done: self._hand_over(done, returned))

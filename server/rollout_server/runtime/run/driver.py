@@ -1,8 +1,8 @@
 """Drives one rollout from its first turn to its outcome. The only boundary that catches an agent's failures.
 
-An agent's code is untrusted: it may raise anything, swallow anything and never return. Its `play` therefore runs in a task of
-its own. The driver waits for the first of three events: the end that the run reached (a limit, a failed trainer), a requested
-end (cancel, time limit, drain), and the return of `play`.
+An agent's code is arbitrary: it may raise anything, swallow any exception, or never return. Its `play` therefore runs in a
+separate task. The driver waits for the first of three events: the run reached an end (a limit, a failed trainer), an end was
+requested (cancel, time limit, drain), or `play` returned.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ async def _run_play(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) 
     ending = rollout.ending
     await _first_of(play, ending.requested, ending.reached)
     if ending.reached.done():
-        # The reward may depend on what play still does, such as cleaning up in `finally`. So give it some time to return.
+        # `play` may still compute what the reward needs, so it gets some time to return.
         await _first_of(play, ending.requested, within=GRACE_SECONDS)
         _log_other_errors(rollout, play)
         return ending.reached.result()

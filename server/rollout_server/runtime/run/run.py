@@ -125,7 +125,7 @@ class Run:
         if isinstance(asked, LimitReached):
             self._context.end(asked.stop)
         rollout, note = self._rollout, partial(self._note, asked.turn)
-        # Take these before `record(asked)`, which changes them: the request describes the conversation before this turn.
+        # Read these before `record(asked)`, which updates `turn_messages` for the new turn.
         last = conversation.last_completion, conversation.turn_messages, conversation.line
         request = CompletionRequest(
             asked, conversation.messages, *last, rollout.deadline, rollout.credentials, note, effective

@@ -89,6 +89,7 @@ class ResultCache:
 
 
 def _size(content: Content) -> int:
+    """Return the maximum memory of the texts: a Python string uses up to 4 bytes per character."""
     if isinstance(content, str):
         return 4 * len(content)
     return sum(4 * len(str(part)) for part in content)

@@ -148,9 +148,9 @@ class ToolExecutor:
         return taken
 
     def _needed_slots(self, tool: ServerRunTool) -> Iterable[tuple[Slots, str]]:
-        """Yield the slots that a call needs, always in the same order.
+        """Yield the slots that a call needs, each with a name for error texts.
 
-        All calls acquire slots in this order (rollout, server, threads), so two calls cannot wait for each other.
+        All calls acquire slots in this order (rollout, server, threads), so they cannot deadlock.
         """
         limit = tool.policy.concurrency
         if limit is not None:

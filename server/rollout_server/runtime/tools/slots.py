@@ -28,7 +28,7 @@ class Slots:
         """Wait for a slot. Raise `NoFreeSlot`."""
         if self._lost >= self.limit:
             raise NoFreeSlot
-        if self._free:
+        if self._free:  # then no task waits: `release` serves waiting tasks first
             self._free -= 1
             return
         turn = asyncio.get_running_loop().create_future()
