@@ -115,7 +115,7 @@ ENDS = [
     ("crash", "The tool's process was killed by SIGSEGV", "ended with SIGSEGV"),
     ("exit", "The tool's process exited with status 3", "ended with exit status 3"),
     ("junk", "The tool's process sent an invalid response", "ended with BadFrame"),
-    ("too large", "The result of go_wrong cannot be written: 60,000,026 bytes", ""),
+    ("too large", "The result of go_wrong cannot be sent: it has 60,000,026 bytes", ""),
 ]
 
 
@@ -254,7 +254,7 @@ print(asyncio.run(Bench()("environment")).text)
 async def test_a_tool_may_have_another_name_in_its_module_but_needs_one(run: Bench) -> None:
     run.box = run.box.with_tools((offered.renamed, tool(process=True)(offered.nowhere)))
     assert (await run("undecorated", a=3)).content == "3"
-    assert "module has no tool nowhere at its top" in (await run("nowhere", a=3)).text
+    assert "module has no tool nowhere at the top level" in (await run("nowhere", a=3)).text
 
 
 def test_a_script_that_serves_its_own_tools(tmp_path: Path) -> None:

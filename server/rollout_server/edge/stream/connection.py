@@ -10,8 +10,8 @@ from rollout_server.edge.stream.streams import StreamConnection
 from rollout_server.edge.wire import train as wire
 from rollout_server.runtime.start_request import Caller
 
-_LOOKS = 5
-_PAUSE = 0.02
+_LOOKS, _PAUSE = 5, 0.02
+"""Number and duration (seconds) of the pauses after the trainer's last item, see `_take`."""
 
 
 async def serve_connection(

@@ -95,6 +95,7 @@ def _imported(name: str, file: str) -> ModuleType:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
+            # Use the file only if the module itself was not found. A missing import inside it is the author's error.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
     spec = importlib.util.spec_from_file_location(_ALIAS, Path(file))

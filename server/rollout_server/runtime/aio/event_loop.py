@@ -93,6 +93,7 @@ def _run_to_end(task: asyncio.Task[_T], run_loop: Callable[[], _T]) -> _T:
 
 
 async def _await_task(task: asyncio.Task[_T]) -> _T:
+    """Await an existing task: `Runner.run` accepts only coroutines, and after a SystemExit the same task has to continue."""
     return await task
 
 

@@ -79,7 +79,9 @@ class RolloutQueue:
         if not ready or self.running >= self._capacity.running:
             return None
         for use in ready:
-            while use.line[0][2] not in self._waiting:  # withdrawn; `use.queued` says that a waiting one follows
+            while (
+                use.line[0][2] not in self._waiting
+            ):  # skip withdrawn ones; `use.queued` > 0, so a waiting one follows
                 heapq.heappop(use.line)
         use = min(ready, key=lambda use: (use.running, use.line[0]))
         use.queued -= 1
@@ -138,6 +140,7 @@ class RolloutQueue:
                 raise Busy(text, retry_after=60.0 * missing / quota.starts_per_minute, reason=reason)
 
     def _use(self, caller: str) -> _CallerUsage:
+        """Return a caller's usage, with its token bucket of starts refilled up to this moment."""
         now, most = self._clock.monotonic(), self._quota.starts_per_minute or 0
         use = self._uses.get(caller)
         if use is None:
