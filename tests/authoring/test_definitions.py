@@ -281,7 +281,7 @@ async def test_what_is_no_agent_is_not_served() -> None:
     for agents, says in (
         ([], "there is no agent to serve"),
         ([First], "serve an instance, First()"),
-        ([7], "7 is no agent"),
+        ([7], "7 is not an agent"),
     ):
         with pytest.raises(AgentFailed) as caught:
             async with Server(agents, settings()):  # type: ignore[arg-type]
