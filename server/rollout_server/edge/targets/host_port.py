@@ -1,7 +1,7 @@
 """Hosts, ports and paths in URLs and rules.
 
-Only spellings that all URL parsers read in the same way are accepted. If one library parses a host as a name and another as an
-address, or a proxy rewrites host or path, a check of the URL proves nothing.
+Only spellings that all URL parsers read in the same way are accepted. Otherwise a check of the URL would prove nothing: one
+library may parse a host as a name and another as an address, and a proxy may rewrite host or path.
 """
 
 from __future__ import annotations
