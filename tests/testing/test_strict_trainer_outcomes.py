@@ -364,10 +364,10 @@ async def test_another_program_says_how_an_outcome_is_met(keyed: Make) -> None:
     ("value", "text"),
     [
         ({"then_model": 1}, "then_model is true or false"),
-        ({"then_model": True, "repeat_last": True}, "not both"),
+        ({"then_model": True, "repeat_last": True}, "exclude each other"),
         ({"then_model": True, "reception": []}, 'reception is an object with a list "faults"'),
         ({"then_model": True, "reception": {"fault": []}}, "unknown keys in reception: ['fault']"),
-        ({"then_model": True, "reception": {"faults": [{"kind": "null_message"}]}}, "no way to meet"),
+        ({"then_model": True, "reception": {"faults": [{"kind": "null_message"}]}}, "does not apply to the delivery"),
         ({"then_model": True, "reception": {"faults": [5]}}, "reception.faults[0] is not an object"),
         ({"then_model": True, "reception": {"repeat_last": True}}, "no last fault"),
         ({"then_model": True, "extensions": {"omit": ["choices"]}}, "extensions: omit names ['choices']"),

@@ -44,9 +44,9 @@ async def test_planes_and_further_fields_are_kept(client: AsyncClient, answer: l
 
 
 WRONG: list[tuple[str, Callable[[int], Any]]] = [
-    ("planes[0].values: 3 bytes are no whole number", lambda n: {"planes": [plane("a", "uint8", bytes(3))]}),
+    ("planes[0].values: 3 bytes are not a whole number", lambda n: {"planes": [plane("a", "uint8", bytes(3))]}),
     ("planes[0].values: 0 bytes", lambda n: {"planes": [plane("a", "uint8", b"")]}),
-    ("are no whole number of 4-byte elements", lambda n: {"planes": [plane("a", "float32", bytes(2 * n))]}),
+    ("are not a whole number of 4-byte elements", lambda n: {"planes": [plane("a", "float32", bytes(2 * n))]}),
     ("planes[0].dtype", lambda n: {"planes": [plane("a", "object", bytes(n))]}),
     ("planes[0].dtype", lambda n: {"planes": [plane("a", "int4", bytes(n))]}),
     ("planes[0].name", lambda n: {"planes": [plane("", "uint8", bytes(n))]}),
