@@ -54,9 +54,9 @@ async def test_a_rollout_without_masks_gives_the_sample_that_the_ids_say(keyed: 
     ("change", "text"),
     [
         (lambda m: [m[0], {**m[1], "content": "Else."}, *m[2:]], "messages[1] is not what was sent before"),
-        (lambda m: [*m[:2], {**m[2], "content": "Rewritten."}, m[3]], "messages[2] is not the answer of the last turn"),
+        (lambda m: [*m[:2], {**m[2], "content": "Rewritten."}, m[3]], "messages[2] is not the completion of the last turn"),
         (lambda m: m[:2], "messages[2] is missing"),
-        (lambda m: [*m[:2], {**m[2], "refusal": None}, m[3]], "messages[2] is not the answer of the last turn"),
+        (lambda m: [*m[:2], {**m[2], "refusal": None}, m[3]], "messages[2] is not the completion of the last turn"),
         (lambda m: [m[0], {**m[1], "name": None}, *m[2:]], "messages[1] is not what was sent before"),
     ],
 )
@@ -118,7 +118,7 @@ async def test_each_turn_has_a_key_of_its_own(keyed: Make) -> None:
         await asking.turn()
         check_refused(trainer, await asking.post(key="r/0/1"), RefusalReason.KEY, "that of turn 1, but the messages")
         await asking.turn()
-        check_refused(trainer, await asking.post(key="r/0/1"), RefusalReason.KEY, "that of turn 1: each turn has a key")
+        check_refused(trainer, await asking.post(key="r/0/1"), RefusalReason.KEY, "that of turn 1: each turn must have")
         other: KeyedCaller = keyed(trainer, rollout_id="other")
         response = await other.post(key="r/0/2")
         assert response.status_code == 422

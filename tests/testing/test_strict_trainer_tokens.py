@@ -137,7 +137,7 @@ async def test_a_wrong_environment_is_refused_with_its_place(
         text = await refused(playing.stub.Complete(playing.request(new_tokens=playing.tokens(spans))))
         different = next((i for i, (a, b) in enumerate(zip(right, wrong, strict=False)) if a != b), None)
         at = min(len(right), len(wrong)) if different is None else different
-        assert text.startswith(f"turn 2: token {first.after.tokens + len(closing) + at} is not what the messages give")
+        assert text.startswith(f"turn 2: token {first.after.tokens + len(closing) + at} is not what the messages render to")
         assert repr(toy.decode(right[at : at + 1]))[1:-1] in text
         verdict = trainer.verdict("r")
         assert verdict is not None
@@ -309,7 +309,7 @@ async def test_a_whole_history_has_to_be_what_is_held(asking: Asking, forgets: b
         code, reason, text, rich = await status_of(playing.stub.Complete(request))
         assert (code, reason) == (grpc.StatusCode.ABORTED, "LEDGER_MISMATCH")
         index = {"id": len(playing.spans[0].token_ids) + 2, "author": len(playing.spans[0].token_ids), "short": 5}[what]
-        assert f"token {index} is held otherwise" in text
+        assert f"token {index} differs" in text
         detail = pb.LedgerMismatch()
         assert rich.details[1].Unpack(detail)
         assert list(detail.checkpoints) == [first.after]

@@ -3,8 +3,8 @@
 gRPC requests carry no mask: the trainer derives it. The judge verifies the history, the base and the turn key. In token mode it
 also verifies the author of each token, the digests, and the environment tokens (`token_mode`, `token_mode_check`).
 
-A repeated turn key of an answered turn returns the same completion. If keys are not replayed, a new completion replaces the old one.
-A turn that failed is judged as if it were requested for the first time.
+The turn key of an answered turn returns the same completion again. If keys are not replayed, a new completion replaces the old
+one. A turn that failed is judged as if it were requested for the first time.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class Completions:
         return await asyncio.shield(self._turn(request))
 
     def pop_lost(self, turn_key: str) -> Fault | None:
-        """Return the fault that replaces the response of the completion just generated, once; None: send it. A retry gets it."""
+        """Return the fault that loses the completion just generated, once; None: none. A retry of the turn gets the completion."""
         return self._lost.pop(turn_key, None)
 
     def pop_second_response(self, turn_key: str) -> pb.CompleteResponse | None:

@@ -64,8 +64,8 @@ def mismatch(text: str, marks: list[Mark]) -> StatusError:
 def status_of_fault(fault: Fault) -> StatusError:
     """Return the gRPC status that corresponds to a scripted HTTP fault.
 
-    An HTTP status is mapped by the usual table, with Retry-After as RetryInfo. A reset connection is UNAVAILABLE, as every gRPC client
-    reports it. A truncated response is INTERNAL.
+    An HTTP status is mapped by the usual table, with Retry-After as RetryInfo. A reset connection is UNAVAILABLE, as every gRPC
+    client reports it. A truncated response is INTERNAL.
     """
     if fault.kind is FaultKind.STATUS:
         code = _CODES.get(fault.status, grpc.StatusCode.UNKNOWN)
