@@ -145,10 +145,16 @@ async def test_surplus_ids_are_counted_and_seen_as_drift(caller) -> None:
     [
         (lambda m: [m[0], {**m[1], "content": "Something else."}, *m[2:]], "messages[1] is not what was sent before"),
         (lambda m: [m[0], *m[2:]], "messages[1] is not what was sent before"),
-        (lambda m: [*m[:2], {**m[2], "content": "Rewritten."}, m[3]], "messages[2] is not the completion of the last turn"),
+        (
+            lambda m: [*m[:2], {**m[2], "content": "Rewritten."}, m[3]],
+            "messages[2] is not the completion of the last turn",
+        ),
         (lambda m: [*m[:2], m[3]], "messages[2] is not the completion of the last turn"),
-        (lambda m: m[:2], "messages[2] is missing, it has to be the completion of the last turn: the request has 2 messages, 3 are"),
-        (lambda m: [*m[:2], {**m[2], "name": "x"}, m[3]], "messages[2] is not the answer"),
+        (
+            lambda m: m[:2],
+            "messages[2] is missing, it has to be the completion of the last turn: the request has 2 messages",
+        ),
+        (lambda m: [*m[:2], {**m[2], "name": "x"}, m[3]], "messages[2] is not the completion"),
         (lambda m: [m[0], {**m[1], "content": None}, *m[2:]], "messages[1] is not what was sent before"),
     ],
 )
@@ -172,7 +178,7 @@ async def test_arguments_come_back_as_they_were_given(caller, value) -> None:
         await asking.turn()
         answer = {**asking.messages[2], "tool_calls": [tool_call("call_1", "add", value)]}
         response = await asking.post(messages=[*asking.messages[:2], answer, asking.messages[3]])
-        await refused(trainer, response, "messages[2] is not the answer", RefusalReason.HISTORY)
+        await refused(trainer, response, "messages[2] is not the completion", RefusalReason.HISTORY)
 
 
 async def test_null_is_absent_and_the_order_of_keys_says_nothing(caller) -> None:

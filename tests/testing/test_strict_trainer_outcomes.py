@@ -369,7 +369,7 @@ async def test_another_program_says_how_an_outcome_is_met(keyed: Make) -> None:
         ({"then_model": True, "reception": {"fault": []}}, "unknown keys in reception: ['fault']"),
         ({"then_model": True, "reception": {"faults": [{"kind": "null_message"}]}}, "does not apply to the delivery"),
         ({"then_model": True, "reception": {"faults": [5]}}, "reception.faults[0] is not an object"),
-        ({"then_model": True, "reception": {"repeat_last": True}}, "no last fault"),
+        ({"then_model": True, "reception": {"repeat_last": True}}, "needs at least one fault"),
         ({"then_model": True, "extensions": {"omit": ["choices"]}}, "extensions: omit names ['choices']"),
         ({"then_model": True, "extensions": {"when": 1}}, "unknown keys in extensions: ['when']"),
     ],

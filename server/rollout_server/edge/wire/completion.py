@@ -304,6 +304,7 @@ def _logprobs(proto: pb.CompleteResponse, length: int) -> Logprobs | None:
     if not proto.HasField("logprobs") or len(values) != length:
         return None
     packed = pack_logprobs(values)
+    # NaN and infinite values would spoil a training loss: all logprobs of the turn then count as not sent.
     return packed if all(map(isfinite, packed)) else None
 
 

@@ -125,7 +125,7 @@ class _View:
         return [span_to_proto(segment, span) for span in spans] if segment is not None else []
 
     def _spans_of(self, turn: int) -> tuple[Segment | None, list[Span]]:
-        for segment in reversed(self._rollout.machine.ledger.segments):
+        for segment in reversed(self._rollout.machine.ledger.segments):  # recent turns are in the last segment
             spans = segment.spans  # sorted by turn
             start = bisect_left(spans, turn, key=attrgetter("turn"))
             stop = bisect_right(spans, turn, key=attrgetter("turn"))

@@ -161,6 +161,7 @@ def _parts(content: JSON, text: str) -> list[message_pb2.ContentPart] | None:
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         return None
     try:
+        # The exact JSON text of each part. Serializing the parsed parts again would change large numbers.
         raw = msgspec.json.decode(text, type=_ContentParts).content
     except msgspec.DecodeError:
         return None

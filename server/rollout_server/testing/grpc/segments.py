@@ -47,6 +47,8 @@ class Segments:
         parent = next(parents, None)
         if parent is None:
             raise base_unknown(f"segment {request.segment_id!r} of rollout {request.uid!r} is unknown to this trainer")
+        # In message mode a drifted prompt replaces the contents of the trainer's segment (`HeldSegment.add`), but the server opens
+        # a new segment for it. The server's next base then continues the same conversation, under the same verdict.
         forked = request.origin.kind == token_pb2.SEGMENT_KIND_BRANCH
         continues = not forked and parent.drifted and parent.marks[-1].digest == request.base.digest
         branch = parent.branch(request.base.digest, parent.rollout_key if continues else _key(rollout, request))

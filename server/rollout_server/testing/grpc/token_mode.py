@@ -28,6 +28,7 @@ _REASONS: Final = {
 _MODEL: Final = "the model"
 _START: Final = "the start"
 _BASE: Final = "the base"
+# Which kinds of span may follow which.
 _FOLLOWING: Final[Mapping[str, frozenset[str]]] = {
     _START: frozenset({Reason.PROMPT}),
     _BASE: frozenset({Reason.CLOSING, Reason.ENVIRONMENT}),
@@ -62,8 +63,8 @@ class ContinuedPrompt:
     Args:
         token_prompt: the ids to generate from, with the spans that are still to be verified.
         prompt: the checkpoint of base and spans together.
-        turns: turns completed by another trainer, and last the prompt of the current turn.
-        message_counts: per completed turn the number of messages after it.
+        turns: turns that were completed before this trainer knew the segment, and last the prompt of the current turn.
+        message_counts: number of messages up to and including each of these completions.
     """
 
     token_prompt: TokenPrompt
@@ -102,6 +103,8 @@ def continue_segment(
     completions = _completion_indices(len(turns) - 1, messages)
     spans = list(_prompt_spans(request.turn, ledger, turns, [*completions, len(messages)]))
     prompt_tokens = TokenPrompt(ledger.ids + [token_id for run in fresh for token_id in run.token_ids], ())
+    # Tokens in the first `proved` positions were verified when they were received. The last span is the prompt of the current turn,
+    # which is always verified, even if it is empty.
     unproven = tuple(span for span in spans if span.stop > proved or span is spans[-1])
     return ContinuedPrompt(
         replace(prompt_tokens, spans=unproven), prompt, tuple(turns), tuple(index + 1 for index in completions)
@@ -132,13 +135,13 @@ def _run(path: str, span: token_pb2.Span) -> LedgerRun:
         raise invalid(f"{path}.mask_reason", f"{span.mask_reason} is unknown")
     reason = _REASONS[span.mask_reason]
     if (reason in (None, Reason.AUTHOR)) is not by_model:
-        raise invalid(f"{path}.mask_reason", f"{reason or 'none'} does not go with the author")
+        raise invalid(f"{path}.mask_reason", f"{reason or 'none'} does not match the author")
     if not span.token_ids:
         raise invalid(f"{path}.token_ids", "is empty: a span is a run of tokens")
     if max(span.token_ids) > _LARGEST_ID:
-        raise invalid(f"{path}.token_ids", f"holds {max(span.token_ids)}, ids are below 2^31")
+        raise invalid(f"{path}.token_ids", f"contains {max(span.token_ids)}, but token ids are below 2^31")
     if not by_model and (span.HasField("logprobs") or span.policy_version or span.planes):
-        raise invalid(path, "logprobs, policy_version and planes are for spans of the model")
+        raise invalid(path, "logprobs, policy_version and planes are allowed only in spans of the model")
     logprobs = span.logprobs.values
     if span.HasField("logprobs") and len(logprobs) != len(span.token_ids):
         raise invalid(f"{path}.logprobs", f"has {len(logprobs)} values for {len(span.token_ids)} tokens")

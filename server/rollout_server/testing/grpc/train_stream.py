@@ -28,10 +28,12 @@ _OPTIONS: Final = (
     ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
     ("grpc.max_send_message_length", _LARGEST_MESSAGE),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.use_local_subchannel_pool", 1),  # channels to one server otherwise share a TCP connection
     ("grpc.initial_reconnect_backoff_ms", 100),
 )
 _PAUSE: Final = 0.02
+"""Seconds between two connections."""
+# Statuses of a lost connection, after which the stream is resumed.
 _BROKEN: Final = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED}
 )
@@ -63,7 +65,7 @@ class TrainStream:
         self._rules = TrainRules(credit)
         self._changed = Notifier()
         self._unacknowledged: deque[pb.TrainRequest] = deque()
-        self._passing: deque[pb.TrainRequest] = deque()
+        self._passing: deque[pb.TrainRequest] = deque()  # items without a sequence number, sent at most once
         self._sent = 0
         self._last = 0
         self._acknowledged = 0
@@ -95,6 +97,7 @@ class TrainStream:
     ) -> None:
         self._leaving = True
         self._changed.notify()
+        # `_write` half-closes. The server then sends the remaining items and ends the stream.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._carrying), 2)
         await self._hang_up()

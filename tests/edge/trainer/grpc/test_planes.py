@@ -51,7 +51,7 @@ WRONG: list[tuple[str, Callable[[int], Any]]] = [
     ("planes[0].dtype", lambda n: {"planes": [plane("a", "int4", bytes(n))]}),
     ("planes[0].name", lambda n: {"planes": [plane("", "uint8", bytes(n))]}),
     ("planes[1].name", lambda n: {"planes": [plane("a", "uint8", bytes(n))] * 2}),
-    ("planes: there are 17", lambda n: {"planes": [plane(str(i), "uint8", bytes(n)) for i in range(17)]}),
+    ("planes: has 17 entries", lambda n: {"planes": [plane(str(i), "uint8", bytes(n)) for i in range(17)]}),
     ("extra_json: a JSON object is needed", lambda n: {"extra_json": "[]"}),
     ("extra_json: has 65537 characters", lambda n: {"extra_json": json.dumps({"a": "x" * 65_528})}),
 ]
