@@ -71,7 +71,7 @@ class ScriptedReply:
     Args:
         tool_calls, extra: copied into the message verbatim.
         cut: the completion has no stop token.
-        surplus: ids, or text for the trainer to encode, appended to the ids of the rendered reply. The trainer counts them in.
+        surplus: ids, or text for the trainer to encode, appended to the ids of the rendered reply. They count as generated tokens.
         omit, usage, override: change top-level fields of the response after counting. `usage` adds the token counts of prompt
             and completion as ``usage``.
         delay: seconds before the response is sent.
@@ -183,7 +183,7 @@ Line: TypeAlias = ScriptedReply | Fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extensions:
-    """Changes to the extension fields of a rollout's completions, in the given `turns` (from 1), or in all turns if None.
+    """Changes to the fields of a rollout's completions beyond OpenAI's, in the given `turns` (from 1), or in all turns if None.
 
     `omit` and `usage` are as in `ScriptedReply` and add to those of each reply. Raises ValueError for an unknown name in `omit`.
     """
@@ -230,7 +230,7 @@ class Reception:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """How a trainer treats one rollout: its lines in order, their extension fields, and the response to its outcome.
+    """How a trainer treats one rollout: the lines in order, changes to their fields, and the responses to its outcome.
 
     After the last line, `repeat_last` repeats it and `then_model` uses the trainer's model. With neither, a further request gets an
     HTTP 500 that names the script's length, which reveals a server that requests too many turns. Raises ValueError for both

@@ -181,7 +181,7 @@ class RolloutEvent(_message.Message):
 
     @_builtins.property
     def observed(self) -> Global___Observed:
-        """The agent read a recorded input other than completions and tool results."""
+        """The agent called run.now(), run.random() or run.once()."""
 
     @_builtins.property
     def finished(self) -> Global___Finished:
@@ -611,7 +611,7 @@ Global___Masked: _TypeAlias = Masked  # noqa: Y015
 
 @_typing.final
 class Observed(_message.Message):
-    """The agent read an input other than completions and tool results. On a replay it reads the same value."""
+    """The agent called run.now(), run.random() or run.once(). The value is recorded, and a replay of the agent gets the same value."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -50,7 +50,7 @@ class _FailureCategoryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failu
     FAILURE_CATEGORY_INTERRUPTED: _FailureCategory.ValueType  # 10
     """The server stopped, and the rollout could not be continued."""
     FAILURE_CATEGORY_TOKEN_DRIFT: _FailureCategory.ValueType  # 11
-    """The trainer's tokens differ from the ledger, and the server could not send a correct request."""
+    """The trainer's tokens differ from the ledger. Either `RolloutSpec.on_drift` is FAIL, or no correct request was possible."""
     FAILURE_CATEGORY_NOT_REPLAYABLE: _FailureCategory.ValueType  # 12
     """On replay, the agent diverged from its recorded actions."""
     FAILURE_CATEGORY_ENGINE_SERVER: _FailureCategory.ValueType  # 13
@@ -84,7 +84,7 @@ FAILURE_CATEGORY_TIMEOUT: FailureCategory.ValueType  # 9
 FAILURE_CATEGORY_INTERRUPTED: FailureCategory.ValueType  # 10
 """The server stopped, and the rollout could not be continued."""
 FAILURE_CATEGORY_TOKEN_DRIFT: FailureCategory.ValueType  # 11
-"""The trainer's tokens differ from the ledger, and the server could not send a correct request."""
+"""The trainer's tokens differ from the ledger. Either `RolloutSpec.on_drift` is FAIL, or no correct request was possible."""
 FAILURE_CATEGORY_NOT_REPLAYABLE: FailureCategory.ValueType  # 12
 """On replay, the agent diverged from its recorded actions."""
 FAILURE_CATEGORY_ENGINE_SERVER: FailureCategory.ValueType  # 13
@@ -190,7 +190,7 @@ class Warning(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     code: _builtins.str
-    """A stable code: "token_drift", "resampled", "logprobs_missing", "unverified", "tokens_unknown", "length_exceeded",
+    """A stable code, explained in docs/masks.md: "token_drift", "resampled", "logprobs_missing", "unverified", "tokens_unknown", "length_exceeded",
     "rendering_inexact", "policy_stale", "conversation_unnamed", "environment_unseen", "short_form_dropped",
     "logprobs_positive", "token_unknown".
     """

@@ -117,7 +117,7 @@ def selection(proto: rollout_service_pb2.Selection, caller: Caller) -> Selection
 
 
 def is_empty(proto: rollout_service_pb2.Selection) -> bool:
-    """Return whether a selection sets no condition and not `all`."""
+    """Return whether a selection sets neither a condition nor `all`."""
     lists = (proto.uids, proto.rollout_ids, proto.states, proto.labels, proto.delivery_states, proto.callers)
     return not (proto.group_id or proto.agent or proto.all or any(lists))
 
@@ -130,7 +130,10 @@ def valid_enum_value(value: int, kind: _EnumType, field: str) -> int:
 
 
 def page_tokens(numbers: Iterable[int], proto: rollout_service_pb2.Selection) -> list[str]:
-    """Return page tokens of the pages that begin below these rollout numbers. A token is valid only for this selection."""
+    """Return one token per page. A page begins below a rollout's number, and its token is valid only for this selection.
+
+    Rollouts are numbered in the order of acceptance, so new ones do not shift the pages.
+    """
     digest = _digest(proto)
     return [base64.urlsafe_b64encode(f"{number}.{digest}".encode()).decode() for number in numbers]
 

@@ -30,8 +30,8 @@ def planes_from_proto(protos: Sequence[token_pb2.TokenPlane], tokens: int) -> tu
         size = _size(proto.dtype)
         if size is None:
             raise ValueError(f"{where}.dtype: is not an element type of fixed size, such as uint8 or float32")
-        whole = length % (tokens * size) == 0 if tokens else not length
-        if not whole or (tokens and not length):
+        divides = length % (tokens * size) == 0 if tokens else not length
+        if not divides or (tokens and not length):
             raise ValueError(
                 f"{where}.values: {length} bytes are not a whole number of {size}-byte elements for each of {tokens} tokens"
             )

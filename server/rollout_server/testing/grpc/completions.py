@@ -90,11 +90,11 @@ class Completions:
 
     def ledger(self, request: pb.ReadLedgerRequest) -> pb.ReadLedgerResponse:
         """Return a segment as the trainer stores it. Raises StatusError if it does not."""
-        held = self._segments.find(request.uid, request.segment_id)
-        if held is None or held.forgotten:
+        segment = self._segments.find(request.uid, request.segment_id)
+        if segment is None or segment.forgotten:
             text = f"segment {request.segment_id!r} of rollout {request.uid!r} is unknown to this trainer"
             raise StatusError(grpc.StatusCode.NOT_FOUND, "SEGMENT_UNKNOWN", text)
-        return wire.ledger(held, request.offset)
+        return wire.ledger(segment, request.offset)
 
     async def close(self) -> None:
         """Cancel the turns that are still running."""
@@ -121,19 +121,19 @@ class Completions:
         if self._segments.is_new(request.uid):
             # Several rollouts may use the same rollout_id: its verdict is that of the latest one.
             self._engine_thread.judge.start_anew(request.rollout_id)
-        held = self._segments.segment(request)
-        before = held.copy()
-        messages = messages_of(request, held)
-        tokens = self._continue_segment(request, held, messages)
+        segment = self._segments.segment(request)
+        before = segment.copy()
+        messages = messages_of(request, segment)
+        tokens = self._continue_segment(request, segment, messages)
         call = CompletionCall(
             request.rollout_id,
             messages,
             tools=await self._tools(request),
             masked=False,
-            verdict_key=held.rollout_key,
+            verdict_key=segment.rollout_key,
             token_prompt=tokens.token_prompt if tokens else None,
             max_tokens=request.sampling.max_tokens or None if tokens else None,
-            again=held.undone == request.turn,
+            again=segment.undone == request.turn,
         )
         try:
             result = await self._engine_thread.complete(call)
@@ -145,13 +145,13 @@ class Completions:
             return await _failure(result)
         if result.lost:
             self._lost[request.turn_key] = result.lost
-        details = _append_completion(request, messages, held, tokens, result)
-        held.before, held.undone = before, 0
+        details = _append_completion(request, messages, segment, tokens, result)
+        segment.before, segment.undone = before, 0
         if result.reply.forgets:
             self._segments.forget(request.uid)
         await asyncio.sleep(result.reply.delay)
         wants_logprobs = request.sampling.logprobs or not request.sampling.HasField("logprobs")
-        honest = wire.response(details, typed=held.typed, with_logprobs=wants_logprobs)
+        honest = wire.response(details, typed=segment.typed, with_logprobs=wants_logprobs)
         return self._sent_response(request, call, result.reply.lie, honest)
 
     def _sent_response(
@@ -172,7 +172,7 @@ class Completions:
         return apply_lie(lie, honest, earlier or honest, request.turn)
 
     def _continue_segment(
-        self, request: pb.CompleteRequest, held: HeldSegment, messages: Sequence[Message]
+        self, request: pb.CompleteRequest, segment: HeldSegment, messages: Sequence[Message]
     ) -> ContinuedPrompt | None:
         """Return the tokens of the request; None in message mode.
 
@@ -181,9 +181,11 @@ class Completions:
         if not request.HasField("new_tokens"):
             return None
         try:
-            return continue_segment(request, held, self._segments.parent(request), messages)
+            return continue_segment(request, segment, self._segments.parent(request), messages)
         except StatusError as error:
-            self._engine_thread.judge.refuse(held.rollout_key, Refusal(request.turn, RefusalReason.TOKENS, error.text))
+            self._engine_thread.judge.refuse(
+                segment.rollout_key, Refusal(request.turn, RefusalReason.TOKENS, error.text)
+            )
             raise
 
     async def _tools(self, request: pb.CompleteRequest) -> Tools | None:
@@ -199,7 +201,7 @@ class Completions:
 def _append_completion(
     request: pb.CompleteRequest,
     messages: Sequence[Message],
-    held: HeldSegment,
+    segment: HeldSegment,
     tokens: ContinuedPrompt | None,
     result: CompletedCall,
 ) -> wire.ResponseDetails:
@@ -207,10 +209,10 @@ def _append_completion(
     completion = result.completion
     policy = result.reply.policy_version or f"policy-{request.turn}"
     if tokens is None:
-        after = held.add(request.turn, messages, completion, policy)
+        after = segment.add(request.turn, messages, completion, policy)
         return wire.ResponseDetails(completion, result.reply, policy, after)
-    tokens.enter(held)
-    after = held.append_completion(request.turn, messages, completion, policy)
+    tokens.enter(segment)
+    after = segment.append_completion(request.turn, messages, completion, policy)
     return wire.ResponseDetails(completion, result.reply, policy, after, tokens.prompt)
 
 

@@ -61,10 +61,10 @@ class Segments:
 
     def step_back(self, request: pb.CompleteRequest) -> None:
         """Undo the segment's last completion if the request repeats its turn."""
-        held = self.find(request.uid, request.segment_id)
-        if held is not None and held.before is not None and held.last_turn == request.turn:
-            held.before.undone = request.turn
-            self._rollouts[request.uid].segments[request.segment_id] = held.before
+        segment = self.find(request.uid, request.segment_id)
+        if segment is not None and segment.before is not None and segment.last_turn == request.turn:
+            segment.before.undone = request.turn
+            self._rollouts[request.uid].segments[request.segment_id] = segment.before
 
     def forget(self, uid: str) -> None:
         """Make all bases and tools of a rollout unknown until its whole history is sent."""

@@ -177,14 +177,14 @@ def _compare(
 ) -> int:
     """Return how many leading tokens of a whole history equal the ledger's. Raises StatusError if they differ from it."""
     tagged_ids = [tagged for run in sent for tagged in run.tagged_ids]
-    held = ledger.tagged_ids
-    if held:
-        _check_same(tagged_ids, held, sent, ledger)
-        if any(run.by_model for run in runs_within(sent, len(held))):
+    stored = ledger.tagged_ids
+    if stored:
+        _check_same(tagged_ids, stored, sent, ledger)
+        if any(run.by_model for run in runs_within(sent, len(stored))):
             raise invalid(
-                "new_tokens.spans", f"tokens of the model follow the {len(held)} tokens of this trainer's ledger"
+                "new_tokens.spans", f"tokens of the model follow the {len(stored)} tokens of this trainer's ledger"
             )
-        return len(held)
+        return len(stored)
     if parent is None:
         return 0
     shared = parent.tagged_ids[: request.origin.parent_tokens]
@@ -196,17 +196,19 @@ def _compare(
     return len(shared)
 
 
-def _check_same(tagged_ids: Sequence[int], held: Sequence[int], sent: Sequence[LedgerRun], ledger: HeldSegment) -> None:
-    pairs = enumerate(zip(held, tagged_ids, strict=False))
+def _check_same(
+    tagged_ids: Sequence[int], stored: Sequence[int], sent: Sequence[LedgerRun], ledger: HeldSegment
+) -> None:
+    pairs = enumerate(zip(stored, tagged_ids, strict=False))
     index = next((i for i, (a, b) in pairs if a != b), len(tagged_ids))
-    if index >= len(held):
+    if index >= len(stored):
         return
     turn = next(ledger.runs(index)).turn
-    here = f"the ledger has {ids_of(held[index : index + 5])}"
+    here = f"the ledger has {ids_of(stored[index : index + 5])}"
     sent_ids = (
         f"the request {ids_of(tagged_ids[index : index + 5])}" if index < len(tagged_ids) else "the request ends there"
     )
-    same_id = index < len(tagged_ids) and ids_of([tagged_ids[index]]) == ids_of([held[index]])
+    same_id = index < len(tagged_ids) and ids_of([tagged_ids[index]]) == ids_of([stored[index]])
     author = " in its author" if same_id else ""
     raise mismatch(f"turn {turn}: token {index} differs{author}: {here}, {sent_ids}", ledger.marks)
 

@@ -109,10 +109,10 @@ def tools_digest(tools: Iterable[message_pb2.Tool]) -> bytes:
     return digest.digest()
 
 
-def ledger(held: HeldSegment, offset: int) -> pb.ReadLedgerResponse:
+def ledger(segment: HeldSegment, offset: int) -> pb.ReadLedgerResponse:
     """Return a segment's spans from the token at `offset` on, and all its checkpoints."""
     return pb.ReadLedgerResponse(
-        spans=[_span(run) for run in held.runs(offset)], checkpoints=[checkpoint(mark) for mark in held.marks]
+        spans=[_span(run) for run in segment.runs(offset)], checkpoints=[checkpoint(mark) for mark in segment.marks]
     )
 
 

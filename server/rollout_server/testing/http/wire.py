@@ -21,7 +21,7 @@ ID_LENGTH: Final = 256
 
 
 def parse_body(raw: bytes) -> tuple[Any, str]:
-    """Return the parsed body and an empty text; if it is not JSON, its text and the error. Integers of any size are preserved."""
+    """Return the parsed body and "", or the body as text and the error if it is not JSON. Integers of any size are preserved."""
     try:
         return json.loads(raw), ""
     except ValueError as error:
