@@ -192,7 +192,7 @@ class StrictTrainer:
             self._listener = await HttpServer.open(self._app, self.host, self.port)
 
     def start_anew(self, rollout_id: str) -> None:
-        """Discard a rollout's state: the next request with this id counts as the first one."""
+        """Discard a rollout's state and keep its verdict as an earlier one: the next request counts as the first one."""
         self._engine_thread.judge.start_anew(rollout_id)
         self._receiver.begin_anew(rollout_id)
 

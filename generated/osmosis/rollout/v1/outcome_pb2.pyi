@@ -190,8 +190,8 @@ class Warning(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     code: _builtins.str
-    """A stable code, explained in docs/masks.md: "token_drift", "resampled", "logprobs_missing", "unverified", "tokens_unknown", "length_exceeded",
-    "rendering_inexact", "policy_stale", "conversation_unnamed", "environment_unseen", "short_form_dropped",
+    """A stable code, explained in docs/masks.md: "token_drift", "resampled", "logprobs_missing", "unverified", "tokens_unknown",
+    "length_exceeded", "rendering_inexact", "policy_stale", "conversation_unnamed", "environment_unseen", "short_form_dropped",
     "logprobs_positive", "token_unknown".
     """
     message: _builtins.str

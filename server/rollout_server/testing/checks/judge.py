@@ -7,7 +7,7 @@ accumulates the sample that a trainer would train on. A refused request or a scr
 * Synchronous HTTP API (docs/design.md, A): an id starts a new rollout if its last completion called no tools, and a request has a
   null mask and contains none of the earlier completions. The findings so far are kept as an earlier verdict.
 * Asynchronous HTTP API (B): there is no mask. `async_rules` has the rules besides the history. A turn that is requested again under
-  its key gets a sibling of its completion.
+  its key gets another completion (a *sibling*), which replaces the earlier one.
 * Token mode: the request contains the ids, and `token_mode_check` verifies that the messages render to them.
 """
 
@@ -149,7 +149,10 @@ class Judge:
             return None if state is None or over else state.masked
 
     def start_anew(self, rollout_id: str) -> bool:
-        """Discard a rollout's state, so that the next request counts as the first one. Return whether the id was known."""
+        """Discard a rollout's state and keep its verdict as an earlier one. Return whether the id was known.
+
+        The next request with this id counts as the first one.
+        """
         with self._lock:
             state = self._states.get(rollout_id)
             if state:
