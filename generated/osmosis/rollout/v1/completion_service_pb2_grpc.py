@@ -57,10 +57,10 @@ class CompletionServiceServicer(object):
         If the trainer's Target declares replays_turn_keys, a repeated turn_key returns the same completion without generating again.
 
         FAILED_PRECONDITION with reason BASE_UNKNOWN: the trainer does not know the base. The server sends the whole history once,
-        under the same key. FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the trainer does not know the digest of the tools. The server sends
-        the list of tools once, under the same key. ABORTED with a LedgerMismatch: the digests differ, and the rollout ends.
-        RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated, and the server retries after RetryInfo. INVALID_ARGUMENT and all
-        other codes end the rollout. After DEADLINE_EXCEEDED and CANCELLED the trainer may have generated a completion.
+        under the same key. FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the trainer does not know the digest of the tools. The
+        server sends the list of tools once, under the same key. ABORTED with a LedgerMismatch: the digests differ, and the rollout
+        ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated, and the server retries after RetryInfo. INVALID_ARGUMENT and
+        all other codes end the rollout. After DEADLINE_EXCEEDED and CANCELLED the trainer may have generated a completion.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

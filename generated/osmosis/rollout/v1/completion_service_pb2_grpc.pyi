@@ -39,10 +39,10 @@ class CompletionServiceStub:
     If the trainer's Target declares replays_turn_keys, a repeated turn_key returns the same completion without generating again.
 
     FAILED_PRECONDITION with reason BASE_UNKNOWN: the trainer does not know the base. The server sends the whole history once,
-    under the same key. FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the trainer does not know the digest of the tools. The server sends
-    the list of tools once, under the same key. ABORTED with a LedgerMismatch: the digests differ, and the rollout ends.
-    RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated, and the server retries after RetryInfo. INVALID_ARGUMENT and all
-    other codes end the rollout. After DEADLINE_EXCEEDED and CANCELLED the trainer may have generated a completion.
+    under the same key. FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the trainer does not know the digest of the tools. The
+    server sends the list of tools once, under the same key. ABORTED with a LedgerMismatch: the digests differ, and the rollout
+    ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated, and the server retries after RetryInfo. INVALID_ARGUMENT and
+    all other codes end the rollout. After DEADLINE_EXCEEDED and CANCELLED the trainer may have generated a completion.
     """
     ReadLedger: _grpc.UnaryUnaryMultiCallable[_completion_service_pb2.ReadLedgerRequest, _completion_service_pb2.ReadLedgerResponse]
     """Returns a segment as the trainer stores it. The server uses it to find the first token that differs.
@@ -61,10 +61,10 @@ class CompletionServiceAsyncStub(CompletionServiceStub):
     If the trainer's Target declares replays_turn_keys, a repeated turn_key returns the same completion without generating again.
 
     FAILED_PRECONDITION with reason BASE_UNKNOWN: the trainer does not know the base. The server sends the whole history once,
-    under the same key. FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the trainer does not know the digest of the tools. The server sends
-    the list of tools once, under the same key. ABORTED with a LedgerMismatch: the digests differ, and the rollout ends.
-    RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated, and the server retries after RetryInfo. INVALID_ARGUMENT and all
-    other codes end the rollout. After DEADLINE_EXCEEDED and CANCELLED the trainer may have generated a completion.
+    under the same key. FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the trainer does not know the digest of the tools. The
+    server sends the list of tools once, under the same key. ABORTED with a LedgerMismatch: the digests differ, and the rollout
+    ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated, and the server retries after RetryInfo. INVALID_ARGUMENT and
+    all other codes end the rollout. After DEADLINE_EXCEEDED and CANCELLED the trainer may have generated a completion.
     """
     ReadLedger: _aio.UnaryUnaryMultiCallable[_completion_service_pb2.ReadLedgerRequest, _completion_service_pb2.ReadLedgerResponse]  # type: ignore[assignment]
     """Returns a segment as the trainer stores it. The server uses it to find the first token that differs.
@@ -86,10 +86,10 @@ class CompletionServiceServicer(metaclass=_abc_1.ABCMeta):
         If the trainer's Target declares replays_turn_keys, a repeated turn_key returns the same completion without generating again.
 
         FAILED_PRECONDITION with reason BASE_UNKNOWN: the trainer does not know the base. The server sends the whole history once,
-        under the same key. FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the trainer does not know the digest of the tools. The server sends
-        the list of tools once, under the same key. ABORTED with a LedgerMismatch: the digests differ, and the rollout ends.
-        RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated, and the server retries after RetryInfo. INVALID_ARGUMENT and all
-        other codes end the rollout. After DEADLINE_EXCEEDED and CANCELLED the trainer may have generated a completion.
+        under the same key. FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the trainer does not know the digest of the tools. The
+        server sends the list of tools once, under the same key. ABORTED with a LedgerMismatch: the digests differ, and the rollout
+        ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated, and the server retries after RetryInfo. INVALID_ARGUMENT and
+        all other codes end the rollout. After DEADLINE_EXCEEDED and CANCELLED the trainer may have generated a completion.
         """
 
     @_abc_1.abstractmethod

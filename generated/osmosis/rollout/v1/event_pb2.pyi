@@ -543,7 +543,9 @@ class Forked(_message.Message):
     """Number of messages at the start; for a branch, the messages of the forked conversation."""
     @_builtins.property
     def origin(self) -> _token_pb2.SegmentOrigin:
-        """Origin of the new conversation's first segment. Its first prompt decides how many tokens it shares with the parent: see SegmentOpened."""
+        """Origin of the new conversation's first segment. Its first prompt decides how many tokens it shares with the parent: see
+        SegmentOpened.
+        """
 
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Message]:

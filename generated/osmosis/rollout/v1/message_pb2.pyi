@@ -3,14 +3,15 @@
 isort:skip_file
 The contract between trainers, clients and the rollout server.
 
-Name: `osmosis.rollout.v1` is named after the remote rollout protocols of Osmosis (the `osmosis_ai` SDK and its `OSMOSIS_ROLLOUT_*`
-settings). The server's two HTTP APIs, POST /rollout and POST /v1/rollout/init, come from there, and this package describes
-the same rollouts over gRPC. Any trainer or inference engine can use it.
+Name: `osmosis.rollout.v1` is named after the remote rollout protocols of Osmosis (the `osmosis_ai` SDK and its
+`OSMOSIS_ROLLOUT_*` settings). The server's two HTTP APIs, POST /rollout and POST /v1/rollout/init, come from there, and this
+package describes the same rollouts over gRPC. Any trainer or inference engine can use it.
 
-Errors come in two kinds. A gRPC status says that a call had no effect, or what effect it may have had. A rollout that was accepted
-and then failed ends with an Outcome, never with a status. Every status that the server itself returns carries a
+Errors come in two kinds. A gRPC status says that a call had no effect, or what effect it may have had. A rollout that was
+accepted and then failed ends with an Outcome, never with a status. Every status that the server itself returns carries a
 google.rpc.ErrorInfo (domain "rollout.osmosis"). It also carries a google.rpc.BadRequest if fields are invalid, and a
-google.rpc.RetryInfo if waiting helps. Statuses that the gRPC library creates, such as for a request that is too large, have no details.
+google.rpc.RetryInfo if waiting helps. Statuses that the gRPC library creates, such as for a request that is too large, have no
+details.
 """
 
 from collections import abc as _abc
@@ -84,7 +85,9 @@ class ChatMessage(_message.Message):
     """The thinking of an assistant message ("reasoning_content" in the JSON form)."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
-        """The content, in order. No parts means no content. A single text part becomes a string in the JSON form; anything else becomes a list."""
+        """The content, in order. No parts means no content. A single text part becomes a string in the JSON form; anything else becomes
+        a list.
+        """
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
@@ -262,8 +265,8 @@ class ToolSet(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """SHA-256 (32 bytes) over the tools in order. Each tool contributes its name, description and schema, each as UTF-8 preceded by its
-    length in bytes (little-endian uint32), and then one byte: 1 if strict, 0 if not.
+    """SHA-256 (32 bytes) over the tools in order. Each tool contributes its name, description and schema, each as UTF-8 preceded by
+    its length in bytes (little-endian uint32), and then one byte: 1 if strict, 0 if not.
     """
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:

@@ -49,9 +49,9 @@ class OutcomeServiceServicer(object):
     def DeliverOutcome(self, request, context):
         """Receives one outcome. OK acknowledges it, and the server does not send it again.
 
-        The same delivery_key always carries the same outcome, so a receiver that stores the keys can drop repeated deliveries.
-        On UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED the server retries later. Any other
-        code is final, and the outcome stays listed as undeliverable.
+        The same delivery_key always carries the same outcome, so a receiver that stores the keys can drop repeated deliveries. On
+        UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED the server retries later. Any
+        other code is final, and the outcome stays listed as undeliverable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

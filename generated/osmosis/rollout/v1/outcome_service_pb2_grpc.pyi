@@ -36,9 +36,9 @@ class OutcomeServiceStub:
     DeliverOutcome: _grpc.UnaryUnaryMultiCallable[_outcome_service_pb2.DeliverOutcomeRequest, _outcome_service_pb2.DeliverOutcomeResponse]
     """Receives one outcome. OK acknowledges it, and the server does not send it again.
 
-    The same delivery_key always carries the same outcome, so a receiver that stores the keys can drop repeated deliveries.
-    On UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED the server retries later. Any other
-    code is final, and the outcome stays listed as undeliverable.
+    The same delivery_key always carries the same outcome, so a receiver that stores the keys can drop repeated deliveries. On
+    UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED the server retries later. Any
+    other code is final, and the outcome stays listed as undeliverable.
     """
 
 @_typing.type_check_only
@@ -49,9 +49,9 @@ class OutcomeServiceAsyncStub(OutcomeServiceStub):
     DeliverOutcome: _aio.UnaryUnaryMultiCallable[_outcome_service_pb2.DeliverOutcomeRequest, _outcome_service_pb2.DeliverOutcomeResponse]  # type: ignore[assignment]
     """Receives one outcome. OK acknowledges it, and the server does not send it again.
 
-    The same delivery_key always carries the same outcome, so a receiver that stores the keys can drop repeated deliveries.
-    On UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED the server retries later. Any other
-    code is final, and the outcome stays listed as undeliverable.
+    The same delivery_key always carries the same outcome, so a receiver that stores the keys can drop repeated deliveries. On
+    UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED the server retries later. Any
+    other code is final, and the outcome stays listed as undeliverable.
     """
 
 class OutcomeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -65,9 +65,9 @@ class OutcomeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_outcome_service_pb2.DeliverOutcomeResponse, _abc.Awaitable[_outcome_service_pb2.DeliverOutcomeResponse]]:
         """Receives one outcome. OK acknowledges it, and the server does not send it again.
 
-        The same delivery_key always carries the same outcome, so a receiver that stores the keys can drop repeated deliveries.
-        On UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED the server retries later. Any other
-        code is final, and the outcome stays listed as undeliverable.
+        The same delivery_key always carries the same outcome, so a receiver that stores the keys can drop repeated deliveries. On
+        UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED the server retries later. Any
+        other code is final, and the outcome stays listed as undeliverable.
         """
 
 def add_OutcomeServiceServicer_to_server(servicer: OutcomeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

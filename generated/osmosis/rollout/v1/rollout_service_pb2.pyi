@@ -196,8 +196,8 @@ class Rollout(_message.Message):
     DELIVERY_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """The server's id of the rollout: 1 to 64 characters of A-Z a-z 0-9 _ -, never reused. The part before the last hyphen identifies the
-    server process: all rollouts of one process share it, and no other process uses it.
+    """The server's id of the rollout: 1 to 64 characters of A-Z a-z 0-9 _ -, never reused. The part before the last hyphen
+    identifies the server process: all rollouts of one process share it, and no other process uses it.
     """
     state: Global___RolloutState.ValueType
     """State of the rollout."""
@@ -318,10 +318,10 @@ class StartRolloutResponse(_message.Message):
 
     @_builtins.property
     def function_tools_json(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Only with `include_function_tools`: each of `tools`, in order, as one JSON object for clients that validate this shape: {"type":
-        "function", "function": {"name", "description", "parameters", "strict"}}. All keys are always present. `parameters` is an object
-        schema without references, with `properties` and `required`. Each property has a single type; its `enum`, if any, holds
-        strings only. Further keywords are kept. What this shape cannot express is added to the property's `description`.
+        """Only with `include_function_tools`: each of `tools`, in order, as one JSON object for clients that validate this shape:
+        {"type": "function", "function": {"name", "description", "parameters", "strict"}}. All keys are always present. `parameters`
+        is an object schema without references, with `properties` and `required`. Each property has a single type; its `enum`, if
+        any, holds strings only. Further keywords are kept. What this shape cannot express is added to the property's `description`.
         """
 
     def __init__(

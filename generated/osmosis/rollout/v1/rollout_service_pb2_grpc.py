@@ -29,12 +29,12 @@ class RolloutServiceStub(object):
     """Starts, follows, lists and cancels rollouts. Implemented by the rollout server.
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
-    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's log
-    has the error under the request id). A deadline ends the call, never the rollout.
+    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's
+    log has the error under the request id). A deadline ends the call, never the rollout.
 
-    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the metadata.
-    A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin key sees the
-    rollouts of all callers. If the server has no API keys, all clients are the same caller.
+    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the
+    metadata. A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin
+    key sees the rollouts of all callers. If the server has no API keys, all clients are the same caller.
     """
 
     def __init__(self, channel):
@@ -104,12 +104,12 @@ class RolloutServiceServicer(object):
     """Starts, follows, lists and cancels rollouts. Implemented by the rollout server.
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
-    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's log
-    has the error under the request id). A deadline ends the call, never the rollout.
+    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's
+    log has the error under the request id). A deadline ends the call, never the rollout.
 
-    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the metadata.
-    A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin key sees the
-    rollouts of all callers. If the server has no API keys, all clients are the same caller.
+    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the
+    metadata. A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin
+    key sees the rollouts of all callers. If the server has no API keys, all clients are the same caller.
     """
 
     def StartRollout(self, request, context):
@@ -126,8 +126,8 @@ class RolloutServiceServicer(object):
     def RunRollout(self, request, context):
         """Starts or attaches like StartRollout and streams events until the rollout has finished. The first item is always `started`.
 
-        Returns the codes of StartRollout and WatchRollout. A client that closes the stream detaches: see RolloutSpec.cancel_after_detach.
-        Retry with the same request id and the last sequence number received.
+        Returns the codes of StartRollout and WatchRollout. A client that closes the stream detaches: see
+        RolloutSpec.cancel_after_detach. Retry with the same request id and the last sequence number received.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,8 +136,8 @@ class RolloutServiceServicer(object):
     def WatchRollout(self, request, context):
         """Streams the events after a sequence number and ends after `finished`.
 
-        NOT_FOUND: the rollout does not exist. OUT_OF_RANGE: the events were dropped, or the number is beyond the last event. "oldest" in the
-        ErrorInfo is the first event that is still stored. Retry freely from the last sequence number received.
+        NOT_FOUND: the rollout does not exist. OUT_OF_RANGE: the events were dropped, or the number is beyond the last event.
+        "oldest" in the ErrorInfo is the first event that is still stored. Retry freely from the last sequence number received.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -281,12 +281,12 @@ class RolloutService(object):
     """Starts, follows, lists and cancels rollouts. Implemented by the rollout server.
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
-    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's log
-    has the error under the request id). A deadline ends the call, never the rollout.
+    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's
+    log has the error under the request id). A deadline ends the call, never the rollout.
 
-    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the metadata.
-    A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin key sees the
-    rollouts of all callers. If the server has no API keys, all clients are the same caller.
+    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the
+    metadata. A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin
+    key sees the rollouts of all callers. If the server has no API keys, all clients are the same caller.
     """
 
     @staticmethod

@@ -30,12 +30,12 @@ class RolloutServiceStub:
     """Starts, follows, lists and cancels rollouts. Implemented by the rollout server.
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
-    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's log
-    has the error under the request id). A deadline ends the call, never the rollout.
+    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's
+    log has the error under the request id). A deadline ends the call, never the rollout.
 
-    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the metadata.
-    A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin key sees the
-    rollouts of all callers. If the server has no API keys, all clients are the same caller.
+    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the
+    metadata. A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin
+    key sees the rollouts of all callers. If the server has no API keys, all clients are the same caller.
     """
 
     @_typing.overload
@@ -52,14 +52,14 @@ class RolloutServiceStub:
     RunRollout: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.RunRolloutRequest, _rollout_service_pb2.RunRolloutResponse]
     """Starts or attaches like StartRollout and streams events until the rollout has finished. The first item is always `started`.
 
-    Returns the codes of StartRollout and WatchRollout. A client that closes the stream detaches: see RolloutSpec.cancel_after_detach.
-    Retry with the same request id and the last sequence number received.
+    Returns the codes of StartRollout and WatchRollout. A client that closes the stream detaches: see
+    RolloutSpec.cancel_after_detach. Retry with the same request id and the last sequence number received.
     """
     WatchRollout: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutRequest, _rollout_service_pb2.WatchRolloutResponse]
     """Streams the events after a sequence number and ends after `finished`.
 
-    NOT_FOUND: the rollout does not exist. OUT_OF_RANGE: the events were dropped, or the number is beyond the last event. "oldest" in the
-    ErrorInfo is the first event that is still stored. Retry freely from the last sequence number received.
+    NOT_FOUND: the rollout does not exist. OUT_OF_RANGE: the events were dropped, or the number is beyond the last event.
+    "oldest" in the ErrorInfo is the first event that is still stored. Retry freely from the last sequence number received.
     """
     WaitRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitRolloutRequest, _rollout_service_pb2.WaitRolloutResponse]
     """Waits until the rollout has finished or the timeout expires. Returns OK and the current state in both cases.
@@ -101,12 +101,12 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Starts, follows, lists and cancels rollouts. Implemented by the rollout server.
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
-    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's log
-    has the error under the request id). A deadline ends the call, never the rollout.
+    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's
+    log has the error under the request id). A deadline ends the call, never the rollout.
 
-    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the metadata.
-    A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin key sees the
-    rollouts of all callers. If the server has no API keys, all clients are the same caller.
+    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the
+    metadata. A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin
+    key sees the rollouts of all callers. If the server has no API keys, all clients are the same caller.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -120,14 +120,14 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     RunRollout: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.RunRolloutRequest, _rollout_service_pb2.RunRolloutResponse]  # type: ignore[assignment]
     """Starts or attaches like StartRollout and streams events until the rollout has finished. The first item is always `started`.
 
-    Returns the codes of StartRollout and WatchRollout. A client that closes the stream detaches: see RolloutSpec.cancel_after_detach.
-    Retry with the same request id and the last sequence number received.
+    Returns the codes of StartRollout and WatchRollout. A client that closes the stream detaches: see
+    RolloutSpec.cancel_after_detach. Retry with the same request id and the last sequence number received.
     """
     WatchRollout: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutRequest, _rollout_service_pb2.WatchRolloutResponse]  # type: ignore[assignment]
     """Streams the events after a sequence number and ends after `finished`.
 
-    NOT_FOUND: the rollout does not exist. OUT_OF_RANGE: the events were dropped, or the number is beyond the last event. "oldest" in the
-    ErrorInfo is the first event that is still stored. Retry freely from the last sequence number received.
+    NOT_FOUND: the rollout does not exist. OUT_OF_RANGE: the events were dropped, or the number is beyond the last event.
+    "oldest" in the ErrorInfo is the first event that is still stored. Retry freely from the last sequence number received.
     """
     WaitRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitRolloutRequest, _rollout_service_pb2.WaitRolloutResponse]  # type: ignore[assignment]
     """Waits until the rollout has finished or the timeout expires. Returns OK and the current state in both cases.
@@ -168,12 +168,12 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """Starts, follows, lists and cancels rollouts. Implemented by the rollout server.
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
-    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's log
-    has the error under the request id). A deadline ends the call, never the rollout.
+    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's
+    log has the error under the request id). A deadline ends the call, never the rollout.
 
-    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the metadata.
-    A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin key sees the
-    rollouts of all callers. If the server has no API keys, all clients are the same caller.
+    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the
+    metadata. A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin
+    key sees the rollouts of all callers. If the server has no API keys, all clients are the same caller.
     """
 
     @_abc_1.abstractmethod
@@ -197,8 +197,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.RunRolloutResponse], _abc.AsyncIterator[_rollout_service_pb2.RunRolloutResponse]]:
         """Starts or attaches like StartRollout and streams events until the rollout has finished. The first item is always `started`.
 
-        Returns the codes of StartRollout and WatchRollout. A client that closes the stream detaches: see RolloutSpec.cancel_after_detach.
-        Retry with the same request id and the last sequence number received.
+        Returns the codes of StartRollout and WatchRollout. A client that closes the stream detaches: see
+        RolloutSpec.cancel_after_detach. Retry with the same request id and the last sequence number received.
         """
 
     @_abc_1.abstractmethod
@@ -209,8 +209,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.WatchRolloutResponse], _abc.AsyncIterator[_rollout_service_pb2.WatchRolloutResponse]]:
         """Streams the events after a sequence number and ends after `finished`.
 
-        NOT_FOUND: the rollout does not exist. OUT_OF_RANGE: the events were dropped, or the number is beyond the last event. "oldest" in the
-        ErrorInfo is the first event that is still stored. Retry freely from the last sequence number received.
+        NOT_FOUND: the rollout does not exist. OUT_OF_RANGE: the events were dropped, or the number is beyond the last event.
+        "oldest" in the ErrorInfo is the first event that is still stored. Retry freely from the last sequence number received.
         """
 
     @_abc_1.abstractmethod

@@ -46,8 +46,8 @@ class _DialectEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dialect.Value
     DIALECT_SGLANG: _Dialect.ValueType  # 6
     """An SGLang server, used like VLLM."""
     DIALECT_STREAM: _Dialect.ValueType  # 7
-    """The trainer that started the rollout on TrainerService.Train generates the completions on its own stream. The server returns this
-    value, with an empty URL. A request must not set it.
+    """The trainer that started the rollout on TrainerService.Train generates the completions on its own stream. The server returns
+    this value, with an empty URL. A request must not set it.
     """
 
 class Dialect(_Dialect, metaclass=_DialectEnumTypeWrapper):
@@ -72,8 +72,8 @@ DIALECT_VLLM: Dialect.ValueType  # 5
 DIALECT_SGLANG: Dialect.ValueType  # 6
 """An SGLang server, used like VLLM."""
 DIALECT_STREAM: Dialect.ValueType  # 7
-"""The trainer that started the rollout on TrainerService.Train generates the completions on its own stream. The server returns this
-value, with an empty URL. A request must not set it.
+"""The trainer that started the rollout on TrainerService.Train generates the completions on its own stream. The server returns
+this value, with an empty URL. A request must not set it.
 """
 Global___Dialect: _TypeAlias = Dialect  # noqa: Y015
 
@@ -160,14 +160,14 @@ class Target(_message.Message):
     REPLAYS_TURN_KEYS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     url: _builtins.str
-    """A http:, https:, grpc: or grpcs: URL with a host, and without user name, password, query and fragment. Its path must not contain
-    escapes or the segments "." and "..". A trailing slash is dropped. At most 2048 characters.
+    """A http:, https:, grpc: or grpcs: URL with a host, and without user name, password, query and fragment. Its path must not
+    contain escapes or the segments "." and "..". A trailing slash is dropped. At most 2048 characters.
     """
     dialect: Global___Dialect.ValueType
     """The protocol of the endpoint."""
     replays_turn_keys: _builtins.bool
-    """The endpoint returns the same completion for a repeated turn_key and does not generate again. The server never assumes this: unset
-    means false.
+    """The endpoint returns the same completion for a repeated turn_key and does not generate again. The server never assumes this:
+    unset means false.
     """
     model: _builtins.str
     """The name of the model at the endpoint, 1 to 256 characters. Required for OPENAI, VLLM and SGLANG; refused for other protocols."""
@@ -208,9 +208,9 @@ class Sampling(_message.Message):
     logprobs: _builtins.bool
     """Request the logprobs of sampled tokens."""
     extra_json: _builtins.str
-    """Further parameters: one JSON object. Over HTTP its keys are added to the request. A key cannot replace one that the protocol itself
-    sets. Exception: a key named like an unset field of this message, with that field's type, is sent unchanged to HTTP_PLAIN
-    trainers and inference engines.
+    """Further parameters: one JSON object. Over HTTP its keys are added to the request. A key cannot replace one that the protocol
+    itself sets. Exception: a key named like an unset field of this message, with that field's type, is sent unchanged to
+    HTTP_PLAIN trainers and inference engines.
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -251,8 +251,8 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):
-    """Limits of a rollout. For an unset field the agent's own limit applies, if it has one. If both are set, the lower one applies. No turn
-    begins once a limit is met.
+    """Limits of a rollout. For an unset field the agent's own limit applies, if it has one. If both are set, the lower one applies.
+    No turn begins once a limit is met.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -268,11 +268,13 @@ class Limits(_message.Message):
     The default, if neither the request nor the agent sets a limit, is 256.
     """
     generated_tokens: _builtins.int
-    """Number of generated tokens in all turns together, 1 or more (0 as for `turns`). A completion that crosses the limit is kept whole."""
+    """Number of generated tokens in all turns together, 1 or more (0 as for `turns`). A completion that crosses the limit is kept
+    whole.
+    """
     calls_per_turn: _builtins.int
-    """Number of tool calls of one completion that run, 1 or more. Unset: the agent's limit, else 128. The server sets an upper bound. Calls
-    above the limit get an error as their result. A completion with more than 8 times as many calls ends the rollout with
-    FAILURE_CATEGORY_VALIDATION.
+    """Number of tool calls of one completion that run, 1 or more. Unset: the agent's limit, else 128. The server sets an upper
+    bound. Calls above the limit get an error as their result. A completion with more than 8 times as many calls ends the rollout
+    with FAILURE_CATEGORY_VALIDATION.
     """
     tool_turns: _builtins.int
     """Number of turns in which tools ran, 0 or more."""
@@ -419,7 +421,9 @@ class RolloutSpec(_message.Message):
 
     @_builtins.property
     def completions(self) -> Global___Target:
-        """The endpoint that generates the completions. Must be unset on TrainerService.Train, where the trainer on the stream generates them."""
+        """The endpoint that generates the completions. Must be unset on TrainerService.Train, where the trainer on the stream generates
+        them.
+        """
 
     @_builtins.property
     def outcome(self) -> Global___Target:
@@ -481,7 +485,9 @@ Global___RolloutSpec: _TypeAlias = RolloutSpec  # noqa: Y015
 
 @_typing.final
 class Credentials(_message.Message):
-    """Secrets for the endpoints of a rollout. They are not part of the spec: they are not fingerprinted, not stored in clear and not shown."""
+    """Secrets for the endpoints of a rollout. They are not part of the spec: they are not fingerprinted, not stored in clear and not
+    shown.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

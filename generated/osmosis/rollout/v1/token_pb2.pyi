@@ -92,7 +92,9 @@ class _SegmentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentKi
     SEGMENT_KIND_SUBAGENT: _SegmentKind.ValueType  # 4
     """The agent opened a separate conversation."""
     SEGMENT_KIND_BRANCH: _SegmentKind.ValueType  # 5
-    """The agent continued the same prefix a second time. The prefix is all prompt (mask 0) here: its sampled tokens train in the parent."""
+    """The agent continued the same prefix a second time. The prefix is all prompt (mask 0) here: its sampled tokens train in the
+    parent.
+    """
     SEGMENT_KIND_GAP: _SegmentKind.ValueType  # 6
     """The trainer sent no token ids for an earlier turn, so the authors of the tokens of this prompt are unknown."""
 
@@ -110,7 +112,9 @@ SEGMENT_KIND_COMPACTION: SegmentKind.ValueType  # 3
 SEGMENT_KIND_SUBAGENT: SegmentKind.ValueType  # 4
 """The agent opened a separate conversation."""
 SEGMENT_KIND_BRANCH: SegmentKind.ValueType  # 5
-"""The agent continued the same prefix a second time. The prefix is all prompt (mask 0) here: its sampled tokens train in the parent."""
+"""The agent continued the same prefix a second time. The prefix is all prompt (mask 0) here: its sampled tokens train in the
+parent.
+"""
 SEGMENT_KIND_GAP: SegmentKind.ValueType  # 6
 """The trainer sent no token ids for an earlier turn, so the authors of the tokens of this prompt are unknown."""
 Global___SegmentKind: _TypeAlias = SegmentKind  # noqa: Y015
@@ -257,7 +261,9 @@ class SegmentOrigin(_message.Message):
     parent_id: _builtins.str
     """Id of the segment that this one follows; empty for the main segment."""
     parent_tokens: _builtins.int
-    """Number of tokens at the start that this segment shares with its parent. 0 for a subagent and a compaction, which have their own prompt."""
+    """Number of tokens at the start that this segment shares with its parent. 0 for a subagent and a compaction, which have their
+    own prompt.
+    """
     kind: Global___SegmentKind.ValueType
     """Why the segment was opened."""
     def __init__(
@@ -419,8 +425,8 @@ Global___Sample: _TypeAlias = Sample  # noqa: Y015
 class Checkpoint(_message.Message):
     """A checkpoint: a digest that server and trainer compute over the tokens of a segment and compare.
 
-    The digest is SHA-256 over one little-endian uint32 per token, `id | (author is MODEL) << 31`. It starts at the segment's first token
-    and does not depend on how the tokens were split into spans or messages.
+    The digest is SHA-256 over one little-endian uint32 per token, `id | (author is MODEL) << 31`. It starts at the segment's first
+    token and does not depend on how the tokens were split into spans or messages.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -63,9 +63,9 @@ class ToolServiceServicer(object):
     def CallTool(self, request, context):
         """Runs one tool call.
 
-        The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the status
-        is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the server
-        retries it. With any other code the model gets an error text as the result of the call.
+        The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the
+        status is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the
+        server retries it. With any other code the model gets an error text as the result of the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

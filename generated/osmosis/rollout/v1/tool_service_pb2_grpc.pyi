@@ -41,9 +41,9 @@ class ToolServiceStub:
     CallTool: _grpc.UnaryUnaryMultiCallable[_tool_service_pb2.CallToolRequest, _tool_service_pb2.CallToolResponse]
     """Runs one tool call.
 
-    The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the status
-    is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the server
-    retries it. With any other code the model gets an error text as the result of the call.
+    The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the
+    status is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the
+    server retries it. With any other code the model gets an error text as the result of the call.
     """
 
 @_typing.type_check_only
@@ -59,9 +59,9 @@ class ToolServiceAsyncStub(ToolServiceStub):
     CallTool: _aio.UnaryUnaryMultiCallable[_tool_service_pb2.CallToolRequest, _tool_service_pb2.CallToolResponse]  # type: ignore[assignment]
     """Runs one tool call.
 
-    The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the status
-    is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the server
-    retries it. With any other code the model gets an error text as the result of the call.
+    The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the
+    status is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the
+    server retries it. With any other code the model gets an error text as the result of the call.
     """
 
 class ToolServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -86,9 +86,9 @@ class ToolServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_tool_service_pb2.CallToolResponse, _abc.Awaitable[_tool_service_pb2.CallToolResponse]]:
         """Runs one tool call.
 
-        The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the status
-        is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the server
-        retries it. With any other code the model gets an error text as the result of the call.
+        The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the
+        status is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the
+        server retries it. With any other code the model gets an error text as the result of the call.
         """
 
 def add_ToolServiceServicer_to_server(servicer: ToolServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -107,7 +107,9 @@ class TrainHello(_message.Message):
     last_seen: _builtins.int
     """The last sequence number received from the server; 0: none. It acknowledges the items up to it."""
     credit: _builtins.int
-    """Maximum number of pending `ask` items, 1 to 1,000,000. On a resume it replaces the earlier value, and items already pending count."""
+    """Maximum number of pending `ask` items, 1 to 1,000,000. On a resume it replaces the earlier value, and items already pending
+    count.
+    """
     detail: _event_pb2.EventDetail.ValueType
     """How much of each event to send; UNSPECIFIED: no events."""
     def __init__(
@@ -203,13 +205,13 @@ class TrainReject(_message.Message):
     message: _builtins.str
     """For humans."""
     reason: _builtins.str
-    """With FAILED_PRECONDITION: BASE_UNKNOWN or TOOLS_UNKNOWN. The server sends the `ask` once more under the same turn_key, with the whole
-    history or with the list of tools.
+    """With FAILED_PRECONDITION: BASE_UNKNOWN or TOOLS_UNKNOWN. The server sends the `ask` once more under the same turn_key, with
+    the whole history or with the list of tools.
     """
     @_builtins.property
     def retry_after(self) -> _duration_pb2.Duration:
-        """With RESOURCE_EXHAUSTED and UNAVAILABLE, if nothing was generated: the server sends the `ask` again after this time. If unset, and
-        with other codes, it does not.
+        """With RESOURCE_EXHAUSTED and UNAVAILABLE, if nothing was generated: the server sends the `ask` again after this time. If
+        unset, and with other codes, it does not.
         """
 
     @_builtins.property
@@ -394,7 +396,9 @@ class TrainWelcome(_message.Message):
     stream_id: _builtins.str
     """Id for resuming the stream after a lost connection. It cannot be guessed; keep it as secret as an API key."""
     last_seen: _builtins.int
-    """The last sequence number received from the trainer, which acknowledges the items up to it. The trainer sends the later ones again."""
+    """The last sequence number received from the trainer, which acknowledges the items up to it. The trainer sends the later ones
+    again.
+    """
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
         """How long the server keeps a disconnected stream."""

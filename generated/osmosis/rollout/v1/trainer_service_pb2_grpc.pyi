@@ -38,24 +38,27 @@ class TrainerServiceStub:
 
     Callers, API keys and visibility of rollouts are as in RolloutService. A stream belongs to the caller that opened it.
 
-    Order. The trainer's first item is `hello`, the server's first item is `welcome`. Items that must not be lost carry a sequence
-    number, which counts up without gaps on each side. A receiver silently skips an item that it has already processed. For each rollout,
-    `started` precedes all other items, and `outcome` follows all its events and cancels its pending `ask` items.
+    Order. The trainer's first item is `hello`, the server's first item is `welcome`. Items that must not be lost carry a
+    sequence number, which counts up without gaps on each side. A receiver silently skips an item that it has already processed.
+    For each rollout, `started` precedes all other items, and `outcome` follows all its events and cancels its pending `ask`
+    items.
 
-    Acknowledgement. Each side keeps its items until the other side has acknowledged them. If 1,024 items of the server (a setting) are
-    unacknowledged, the server sends only events and waits. To acknowledge an outcome means to have received it, as in AcknowledgeOutcome.
+    Acknowledgement. Each side keeps its items until the other side has acknowledged them. If 1,024 items of the server (a
+    setting) are unacknowledged, the server sends only events and waits. To acknowledge an outcome means to have received it, as
+    in AcknowledgeOutcome.
 
-    Completion requests (`ask`). The turn_key identifies a request; answers may arrive in any order. Credit limits how many requests are
-    pending at once. A request is pending from when it is sent until it is answered or rejected, or its rollout has ended. Other
-    requests wait, and the rollouts take turns. An answer to a request that is not pending (late, repeated, unknown) is ignored. A
-    malformed answer ends only its rollout. A request without an answer for ROLLOUT_TRAINER_TIMEOUT_SECONDS fails its rollout.
+    Completion requests (`ask`). The turn_key identifies a request; answers may arrive in any order. Credit limits how many
+    requests are pending at once. A request is pending from when it is sent until it is answered or rejected, or its rollout has
+    ended. Other requests wait, and the rollouts take turns. An answer to a request that is not pending (late, repeated, unknown)
+    is ignored. A malformed answer ends only its rollout. A request without an answer for ROLLOUT_TRAINER_TIMEOUT_SECONDS fails
+    its rollout.
 
-    Resuming. After a lost connection the stream can be resumed within the grace time: send a `hello` with its stream_id and the last
-    sequence number received. Each side sends the later items again, so no turn is lost or repeated. A request that is no longer
-    pending is sent as an item with a sequence number only. Meanwhile the rollouts run on, with no client attached (see
-    cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService still has its outcome.
-    A start on another stream with the same request_id and payload takes over a rollout, including its outcome, from a stream that is
-    disconnected or expired.
+    Resuming. After a lost connection the stream can be resumed within the grace time: send a `hello` with its stream_id and the
+    last sequence number received. Each side sends the later items again, so no turn is lost or repeated. A request that is no
+    longer pending is sent as an item with a sequence number only. Meanwhile the rollouts run on, with no client attached (see
+    cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService still has its
+    outcome. A start on another stream with the same request_id and payload takes over a rollout, including its outcome, from a
+    stream that is disconnected or expired.
 
     Closing. A half-close means that the trainer sends no more answers, so its running rollouts are cancelled. The server sends
     all outstanding items, including the outcomes, and then ends the stream with OK. It cannot be resumed. A trainer that needs the
@@ -79,24 +82,27 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
 
     Callers, API keys and visibility of rollouts are as in RolloutService. A stream belongs to the caller that opened it.
 
-    Order. The trainer's first item is `hello`, the server's first item is `welcome`. Items that must not be lost carry a sequence
-    number, which counts up without gaps on each side. A receiver silently skips an item that it has already processed. For each rollout,
-    `started` precedes all other items, and `outcome` follows all its events and cancels its pending `ask` items.
+    Order. The trainer's first item is `hello`, the server's first item is `welcome`. Items that must not be lost carry a
+    sequence number, which counts up without gaps on each side. A receiver silently skips an item that it has already processed.
+    For each rollout, `started` precedes all other items, and `outcome` follows all its events and cancels its pending `ask`
+    items.
 
-    Acknowledgement. Each side keeps its items until the other side has acknowledged them. If 1,024 items of the server (a setting) are
-    unacknowledged, the server sends only events and waits. To acknowledge an outcome means to have received it, as in AcknowledgeOutcome.
+    Acknowledgement. Each side keeps its items until the other side has acknowledged them. If 1,024 items of the server (a
+    setting) are unacknowledged, the server sends only events and waits. To acknowledge an outcome means to have received it, as
+    in AcknowledgeOutcome.
 
-    Completion requests (`ask`). The turn_key identifies a request; answers may arrive in any order. Credit limits how many requests are
-    pending at once. A request is pending from when it is sent until it is answered or rejected, or its rollout has ended. Other
-    requests wait, and the rollouts take turns. An answer to a request that is not pending (late, repeated, unknown) is ignored. A
-    malformed answer ends only its rollout. A request without an answer for ROLLOUT_TRAINER_TIMEOUT_SECONDS fails its rollout.
+    Completion requests (`ask`). The turn_key identifies a request; answers may arrive in any order. Credit limits how many
+    requests are pending at once. A request is pending from when it is sent until it is answered or rejected, or its rollout has
+    ended. Other requests wait, and the rollouts take turns. An answer to a request that is not pending (late, repeated, unknown)
+    is ignored. A malformed answer ends only its rollout. A request without an answer for ROLLOUT_TRAINER_TIMEOUT_SECONDS fails
+    its rollout.
 
-    Resuming. After a lost connection the stream can be resumed within the grace time: send a `hello` with its stream_id and the last
-    sequence number received. Each side sends the later items again, so no turn is lost or repeated. A request that is no longer
-    pending is sent as an item with a sequence number only. Meanwhile the rollouts run on, with no client attached (see
-    cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService still has its outcome.
-    A start on another stream with the same request_id and payload takes over a rollout, including its outcome, from a stream that is
-    disconnected or expired.
+    Resuming. After a lost connection the stream can be resumed within the grace time: send a `hello` with its stream_id and the
+    last sequence number received. Each side sends the later items again, so no turn is lost or repeated. A request that is no
+    longer pending is sent as an item with a sequence number only. Meanwhile the rollouts run on, with no client attached (see
+    cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService still has its
+    outcome. A start on another stream with the same request_id and payload takes over a rollout, including its outcome, from a
+    stream that is disconnected or expired.
 
     Closing. A half-close means that the trainer sends no more answers, so its running rollouts are cancelled. The server sends
     all outstanding items, including the outcomes, and then ends the stream with OK. It cannot be resumed. A trainer that needs the
@@ -123,24 +129,27 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Callers, API keys and visibility of rollouts are as in RolloutService. A stream belongs to the caller that opened it.
 
-        Order. The trainer's first item is `hello`, the server's first item is `welcome`. Items that must not be lost carry a sequence
-        number, which counts up without gaps on each side. A receiver silently skips an item that it has already processed. For each rollout,
-        `started` precedes all other items, and `outcome` follows all its events and cancels its pending `ask` items.
+        Order. The trainer's first item is `hello`, the server's first item is `welcome`. Items that must not be lost carry a
+        sequence number, which counts up without gaps on each side. A receiver silently skips an item that it has already processed.
+        For each rollout, `started` precedes all other items, and `outcome` follows all its events and cancels its pending `ask`
+        items.
 
-        Acknowledgement. Each side keeps its items until the other side has acknowledged them. If 1,024 items of the server (a setting) are
-        unacknowledged, the server sends only events and waits. To acknowledge an outcome means to have received it, as in AcknowledgeOutcome.
+        Acknowledgement. Each side keeps its items until the other side has acknowledged them. If 1,024 items of the server (a
+        setting) are unacknowledged, the server sends only events and waits. To acknowledge an outcome means to have received it, as
+        in AcknowledgeOutcome.
 
-        Completion requests (`ask`). The turn_key identifies a request; answers may arrive in any order. Credit limits how many requests are
-        pending at once. A request is pending from when it is sent until it is answered or rejected, or its rollout has ended. Other
-        requests wait, and the rollouts take turns. An answer to a request that is not pending (late, repeated, unknown) is ignored. A
-        malformed answer ends only its rollout. A request without an answer for ROLLOUT_TRAINER_TIMEOUT_SECONDS fails its rollout.
+        Completion requests (`ask`). The turn_key identifies a request; answers may arrive in any order. Credit limits how many
+        requests are pending at once. A request is pending from when it is sent until it is answered or rejected, or its rollout has
+        ended. Other requests wait, and the rollouts take turns. An answer to a request that is not pending (late, repeated, unknown)
+        is ignored. A malformed answer ends only its rollout. A request without an answer for ROLLOUT_TRAINER_TIMEOUT_SECONDS fails
+        its rollout.
 
-        Resuming. After a lost connection the stream can be resumed within the grace time: send a `hello` with its stream_id and the last
-        sequence number received. Each side sends the later items again, so no turn is lost or repeated. A request that is no longer
-        pending is sent as an item with a sequence number only. Meanwhile the rollouts run on, with no client attached (see
-        cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService still has its outcome.
-        A start on another stream with the same request_id and payload takes over a rollout, including its outcome, from a stream that is
-        disconnected or expired.
+        Resuming. After a lost connection the stream can be resumed within the grace time: send a `hello` with its stream_id and the
+        last sequence number received. Each side sends the later items again, so no turn is lost or repeated. A request that is no
+        longer pending is sent as an item with a sequence number only. Meanwhile the rollouts run on, with no client attached (see
+        cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService still has its
+        outcome. A start on another stream with the same request_id and payload takes over a rollout, including its outcome, from a
+        stream that is disconnected or expired.
 
         Closing. A half-close means that the trainer sends no more answers, so its running rollouts are cancelled. The server sends
         all outstanding items, including the outcomes, and then ends the stream with OK. It cannot be resumed. A trainer that needs the
