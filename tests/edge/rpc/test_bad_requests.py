@@ -77,7 +77,7 @@ async def test_a_missing_part_is_named_and_not_what_would_be_in_it(caller: Calle
     astray = pb.RunRolloutRequest.FromString(start().SerializeToString())
     refused = await refusal(caller.stub.RunRollout(astray).read())
     wrong(refused, "start")
-    assert "it holds request_id, spec and credentials" in refused.text
+    assert "spec and credentials belong in it" in refused.text
 
 
 async def test_all_wrong_fields_are_named_at_once(caller: Caller) -> None:
