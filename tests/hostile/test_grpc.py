@@ -207,7 +207,7 @@ async def test_values_of_messages_are_limited_together(open_server: OpenServer, 
     half = '{"role":"user","content":"","x":[' + ",".join([value] * (MAX_VALUES // 2)) + "]}"
     refused = await refusal(caller.stub.StartRollout(start(messages=[json_message(half)] * 3)))
     assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert f"all messages hold more than {MAX_VALUES} JSON values" in refused.text
+    assert f"have more than {MAX_VALUES} JSON values in total" in refused.text
     whole = '{"x":[' + ",".join([value] * MAX_VALUES) + "]}"
     refused = await refusal(caller.stub.StartRollout(start(metadata_json=whole)))
     assert [*refused.fields] == ["spec.metadata_json"]

@@ -322,8 +322,11 @@ def in_parts(*parts: object, text: str = "") -> Callable[[pb.CompleteRequest, pb
         (chatting(40_000), f"more than {MESSAGE_VALUES} fields"),
         (in_parts(text="x" * (MESSAGE_BYTES + 1)), f"at most {MESSAGE_BYTES} are read"),
         (in_parts(*[{"n": [1] * 40_000}] * 2), f"more than {MESSAGE_VALUES} values"),
-        (lambda _, response: response.token_ids.extend([1] * 3 * LARGE), f"at most {ANSWER_VALUES} are read"),
-        (lambda _, response: response.prompt_ids.values.extend([1] * 3 * LARGE), f"at most {ANSWER_VALUES} are read"),
+        (lambda _, response: response.token_ids.extend([1] * 3 * LARGE), f"at most {ANSWER_VALUES} are allowed"),
+        (
+            lambda _, response: response.prompt_ids.values.extend([1] * 3 * LARGE),
+            f"at most {ANSWER_VALUES} are allowed",
+        ),
     ],
     ids=["chat", "json", "fields", "text", "values", "ids", "prompt"],
 )

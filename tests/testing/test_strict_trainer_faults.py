@@ -130,7 +130,7 @@ async def test_a_script_that_is_used_up_says_so(client) -> None:
         first, second = await answers(trainer, client(trainer))
     assert first.status_code == 200
     assert second.status_code == 500
-    assert second.json()["detail"] == "the script has 1 lines and all of them were said"
+    assert second.json()["detail"] == "the script has 1 lines, and all of them were used"
 
 
 async def test_a_script_can_repeat_its_last_line(client) -> None:

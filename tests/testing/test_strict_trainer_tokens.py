@@ -137,7 +137,9 @@ async def test_a_wrong_environment_is_refused_with_its_place(
         text = await refused(playing.stub.Complete(playing.request(new_tokens=playing.tokens(spans))))
         different = next((i for i, (a, b) in enumerate(zip(right, wrong, strict=False)) if a != b), None)
         at = min(len(right), len(wrong)) if different is None else different
-        assert text.startswith(f"turn 2: token {first.after.tokens + len(closing) + at} is not what the messages give")
+        assert text.startswith(
+            f"turn 2: token {first.after.tokens + len(closing) + at} is not what the messages render to"
+        )
         assert repr(toy.decode(right[at : at + 1]))[1:-1] in text
         verdict = trainer.verdict("r")
         assert verdict is not None
@@ -309,7 +311,7 @@ async def test_a_whole_history_has_to_be_what_is_held(asking: Asking, forgets: b
         code, reason, text, rich = await status_of(playing.stub.Complete(request))
         assert (code, reason) == (grpc.StatusCode.ABORTED, "LEDGER_MISMATCH")
         index = {"id": len(playing.spans[0].token_ids) + 2, "author": len(playing.spans[0].token_ids), "short": 5}[what]
-        assert f"token {index} is held otherwise" in text
+        assert f"token {index} differs" in text
         detail = pb.LedgerMismatch()
         assert rich.details[1].Unpack(detail)
         assert list(detail.checkpoints) == [first.after]
@@ -375,7 +377,7 @@ async def test_a_branch_is_no_place_for_foreign_tokens_of_the_model(asking: Aski
             parent_id="0", parent_tokens=first.after.tokens - 1, kind=token_pb2.SEGMENT_KIND_BRANCH
         )
         text = await refused(branch.stub.Complete(branch.whole()), "INVALID_REQUEST")
-        assert "none that the parent segment holds" in text
+        assert "differ from those of the parent segment" in text
         branch.origin.parent_tokens += 1
         await branch.complete(branch.whole())
         assert branch.turn == 2

@@ -18,7 +18,7 @@ RECORDED = recorded()
 # The recorded trainer used a vocabulary that is not at hand, or answers what no text renders to.
 OTHER_VOCABULARY = {"trainer_422_other_tokenizer", "trainer_other_tokenizer_negative"}
 # Faults of the recorded server, which a strict trainer refuses: it drops unknown keys of the answer it got.
-REFUSED = {"tool_call_extra_keys": "messages[2] is not the answer of the last turn"}
+REFUSED = {"tool_call_extra_keys": "messages[2] is not the completion of the last turn"}
 
 
 def line_of(exchange: dict[str, Any]) -> Line:

@@ -218,4 +218,4 @@ async def test_no_other_rpc_takes_the_dialect_of_streams(place: StreamServer) ->
         await place.stub.StartRollout(rpb.StartRolloutRequest(spec=spec))
     refusal = Refusal.of(caught.value)
     assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
-    assert "TrainerService.Train only" in refusal.fields["spec.completions.dialect"]
+    assert "must not be STREAM" in refusal.fields["spec.completions.dialect"]

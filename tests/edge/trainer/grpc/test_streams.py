@@ -148,7 +148,7 @@ ENDS: dict[Lie, tuple[int, str]] = {
     Lie.REPLAYED_TURN: (DRIFT, "turn 2: "),
     Lie.PROMPT_DIGEST: (DRIFT, "turn 2: the trainer holds other tokens than this side"),
     Lie.AFTER_DIGEST: (DRIFT, "turn 2: the trainer holds other tokens than this side"),
-    Lie.OVERSIZED_ID: (VALIDATION, "is no token id"),
+    Lie.OVERSIZED_ID: (VALIDATION, "is not a token id"),
     Lie.NO_CHECKPOINTS: (VALIDATION, "so nothing proves"),
 }
 WARNS: dict[Lie, str] = {

@@ -261,10 +261,10 @@ async def test_what_is_odd_but_true_is_a_warning(client: AsyncClient, answer: li
         (lambda _, response: response.ClearField("message"), "message: needs"),
         (
             lambda _, response: setattr(response.message, "json", '{"role": "user", "content": "x"}'),
-            "its role is another",
+            "its role is not",
         ),
         (lambda _, response: setattr(response.message, "json", "[]"), "a JSON object is needed"),
-        (lambda _, response: response.token_ids.append(2**31), "token_ids: 2147483648 is no token id"),
+        (lambda _, response: response.token_ids.append(2**31), "token_ids: 2147483648 is not a token id"),
         (
             lambda _, response: (response.ClearField("token_ids"), response.ClearField("after")),
             "`token_ids` is missing",
