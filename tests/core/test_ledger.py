@@ -169,7 +169,7 @@ def test_first_difference_is_the_length_of_what_both_begin_with(same: list[int],
 
 
 def test_words_that_leave_the_process_stay() -> None:
-    """Journals and clients know these words."""
+    """Journals and clients rely on these strings."""
     words = {kind: [member.value for member in kind] for kind in (Author, MaskReason, SegmentKind, DriftKind)}
     assert words == {
         Author: ["model", "other"],
@@ -189,7 +189,7 @@ def test_spans_of_a_long_rollout_lie_end_to_end() -> None:
 
 
 class TestWhatSamplersRead:
-    """A branch's prompt is masked as a whole, but a trainer's digest counts who wrote its tokens where they were sampled."""
+    """The prompt of a branch is masked as a whole, but a trainer's digest needs the author of each token where it was sampled."""
 
     @staticmethod
     def written(line: ConversationLedger) -> list[tuple[str, int, int, int]]:
@@ -239,7 +239,7 @@ class TestWhatSamplersRead:
 
 
 class TestLongOnes:
-    """Beyond 256, where equal numbers are no longer the same object."""
+    """Values above 256, where equal ints are not the same object in CPython."""
 
     def test_answers_and_their_logprobs(self) -> None:
         ledger = Ledger()

@@ -1,4 +1,4 @@
-"""What drift is called, where it lies, and what it opens."""
+"""Drift: its kind, its index, and the segment that it opens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laws of the ledger where the tokens of some turns are unknown, case by case."""
+"""The laws of the ledger if the tokens of some turns are unknown, case by case."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.machine_records import begun, ids, predicts, shown_ledger, sh
 
 
 def interrupted() -> Ledger:
-    """A ledger of one turn, after which the tokens of another are missing."""
+    """A ledger of one turn, followed by a turn without tokens."""
     ledger = begun()
     ledger.main.gap = True
     return ledger

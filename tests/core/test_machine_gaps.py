@@ -1,4 +1,4 @@
-"""The laws of the machine where a trainer sends ids for some turns only: segments, warnings, counts, and replay."""
+"""The laws of the machine if a trainer sends ids for some turns only: segments, warnings, counts, and replay."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.support.machine_records import (
 STOP = Ended(Stop("stop"))
 UNKNOWN = {"predicted": None, "token_ids": None}
 
-# What a plain trainer may send for a turn: ids and prompt, ids alone, a prompt alone, nothing.
+# What a trainer without masks may send for a turn: ids and prompt, ids alone, a prompt alone, nothing.
 KNOWN, NO_PROMPT, NO_IDS, NOTHING = "known", "no prompt", "no ids", "nothing"
 kinds = st.lists(st.sampled_from((KNOWN, NO_PROMPT, NO_IDS, NOTHING)), min_size=1, max_size=8)
 
 
 def plain_turn(machine: Machine, kind: str) -> tuple[Record, ...]:
-    """A turn of a trainer whose prompts extend each other: two tokens a turn, the second an answer."""
+    """A turn of a trainer whose prompts extend each other: two tokens per turn, the second of them a completion."""
     turn = machine.turn + 1
     prompt = ids(*range(2 * turn - 1)) if kind in (KNOWN, NO_IDS) else None
     rest: dict[str, object] = {"predicted": None, "reported": prompt, "usage": (70, 7)}
@@ -113,7 +113,9 @@ def test_a_trainer_that_begins_late_is_warned_of_once_in_its_first_turn_with_ids
 
 
 def test_a_prediction_cannot_stand_in_for_a_prompt_after_a_gap() -> None:
-    """It would begin where the unknown turn ended. Nothing of the turn is counted from the ledger, which does not hold it."""
+    """The prediction would start where the unknown turn ended. The turn is not counted, because the ledger does not contain
+    it.
+    """
     machine = fresh()
     takes_turn(machine, 5, 6)
     takes_turn(machine, **UNKNOWN)

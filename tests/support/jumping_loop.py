@@ -1,6 +1,6 @@
-"""An event loop whose time jumps: when nothing is ready, it is at once as late as the next timer wants it to be.
+"""An event loop with virtual time: when nothing is ready, time jumps to the next timer.
 
-Tests wait for hours of the runtime's time in no time, and what happens is the same on a busy machine.
+Tests can wait for hours of the runtime's time without delay, and run identically on a busy machine.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ PATIENCE = 200_000
 
 
 class Stuck(AssertionError):
-    """The test would run for ever: nothing is ready and nothing is timed, or something is always ready and time stands still."""
+    """The test would run forever: nothing is ready or scheduled, or something is always ready so that time does not advance."""
 
 
 class _Selector(selectors.DefaultSelector):
-    """Never waits."""
+    """A selector that never waits. It advances `now` instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """For code without threads and sockets."""
+    """An event loop for code without threads and sockets."""
 
     def __init__(self) -> None:
         self._jumping = _Selector()

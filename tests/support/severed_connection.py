@@ -1,4 +1,4 @@
-"""A line to a gRPC server that is cut at one message, with a reset: before the message has passed, or right after it."""
+"""A proxy to a gRPC server that resets the connection at one message: before the message passes, or right after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DATA = 0
 
 @dataclass(frozen=True)
 class Cut:
-    """Which message: the n-th of those to the server, or from it, counted from 1. If it `passes`, the other side has it."""
+    """The message to cut at: the n-th to or from the server, counted from 1. With `passes`, it is still delivered."""
 
     to_server: bool
     number: int
@@ -22,7 +22,7 @@ class Cut:
 
 
 class SeveredLine:
-    """Forwards connections to a port, and cuts the first one that comes to the message. `was_cut` tells whether one did."""
+    """Forward connections to a port, and cut the first one that reaches the message. `was_cut` is set then."""
 
     def __init__(self, port: int, cut: Cut) -> None:
         self.was_cut = False
@@ -45,7 +45,7 @@ class SeveredLine:
 
     @property
     def address(self) -> str:
-        """Where clients connect."""
+        """The address of the proxy."""
         assert self._server is not None
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
@@ -80,7 +80,7 @@ class SeveredLine:
                 if severs:
                     self.was_cut = True
                     if self._cut.passes:
-                        await asyncio.sleep(0.005)  # so that the reset does not overtake it
+                        await asyncio.sleep(0.005)  # so that the reset does not overtake the message
                     for writer in both:
                         writer.transport.abort()
                     return
