@@ -1,4 +1,4 @@
-"""Samples in files."""
+"""Samples in JSON lines and Parquet files."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_the_typed_keywords_are_the_fields_of_the_contract(
 
 def test_the_keywords_of_a_start_are_those_of_the_spec_and_of_what_goes_beside_it() -> None:
     beside = keywords(pb.StartRolloutRequest) - {"spec"}
-    # What another protocol said is for its gateway to fill in.
+    # `source` holds another protocol's fields; only its gateway sets it.
     spec = keywords(spec_pb2.RolloutSpec) - {"source"}
     assert set(get_type_hints(StartFields)) == spec | beside
 
@@ -178,7 +178,7 @@ def test_one_text_is_a_list_of_one_where_texts_are_listed() -> None:
 
 
 class Number(float):
-    """What numerical libraries pass for numbers."""
+    """Like the float subclasses of numerical libraries."""
 
 
 def test_numbers_of_other_libraries() -> None:

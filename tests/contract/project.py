@@ -1,4 +1,4 @@
-"""Where the contract lies, and `buf` as it is run everywhere: from the environment in use."""
+"""The contract's location, and a runner for `buf` from the current environment."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ needs_buf = pytest.mark.skipif(
 
 
 def buf(where: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Runs buf in the folder that holds buf.yaml."""
+    """Run buf in the folder that holds buf.yaml."""
     return subprocess.run([_BUF, *arguments], cwd=where, capture_output=True, check=False, timeout=60)

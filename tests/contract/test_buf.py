@@ -1,4 +1,4 @@
-"""The contract's own rules: lint, format, no breaking change; and that these checks can fail."""
+"""The contract passes lint, format and breaking-change checks, and these checks can fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_contract_is_clean(check: tuple[str, ...]) -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the contract to break."""
+    """A copy of the contract that tests may break."""
     shutil.copytree(PROTOS, tmp_path / "protos")
     shutil.copy(ROOT / "buf.yaml", tmp_path)
     return tmp_path
