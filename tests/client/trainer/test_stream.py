@@ -225,7 +225,7 @@ async def test_what_cannot_be_answered_is_rejected_with_what_the_contract_wants(
 
     async def play(stream: Hosted, rollout: rs.Rollout) -> None:
         asker = Asker(stream, uid=rollout.uid)
-        await asked(stream, asker.request(PROMPT))  # the trainer is not generating now
+        await asked(stream, asker.request(PROMPT))  # refused: the model raises TryAgainLater
         first = await asker.ask(PROMPT)
         lost = Asker(stream, uid=rollout.uid, segment="1", base=asker.checkpoint([(7, False)], 1))
         await asked(stream, lost.request(RESULT))

@@ -131,7 +131,7 @@ def crash_until(marks: str, times: int) -> int:
 
 
 def undecorated(a: int) -> int:
-    """Is made a tool under another name."""
+    """Made a tool under another name."""
     return a
 
 
@@ -139,5 +139,5 @@ renamed = tool(process=True)(undecorated)
 
 
 def nowhere(a: int) -> int:
-    """Is made a tool elsewhere."""
+    """Made a tool in another place."""
     return a
