@@ -1,4 +1,4 @@
-"""The outbox: one outcome, the same bytes under the same key, again and again until somebody says that it is there."""
+"""The outbox: one outcome, the same bytes under the same key, sent until it is acknowledged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATIENT = DeliveryRetryPolicy(expiry=1e9)
 
 
 async def delivered(world: RuntimeHarness, **fields: object) -> Delivery:
-    """A rollout's delivery once it is over."""
+    """Wait until a rollout's delivery is settled, and return it."""
     rollout, _ = world.wish(owing(world, **fields))  # type: ignore[arg-type]
     await outcome_of(rollout)
     await until(lambda: rollout.delivery is not None and not rollout.owes)
@@ -103,7 +103,7 @@ async def test_a_refusal_is_final_and_its_text_is_kept(
     assert (delivery.state, delivery.attempts) == (DeliveryState.REFUSED, 2)
     assert delivery.error == "receiver answered 400: no such rollout"
     assert "not delivered in 2 attempts: refused" in caplog.text
-    assert "no such rollout" not in caplog.text  # a receiver's words could forge a line of the log
+    assert "no such rollout" not in caplog.text  # a receiver's text could forge a line of the log
 
 
 async def test_waits_double_up_to_the_longest(new_world: type[RuntimeHarness]) -> None:

@@ -1,4 +1,4 @@
-"""Rollouts that owe somebody their outcome: acknowledged, remembered, attached to, and not too many of them."""
+"""Rollouts with an undelivered outcome: acknowledged, remembered, attached to, and limited in number."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PATIENT = DeliveryRetryPolicy(expiry=1e9)
 
 
 class Unhearing(Receiver):
-    """Answers although it was cancelled."""
+    """Return a receipt despite cancellation."""
 
     async def deliver(self, parcel: PackedOutcome) -> Receipt:
         try:
@@ -45,7 +45,7 @@ class Unhearing(Receiver):
 
 
 class Spiteful(Receiver):
-    """Fails in its own way when it is cancelled."""
+    """Raise its own exception on cancellation."""
 
     async def deliver(self, parcel: PackedOutcome) -> Receipt:
         try:
@@ -55,7 +55,7 @@ class Spiteful(Receiver):
 
 
 async def owed(world: RuntimeHarness, attempts: int = 1, request_id: str = "", **fields: object) -> Rollout:
-    """A rollout whose outcome was offered `attempts` times, in vain."""
+    """A rollout whose outcome was offered `attempts` times without success."""
     rollout, _ = world.wish(owing(world, request_id, **fields))  # type: ignore[arg-type]
     await outcome_of(rollout)
     await until(lambda: rollout.delivery is not None and rollout.delivery.attempts == attempts)

@@ -78,7 +78,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="session")
 def ours(executor: ThreadPoolExecutor) -> Callable[..., LoadedTokenizer]:
-    """Our tokenizer of a family. With `template`, a text, one of its own, with that chat template."""
+    """The server's tokenizer of a family. `template_text` replaces its chat template."""
     loaded: dict[str, LoadedTokenizer] = {}
 
     def of(family: str, template_text: str | None = None) -> LoadedTokenizer:

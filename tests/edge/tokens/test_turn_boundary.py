@@ -355,7 +355,7 @@ def once(messages: Sequence[Fields], generation_prompt: bool) -> str:
 
 
 def questioning(messages: Sequence[Fields], generation_prompt: bool) -> str:
-    """Treat no question mark as a user's question."""
+    """Refuse a conversation that begins with a question mark."""
     if messages[0]["content"] == "?":
         raise RolloutFailed(Failure(Category.TOKENIZER, "no question"))
     return template(lambda m: f"{m['content'] or m['tool_calls']}{STOP}")(messages, generation_prompt)
