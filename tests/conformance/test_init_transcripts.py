@@ -105,8 +105,9 @@ def _changes(correction: Correction, transcript: Transcript) -> bool:
 
 
 async def _play(transcript: Transcript, trainer: ReplayTrainer, client: httpx.AsyncClient) -> None:
-    """Send the client's calls, each after the trainer has received everything before it. Concurrent calls are sent
-    concurrently.
+    """Send the client's calls, each after the trainer has received everything before it.
+
+    Concurrent calls are sent concurrently.
     """
     if transcript.name == "duplicate_concurrent":
         await asyncio.gather(*(_call(call, transcript, trainer, client) for call in transcript.calls))

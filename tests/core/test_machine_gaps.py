@@ -113,9 +113,7 @@ def test_a_trainer_that_begins_late_is_warned_of_once_in_its_first_turn_with_ids
 
 
 def test_a_prediction_cannot_stand_in_for_a_prompt_after_a_gap() -> None:
-    """The prediction would start where the unknown turn ended. The turn is not counted, because the ledger does not contain
-    it.
-    """
+    """The prediction would start where the unknown turn ended. The turn is not counted, because the ledger lacks it."""
     machine = fresh()
     takes_turn(machine, 5, 6)
     takes_turn(machine, **UNKNOWN)

@@ -57,8 +57,10 @@ messages = st.builds(message, st.sampled_from(("user", "system", "critic")), tex
 
 
 class RandomRollouts(RuleBasedStateMachine):
-    """Any legal rollout: several conversations, each kind of drift, truncated and empty completions, missing ids, calls that
-    return in any order, limits that are met.
+    """Any legal rollout.
+
+    It has several conversations, each kind of drift, truncated and empty completions, missing ids, calls that return in any
+    order, and limits that are met.
     """
 
     @initialize(limits=limits, start=st.lists(messages, max_size=2), plain=st.booleans())

@@ -19,9 +19,7 @@ from tests.support.naive_ledger import NaiveLedger, assert_laws, assert_line
 
 
 class RandomTurns(RuleBasedStateMachine):
-    """Any turns, some without tokens. After each, the ledger equals the plain lists and still contains everything it contained
-    before.
-    """
+    """Any turns, some without tokens. After each, the ledger equals the plain lists and has lost nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""Fifty turns over HTTP with every tokenizer and template: a counting trainer accepts every mask, or the rollout explains why
-it cannot.
+"""Fifty turns over HTTP with every tokenizer and template.
 
-The strict trainer imports nothing of the renderer. This module accumulates the trainer's prompts and completions in plain
-lists, and compares them with the server's records. `ROLLOUT_EXACT=all` runs every kind of conversation with every way to
-render.
+A counting trainer accepts every mask, or the rollout explains why it cannot. The strict trainer imports nothing of the
+renderer. This module accumulates the trainer's prompts and completions in plain lists, and compares them with the server's
+records. `ROLLOUT_EXACT=all` runs every kind of conversation with every way to render.
 """
 
 from __future__ import annotations
@@ -194,8 +193,9 @@ def assert_sample(record: Record, verdict: Verdict) -> None:
 
 
 def assert_told_why(said: Any, renderer: PlainRenderer, tools: Any, messages: list[Any], held: int) -> None:
-    """Assert the only reason for an early end: the conversation renders to fewer tokens than the trainer holds, and the error
-    names the difference.
+    """Assert the only reason for an early end.
+
+    The conversation renders to fewer tokens than the trainer holds, and the error names the difference.
     """
     assert said["extra_fields"]["error_category"] == "token_drift", said["error_message"]
     fewer = re.search(r"renders to (\d+) tokens fewer", said["error_message"])

@@ -1,8 +1,8 @@
-"""Renderer and ledger together: random conversations with every tokenizer and template, compared with plain lists after each
-turn.
+"""Renderer and ledger together: random conversations with every tokenizer and template.
 
-There are three kinds of trainers. A silent one reports no prompts, so the ledger holds the server's rendering. One that
-keeps its tokens appends new ones to them. One that renders everything again reports the result, which may be drift.
+After each turn they are compared with plain lists. There are three kinds of trainers. A silent one reports no prompts, so
+the ledger holds the server's rendering. One that keeps its tokens appends new ones to them. One that renders everything
+again reports the result, which may be drift.
 """
 
 from __future__ import annotations

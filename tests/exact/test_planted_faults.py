@@ -222,7 +222,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "the first stop is always taken",
             "turn_boundary",
-            "if end == first and plain:",
+            "if end == first and plain and not rewritten:",
             "if (text := turn.full[first:]):",
         ),
     ),
@@ -298,7 +298,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "what stands behind a short history is not compared",
             "turn_boundary",
-            "if hint is not None and turn.full[first:] == hint and plain:",
+            "if hint is not None and turn.full[first:] == hint and plain and not rewritten:",
             "if hint is not None:",
         ),
     ),

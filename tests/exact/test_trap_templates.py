@@ -1,7 +1,7 @@
-"""Each known problem of chat templates in isolation: a synthetic template, and conversations whose tokens its twin determines
-exactly.
+"""Each known problem of chat templates in isolation.
 
-`tests/hostile` generates templates with several problems at once, and more of them.
+A synthetic template has the problem, and its twin determines the tokens of conversations exactly. `tests/hostile` generates
+templates with several problems at once, and more of them.
 """
 
 from __future__ import annotations

@@ -61,8 +61,9 @@ async def played() -> AsyncIterator[Played]:
 
 @pytest.fixture
 def invoke(tmp_path: Path) -> Iterator[Invoke]:
-    """`await invoke(*arguments, **environment)`: run `rollout inspect` in a thread and an empty directory; `stdin` is its
-    input.
+    """`await invoke(*arguments, **environment)`: run `rollout inspect` in a thread and an empty directory.
+
+    `stdin` is its input.
     """
     clean = environment()
 

@@ -213,8 +213,9 @@ class SglangEngine(Engine):
 
 
 class OpenaiEngine(Engine):
-    """An endpoint as strict as OpenAI's: it refuses unknown parameters and reports no ids. `reasons`: the model is a reasoning
-    model.
+    """An endpoint as strict as OpenAI's: it refuses unknown parameters and reports no ids.
+
+    `reasons`: the model is a reasoning model.
     """
 
     known = frozenset(

@@ -131,9 +131,7 @@ def assert_refused(machine: Machine, record: object) -> None:
 
 
 def draw_turn(data: st.DataObject, number: int, held: list[int] | None) -> Turn:
-    """A turn after the tokens `held` (None at the start): with a prediction, a report or both, which may agree or differ in
-    any way.
-    """
+    """A turn after the tokens `held` (None at the start), with a prediction, a report or both, which may differ in any way."""
     draw = data.draw
     answer = draw(runs)
     known = draw(st.none() | st.lists(logprobs, min_size=len(answer), max_size=len(answer)))
@@ -152,9 +150,7 @@ def draw_turn(data: st.DataObject, number: int, held: list[int] | None) -> Turn:
 
 
 def reports(held: list[int], added: list[int]) -> st.SearchStrategy[list[int]]:
-    """Prompts that a trainer may report: the expected one, a different continuation, a truncated one, one with a changed
-    token.
-    """
+    """Prompts that a trainer may report: expected, continued differently, truncated, or with a changed token."""
     changed = st.tuples(st.integers(0, max(len(held) - 1, 0)), token_ids).map(
         lambda at: [*held[: at[0]], at[1], *held[at[0] + 1 :], *added]
     )

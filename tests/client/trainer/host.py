@@ -105,9 +105,7 @@ Play = Callable[[Hosted, rs.Rollout], Awaitable[None]]
 
 @dataclass
 class Host(TrainerServiceServicer, RolloutServiceServicer):
-    """Run a test's code for each started rollout. `refusals` holds the codes of the first starts, `largest` the maximum item
-    size.
-    """
+    """Run a test's code for each started rollout. `refusals`: codes of the first starts; `largest`: maximum item size."""
 
     play: Play
     grace: float = 10.0

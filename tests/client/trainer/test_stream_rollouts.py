@@ -117,8 +117,9 @@ async def test_several_trainers_have_their_own(server: Server) -> None:
 
 
 async def cut_at(server: Server, cut: Cut) -> bool:
-    """Run a group over a connection that is cut there; return whether it was cut. A turn generated twice would have two
-    prompts.
+    """Run a group over a connection that is cut there; return whether it was cut.
+
+    A turn generated twice would have two prompts.
     """
     model = ToyModel(SAYS)
     async with (

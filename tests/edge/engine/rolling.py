@@ -118,8 +118,9 @@ def warned(outcome: outcome_pb2.Outcome) -> list[str]:
 
 
 def check_whole(sample: TrainingSample, seen: Sequence[Generated]) -> None:
-    """Assert that the sample consists, id by id, of the engine's prompts and completions in these turns, each extending the
-    previous.
+    """Assert that the sample consists of the engine's prompts and completions in these turns, id by id.
+
+    Each prompt extends the previous one and its completion.
     """
     ids = sample.prompt_ids + sample.response_ids
     last = seen[-1]
@@ -137,9 +138,7 @@ def check_whole(sample: TrainingSample, seen: Sequence[Generated]) -> None:
 
 
 def check_once(found: Sequence[TrainingSample], seen: Sequence[Generated]) -> None:
-    """Assert that each completion is trained in exactly one sample, with its logprobs, after exactly the prompt that the
-    engine saw.
-    """
+    """Assert that each completion is trained in exactly one sample, with its logprobs, after the prompt that the engine saw."""
     trained = 0
     for turn in seen:
         start, stop = len(turn.prompt), len(turn.prompt) + len(turn.ids)

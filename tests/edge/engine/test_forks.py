@@ -47,8 +47,9 @@ async def test_each_conversation_is_a_sample_of_its_own(
 async def test_each_answer_trains_once_in_a_tree_of_branches(
     client: AsyncClient, kind: Callable[[EngineModel], Engine], mode: dict[str, Any], squeezed: bool
 ) -> None:
-    """If the engine renders, the parsed call differs from the sampled tokens, so a conversation that continues from it opens a
-    new segment.
+    """If the engine renders, the parsed call differs from the sampled tokens.
+
+    A conversation that continues from it opens a new segment.
     """
     texts = [f"Answer {n}." for n in range(10)]
     if squeezed:

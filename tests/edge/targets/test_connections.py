@@ -39,9 +39,7 @@ async def server() -> AsyncIterator[tuple[int, list[str]]]:
 
 @asynccontextmanager
 async def client(rules: TargetRules, table: Table, **connector: object) -> AsyncIterator[aiohttp.ClientSession]:
-    """An HTTP client like the trainer client's. Connections are not reused, so each request resolves again unless the cache
-    has the name.
-    """
+    """An HTTP client like the trainer client's, without keep-alive: each request resolves again unless the cache has the name."""
     made = aiohttp.TCPConnector(resolver=CheckedLookup(rules, table), force_close=True, **connector)  # type: ignore[arg-type]
     async with aiohttp.ClientSession(connector=made) as session:
         yield session

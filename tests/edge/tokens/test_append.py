@@ -1,5 +1,6 @@
-"""Environment tokens without the mask count are the same as with it, at a cost independent of the history if the template
-allows it.
+"""Environment tokens without the mask count.
+
+They equal those with the count. Their cost does not depend on the history, if the template allows that.
 """
 
 from typing import Any

@@ -544,9 +544,7 @@ def test_a_message_in_another_spelling_is_seen_and_one_in_front_of_everything_is
 
 @pytest.mark.parametrize("more", [[], [HEARD]])
 def test_the_stop_of_a_rewritten_message_is_not_that_of_the_answer(more: list[Fields]) -> None:
-    """A completion with calls consists only of its end, which is not a stop token, and each result contains the number of
-    calls.
-    """
+    """A completion with calls consists only of an end that is not a stop token. Each result contains the number of calls."""
 
     def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
         calls = sum("tool_calls" in message for message in messages)

@@ -102,9 +102,7 @@ async def test_messages_and_parameters_reach_the_server_as_they_were_sent(gatewa
 
 
 async def test_what_agents_read_as_it_was_sent_travels_on(gateway: Gateway) -> None:
-    """`source_json` holds the keys as sent, without the protocol's defaults and ignored keys. The typed fields include the
-    defaults.
-    """
+    """`source_json` holds the keys as sent, without defaults and ignored keys. The typed fields include the defaults."""
     params = {"temperature": 1, "stop": "END", "seed": 7, "messages": [], "stream": True}
     response = await gateway.init(
         {**INIT_EXAMPLE, "completion_params": params, "idempotency_key": "k", "tool_server_url": "http://tools"}

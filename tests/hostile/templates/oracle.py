@@ -146,9 +146,7 @@ class Oracle:
         return FRAMINGS[self.template.traits.framing].next_begins
 
     def _given(self, text: str) -> Message:
-        """A message in the form that a trainer passes to its template: arguments as text, or as objects if the template
-        requires it.
-        """
+        """A message as a trainer passes it to its template: arguments as text, or as objects if the template requires it."""
         message: dict[str, Any] = json.loads(text)
         calls = message.get("tool_calls")
         if self.template.arguments == "object" and calls:

@@ -220,9 +220,7 @@ async def listen(run: Any) -> None:
 
 
 async def test_one_that_forgot_who_wrote_what_is_agreed_with_from_there_on(client: AsyncClient) -> None:
-    """A trainer that renders receives messages without authors. After it lost its record, its whole prompt counts as not
-    generated.
-    """
+    """A trainer that renders receives no authors. After it lost its record, its whole prompt counts as not generated."""
     seen: list[int] = []
     async with serving(GrpcTrainer(ANSWER)) as trainer:
 
