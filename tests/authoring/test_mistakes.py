@@ -164,4 +164,4 @@ def until(holds: Callable[[], bool]) -> None:
         if holds():
             return
         time.sleep(0.01)
-    raise AssertionError("it never came to be")
+    raise AssertionError("the condition never held")

@@ -50,7 +50,7 @@ class Running:
         async for line in self.process.stderr:
             if text in line.decode():
                 return
-        raise AssertionError(f"{text!r} was never said")
+        raise AssertionError(f"standard error never contained {text!r}")
 
     async def said(self) -> str:
         """The rest of standard error."""

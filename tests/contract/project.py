@@ -16,7 +16,7 @@ RELEASED = PROTOS / "released.binpb"
 _BUF = Path(sys.executable).with_name("buf")
 
 needs_buf = pytest.mark.skipif(
-    not _BUF.exists(), reason=f"no buf beside {Path(sys.executable).name}: not a dev environment"
+    not _BUF.exists(), reason=f"no buf beside {Path(sys.executable).name}: this is not a development environment"
 )
 
 

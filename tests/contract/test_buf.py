@@ -34,7 +34,7 @@ def copy(tmp_path: Path) -> Path:
 def edit(copy: Path, name: str, old: str, new: str) -> None:
     path = copy / "protos/osmosis/rollout/v1" / name
     text = path.read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{old!r} is to stand in {name} once"
+    assert text.count(old) == 1, f"{name} must contain {old!r} exactly once"
     path.write_text(text.replace(old, new), encoding="utf-8")
 
 

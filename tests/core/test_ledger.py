@@ -211,7 +211,7 @@ class TestWhatSamplersRead:
         shown = [*self.HELD, ("closing", 3, 5, 6), ("environment", 3, 6, 8), ("model", 3, 8, 9)]
         assert self.written(branch) == self.written(branch.branch()) == shown
         assert branch.segment is not None
-        assert [span.stop for span in branch.segment.spans] == [8, 9], "what is handed out is one prompt"
+        assert [span.stop for span in branch.segment.spans] == [8, 9], "the whole prefix is one prompt"
         again = branch.branch()
         again.commit(Turn(4, ids(14), None, None, branch.prefix() + ids(8)))
         assert self.written(again) == [*shown, ("environment", 4, 9, 10), ("model", 4, 10, 11)]

@@ -244,4 +244,4 @@ def test_more_turns_and_calls_than_there_are_small_numbers() -> None:
     for turn in range(300):
         takes_turn(machine, reported=ids(turn))
     assert len(machine.ledger.segments) == 300
-    assert len(takes_turn(machine, reported=ids(299))) == 2, "drift of the environment, and the answer"
+    assert len(takes_turn(machine, reported=ids(299))) == 2, "drift of the environment, then the completion"

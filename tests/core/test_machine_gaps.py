@@ -139,7 +139,7 @@ def test_an_answer_with_too_few_logprobs_after_a_gap_is_refused_and_leaves_no_tr
         assert_refused(machine, misfit)
         assert machine.ledger.main.gap is True
         machine.accept(replace(misfit, logprobs=None))
-        assert warnings_of(machine) == [("tokens_unknown", 2)], "told once, of the answer that was taken"
+        assert warnings_of(machine) == [("tokens_unknown", 2)], "one warning, for the accepted completion"
 
 
 def test_a_prompt_after_a_gap_is_logged_whole() -> None:
@@ -180,7 +180,7 @@ def test_the_ledger_of_a_plain_trainer_holds_the_known_turns_and_says_where_othe
     trained = [
         i for s in segments for i, bit in zip(s.sample().response_ids, s.sample().response_mask, strict=True) if bit
     ]
-    assert trained == [2 * turn - 1 for turn in known], "each known token of the model once, and no other"
+    assert trained == [2 * turn - 1 for turn in known], "each known generated token is trained once, and no other token"
     assert [segment.origin.kind for segment in segments[1:]] == [SegmentKind.GAP] * (len(begins) - 1)
     ends_of_runs = [turn + 1 for turn in known if turn + 1 not in known and turn < len(sent)]
     late = begins[:1] if begins and begins[0] > 1 else []

@@ -15,8 +15,8 @@ from tests.deploy.files import COMPOSE, DOCKERFILE, KUBERNETES, MANIFESTS, ROOT,
 EXPOSURE = "20"
 """In tenths: `systemd-analyze security` reports OK up to 4.9."""
 
-needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze here")
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl here")
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 
 
 def planted(path: Path, good: str, bad: str, directory: Path) -> Path:

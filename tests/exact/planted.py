@@ -53,7 +53,9 @@ def copied(at: Path, fault: Fault | None) -> Iterator[Copy]:
     for path in package.glob("*.py"):
         text = path.read_text(encoding="utf-8")
         if fault is not None and path.stem == fault.module:
-            assert text.count(fault.right) == 1, f"{fault.module} has changed: plant {fault.name!r} anew"
+            assert text.count(fault.right) == 1, (
+                f"{fault.module} does not contain the code of fault {fault.name!r} once: update the fault"
+            )
             text = text.replace(fault.right, fault.wrong)
         path.write_text(text.replace(_NAME, name), encoding="utf-8")
     sys.path.insert(0, str(at))

@@ -92,7 +92,7 @@ async def test_fifty_turns(family: Family, tmp_path: Path) -> None:
                 conversation = written(kind, at.renderers[parse], at.tools)
                 if conversation.exchanges:
                     lengths[kind, parse] = await play(at, f"{kind} {parse}", conversation, parse=parse)
-    assert TURNS in lengths.values(), f"no conversation came to its end: {lengths}"
+    assert TURNS in lengths.values(), f"no conversation completed: {lengths}"
 
 
 async def play(at: CountingTrainers, rollout_id: str, conversation: Conversation, *, parse: bool) -> int:

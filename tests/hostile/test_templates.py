@@ -53,7 +53,7 @@ def test_the_renderer_is_never_silently_wrong(seed: int) -> None:
             break
     assert [(each.path, each.turn, each.verdict, each.expected, each.got) for each in played.differences] == []
     for path, share in shares(played).items():
-        assert share > 0.7, f"{path} declines too much: {share:.0%} exact"
+        assert share > 0.7, f"{path} declines too often: {share:.0%} exact"
 
 
 def shares(played: Played) -> dict[str, float]:

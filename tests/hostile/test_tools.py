@@ -21,7 +21,7 @@ from rollout_server.runtime.tools.policy import CPU_SECONDS, MEMORY_BYTES, ToolP
 from tests.edge.tools import test_processes
 from tests.edge.tools.test_processes import gone, numbers_in, parent_of, state_of, wait_until_gone
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="subreapers and prctl are Linux's")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="subreapers and prctl exist only on Linux")
 ROOT = Path(__file__).parents[2]
 STRAY = """
 import os, pathlib, signal, sys, time
@@ -170,7 +170,7 @@ async def test_a_supervisor_that_its_tool_has_stopped_is_killed(
     running = asyncio.create_task(run("leave", how="session", then="stop", marks=str(marks)))
     (stray,) = await asyncio.to_thread(numbers_in, marks)
     supervisor = parent_of(parent_of(stray))
-    while state_of(supervisor) != "T":  # noqa: ASYNC110 - nobody says when
+    while state_of(supervisor) != "T":  # noqa: ASYNC110 - no event reports it
         await asyncio.sleep(0.01)
     running.cancel()
     await run.bench.close()

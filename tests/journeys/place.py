@@ -96,7 +96,7 @@ class Deployment:
 
 async def until(ask: Callable[[], Awaitable[Any]]) -> Any:
     """Poll until the result is true, and return it."""
-    while not (answer := await ask()):  # noqa: ASYNC110  # what is looked at is on the other side of a socket
+    while not (answer := await ask()):  # noqa: ASYNC110  # the state is on the other side of a socket
         await asyncio.sleep(0.01)
     return answer
 

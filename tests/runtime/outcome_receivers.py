@@ -87,4 +87,4 @@ async def until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         await asyncio.sleep(1)
-    raise AssertionError("it never became so")
+    raise AssertionError("the condition never held")

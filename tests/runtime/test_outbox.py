@@ -209,7 +209,7 @@ async def test_an_agent_that_does_not_give_way_does_not_hold_back_its_outcome(ne
     await outcome_of(rollout)
     await asyncio.sleep(1)
     assert receiver.times == [ended]
-    assert world.roster.running == 1, "the agent holds its place"
+    assert world.roster.running == 1, "the agent keeps its slot"
     assert world.roster.get(rollout.uid, ME) is rollout
     agent.free.set()
 
@@ -248,7 +248,9 @@ async def test_at_its_end_a_server_waits_for_deliveries_and_says_which_are_lost(
     lost = [rollouts["dead"].uid, rollouts["mute"].uid]
     assert f"2 outcomes were not delivered before the end: {', '.join(lost)}" in caplog.text
     assert rollouts["quick"].uid not in caplog.text
-    assert [rollout.owes for rollout in rollouts.values()] == [False, True, True], "nothing pretends that they arrived"
+    assert [rollout.owes for rollout in rollouts.values()] == [False, True, True], (
+        "undelivered outcomes stay marked as undelivered"
+    )
     sent = [len(receiver.parcels) for receiver in receivers.values()]
     await asyncio.sleep(10_000)
     assert [len(receiver.parcels) for receiver in receivers.values()] == sent

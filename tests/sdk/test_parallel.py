@@ -261,7 +261,7 @@ async def test_a_late_chat_trains_its_own_answer_only(open_place: OpenPlace) -> 
         messages, _ = await say(ctx)
         asked = len(place.trainer.completions)
         waiting = asyncio.create_task(ctx.chat([*messages, user("One")]))
-        while len(place.trainer.completions) == asked:  # noqa: ASYNC110 - the trainer says it in no other way
+        while len(place.trainer.completions) == asked:  # noqa: ASYNC110 - the trainer has no event for it
             await asyncio.sleep(0.01)
         late, _ = await say(ctx, *messages, user("Two"))
         assert not waiting.done()
@@ -326,7 +326,7 @@ async def test_a_chat_that_took_too_long_does_not_end_the_rollout(
 async def test_a_trainer_that_counts_masks_has_counted_a_turn_that_was_given_up(open_place: OpenPlace) -> None:
     async def play(ctx: RolloutContext) -> RolloutResult:
         waiting = asyncio.create_task(ctx.chat(list(ctx.request.messages)))
-        while not place.requests("counted"):  # noqa: ASYNC110 - the trainer says it in no other way
+        while not place.requests("counted"):  # noqa: ASYNC110 - the trainer has no event for it
             await asyncio.sleep(0.01)
         waiting.cancel()
         await asyncio.wait([waiting])

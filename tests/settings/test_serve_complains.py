@@ -71,7 +71,7 @@ async def complaint(**changes: Any) -> str:
     """The error with which a server refuses to start."""
     with pytest.raises(WrongSettings) as caught:
         async with Server([Idle()], settings(**changes)):
-            raise AssertionError("it serves")
+            raise AssertionError("the server started")
     return str(caught.value)
 
 

@@ -125,7 +125,7 @@ class VllmEngine(Engine):
 
     async def derender(self, request: web.Request) -> web.Response:
         body = await self.taken(request)
-        assert body["chat_request"]["messages"], "parsers want the request"
+        assert body["chat_request"]["messages"], "parsers need the request"
         assert body["prompt_tokens"] >= len(body["prompt_token_ids"]) > 0
         (choice,) = body["generate_response"]["choices"]
         answer = self.completion(choice["token_ids"], choice["finish_reason"])

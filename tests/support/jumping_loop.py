@@ -27,9 +27,9 @@ class _Selector(selectors.DefaultSelector):
         ready = super().select(0)
         self._turns += 1
         if not ready and timeout is None:
-            raise Stuck("nothing is ready and nothing is timed")
+            raise Stuck("nothing is ready and no timer is set")
         if self._turns > PATIENCE:
-            raise Stuck("something is always ready, and time stands still")
+            raise Stuck("something is always ready, so time does not advance")
         if not ready and timeout:
             self.now += timeout
             self._turns = 0

@@ -195,7 +195,7 @@ def assert_laws(ledger: Ledger, naive: NaiveLedger) -> None:
         (s.turn, i) for each in ledger.segments for s in each.spans if _by_author(s) for i in each.ids(s.start, s.stop)
     ]
     assert sorted(trained + taken_out) == sorted(naive.sampled), (
-        "a sampled token is trained once, or taken out by its author"
+        "a sampled token is trained once, or masked out by the agent's author"
     )
 
 
@@ -221,7 +221,7 @@ def _assert_segment(real: Segment, plain: NaiveSegment) -> None:
     )
     assert real.verified is plain.verified
     assert len(real) == len(plain.tokens)
-    assert list(real.ids()) == plain.ids(), "concatenated, the ledger is what the model saw and wrote"
+    assert list(real.ids()) == plain.ids(), "the concatenated ledger is what the model saw and generated"
     assert real.logprobs() == pack_logprobs(t.logprob or 0.0 for t in plain.tokens)
     _assert_spans(real, plain)
     _assert_sample(real, plain)
@@ -244,7 +244,9 @@ def _assert_spans(real: Segment, plain: NaiveSegment) -> None:
     authors = [s.author is Author.MODEL for s in spans for _ in range(s.start, s.stop)]
     assert authors == [t.by == MODEL for t in trajectory]
     runs = [key for key, _ in groupby(told)]
-    assert len([s for s in spans if s.stop > s.start]) == len(runs), "one run of one author in one turn is one span"
+    assert len([s for s in spans if s.stop > s.start]) == len(runs), (
+        "consecutive tokens of one author in one turn form one span"
+    )
 
 
 def _assert_sample(real: Segment, plain: NaiveSegment) -> None:
@@ -260,4 +262,4 @@ def _assert_sample(real: Segment, plain: NaiveSegment) -> None:
         assert sample.logprobs == pack_logprobs((t.logprob or 0.0) if t.trains else 0.0 for t in response)
     else:
         assert sample.logprobs is None
-    assert not response or response[-1].by == MODEL, "a trajectory ends with what the model wrote last"
+    assert not response or response[-1].by == MODEL, "a trajectory ends with the last generated token"

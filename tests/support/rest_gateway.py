@@ -172,7 +172,7 @@ async def plain_gateway(
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     """Poll until the condition holds."""
-    while not await condition():  # noqa: ASYNC110  # what is looked at is on the other side of a socket
+    while not await condition():  # noqa: ASYNC110  # the state is on the other side of a socket
         await asyncio.sleep(0.01)
 
 

@@ -41,7 +41,7 @@ async def until(holds: Callable[[], object]) -> None:
         if holds():
             return
         await asyncio.sleep(0.001)
-    raise AssertionError("it never came to be")
+    raise AssertionError("the condition never held")
 
 
 @dataclass

@@ -61,7 +61,7 @@ GRPC = {f"grpc {number}": Sum(MANY + number) for number in range(MANY)}
 
 @asynccontextmanager
 async def clients(world: Service) -> AsyncIterator[aiohttp.ClientSession]:
-    """HTTP clients for all rollouts at once; several, because httpx slows down with the square of its connections."""
+    """An aiohttp client for all rollouts at once, because httpx slows down with the square of its connections."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(str(world.http.base_url), connector=connector) as http:
         yield http
@@ -161,7 +161,7 @@ async def test_few_places_and_many_rollouts(open_here: Open) -> None:
 
 
 class Backwards(Agent):
-    """The tool calls of a turn end in reverse order."""
+    """An agent whose tool calls of a turn end in reverse order."""
 
     name = "backwards"
 

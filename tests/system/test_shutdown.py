@@ -63,7 +63,7 @@ async def running(cwd: Path) -> AsyncIterator[Running]:
         over_http = asyncio.create_task(client.post("/rollout", json=body("over-http", trainer.url)))
         await gate.asked()
         over_grpc = asyncio.create_task(outcome_over_grpc())
-        while len(trainer.requests) < 2:  # noqa: ASYNC110 - its question waits behind the other, which stands before the gate
+        while len(trainer.requests) < 2:  # noqa: ASYNC110 - its completion request waits behind the one at the gate
             await asyncio.sleep(0.01)
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         try:

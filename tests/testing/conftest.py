@@ -50,7 +50,7 @@ def run_tool(call: dict[str, Any]) -> dict[str, Any]:
 async def until(condition: Callable[[], bool]) -> None:
     """Poll for a state that the trainer does not report."""
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - there is no event for it
+        while not condition():  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.01)
 
 

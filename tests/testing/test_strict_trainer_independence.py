@@ -26,7 +26,7 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name} imports relatively"
+            assert node.level == 0, f"{path.name} uses a relative import"
             assert node.module is not None
             names.add(node.module)
             names.update(f"{node.module}.{alias.name}" for alias in node.names)

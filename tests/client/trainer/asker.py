@@ -148,7 +148,7 @@ async def refusal(call: Any) -> RolloutError:
         await call
     except grpc.aio.AioRpcError as error:
         return failure_of(error, "")
-    raise AssertionError("the call went well")
+    raise AssertionError("the call succeeded")
 
 
 async def held_after(call: Any) -> list[int]:
@@ -168,7 +168,7 @@ async def retry_info(call: Any) -> RetryInfo | None:
         await call
     except grpc.aio.AioRpcError as error:
         return find_detail(rich_status(error), RetryInfo())
-    raise AssertionError("the call went well")
+    raise AssertionError("the call succeeded")
 
 
 class _Bearer(grpc.aio.UnaryUnaryClientInterceptor):

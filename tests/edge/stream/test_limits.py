@@ -207,7 +207,7 @@ async def test_no_more_asks_are_under_way_than_there_is_credit(place: StreamServ
         if item.sequence:
             await trainer.acknowledge()
     assert most == 2
-    assert len(set(order[:5])) == 5, "the rollouts take turns"
+    assert len(set(order[:5])) == 5, "the rollouts' requests alternate"
 
 
 async def _first(trainer: Any) -> pb.TrainResponse:

@@ -19,7 +19,7 @@ COUNT = [0]
 @tool(process=True)
 def add(a: int, b: int) -> int:
     """Add two numbers."""
-    print("noise", flush=True)  # noqa: T201 - authors do it
+    print("noise", flush=True)  # noqa: T201 - authors' tools print
     sys.stderr.write("more noise")
     return a + b
 

@@ -188,7 +188,7 @@ class Host:
 
 
 async def until(done: Any) -> None:
-    while not done():  # noqa: ASYNC110 - nobody says when
+    while not done():  # noqa: ASYNC110 - no event reports it
         await asyncio.sleep(0.01)
 
 

@@ -23,11 +23,15 @@ _SHOWN = 12
 def main() -> int:
     """Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.hostile.templates", description=__doc__)
-    parser.add_argument("--boundaries", type=int, default=20000, help="play at least so many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of all that is random (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--only", type=int, help="play one template of the seed, and print it")
-    parser.add_argument("--classes", type=int, default=_SHOWN, help="kinds of differences to reduce and print")
+    parser.add_argument(
+        "--boundaries", type=int, default=20000, help="minimum number of turn boundaries (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="random seed (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: %(default)s)")
+    parser.add_argument("--only", type=int, help="run and print only this template of the seed")
+    parser.add_argument(
+        "--classes", type=int, default=_SHOWN, help="number of kinds of differences to reduce and print"
+    )
     options = parser.parse_args()
     if options.only is not None:
         found = play_numbered(options.seed, options.only)

@@ -84,7 +84,7 @@ class Oracle:
         full = self.text(messages, generation_prompt=generation_prompt)
         marked = self.text(messages, twin=True, generation_prompt=generation_prompt)
         if MARK.sub("", marked) != full:
-            raise AssertionError("a twin renders something else than its template")
+            raise AssertionError("a twin renders another text than its template")
         places = {match[1]: match.span() for match in MARK.finditer(marked) if int(match[2]) == answered}
         if len(places) < 3:
             return Split(full, MARK.sub("", marked[places["A"][1] :]) if "A" in places else None)

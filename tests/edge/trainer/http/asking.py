@@ -71,7 +71,7 @@ class Asking:
             answered = await self.turn()
         except RolloutFailed as failed:
             return failed.failure
-        raise AssertionError(f"the turn was answered: {answered}")
+        raise AssertionError(f"the turn succeeded: {answered}")
 
     def _remark(self, code: str, text: str) -> None:
         self.remarks.append((code, text))
