@@ -26,7 +26,7 @@ THOROUGH = re.compile(
     )""",
     re.VERBOSE,
 )
-"""Slow tests that find few bugs: `make check` runs them, `make test` does not."""
+"""Slow tests, which only `make check` runs; `make test` does not."""
 
 # A slow machine must not fail a test, so examples have no deadline.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
