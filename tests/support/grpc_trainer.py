@@ -94,7 +94,7 @@ class GrpcTrainer(completion_service_pb2_grpc.CompletionServiceServicer):
         return pb.ReadLedgerResponse(spans=self.spans)
 
     def checkpoint(self) -> token_pb2.Checkpoint:
-        words = [
+        words = [  # token.proto, Checkpoint: id | (author is MODEL) << 31, little-endian
             token | (span.author == token_pb2.AUTHOR_MODEL) << 31 for span in self.spans for token in span.token_ids
         ]
         digest = hashlib.sha256(struct.pack(f"<{len(words)}I", *words)).digest()

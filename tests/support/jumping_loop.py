@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 
+# Loop iterations without a jump. Any test needs far fewer, so more of them mean an endless loop.
 PATIENCE = 200_000
 
 
@@ -26,7 +27,7 @@ class _Selector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         self._turns += 1
-        if not ready and timeout is None:
+        if not ready and timeout is None:  # asyncio passes None if no callback is ready and no timer is set
             raise Stuck("nothing is ready and no timer is set")
         if self._turns > PATIENCE:
             raise Stuck("something is always ready, so time does not advance")

@@ -7,6 +7,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import Self
 
+# RFC 9113: the client's preface (3.4); a frame's header has its length (3 bytes), type (1), flags (1) and stream (4) (4.1).
 _PREFACE = len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 _HEADER = 9
 _DATA = 0
@@ -72,6 +73,7 @@ class SeveredLine:
             while True:
                 header = await source.readexactly(_HEADER)
                 frame = header + await source.readexactly(int.from_bytes(header[:3], "big"))
+                # A gRPC message of these tests fits into one DATA frame; empty ones only end a stream.
                 messages += header[3] == _DATA and len(frame) > _HEADER
                 severs = not self.was_cut and self._cut.to_server is to_server and messages == self._cut.number
                 if not severs or self._cut.passes:

@@ -106,6 +106,7 @@ class TcpProxy:
     ) -> None:
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(65536 if budget is None else budget):
+                # Bytes from the server may be pings or settings until a whole request has passed.
                 if self._asked is not None and self._asked > _PING:
                     self._asked = None
                     far_writer.transport.abort()

@@ -37,7 +37,7 @@ ADDS = by_turns("Let me add.\n" + CALL, "It is 8.")
 
 async def until(holds: Callable[[], object]) -> None:
     """Poll until the condition holds."""
-    for _ in range(20_000):
+    for _ in range(20_000):  # at least 20 s
         if holds():
             return
         await asyncio.sleep(0.001)
