@@ -244,8 +244,8 @@ async def test_a_server_that_wants_to_see_a_certificate(authority: trustme.CA) -
     ("tls", "error", "named"),
     [
         ({"ca": "/nowhere/ca.pem"}, OSError, "/nowhere/ca.pem"),
-        ({"ca": b"nonsense"}, ValueError, "ca is no PEM"),
-        ({"ca": "-----BEGIN CERTIFICATE-----hush"}, ValueError, "ca is a text"),
+        ({"ca": b"nonsense"}, ValueError, "ca does not contain PEM"),
+        ({"ca": "-----BEGIN CERTIFICATE-----hush"}, ValueError, "ca is PEM content in a str"),
         ({"certificate": b"-----BEGIN"}, ValueError, "certificate and key"),
         ({"key": b"-----BEGIN hush"}, ValueError, "certificate and key"),
     ],
@@ -271,7 +271,7 @@ async def test_a_channel_of_ones_own_is_used_and_left_open(stage: Stage) -> None
             assert await client.server_info() == INFO
         async with AsyncClient(channel) as client:
             assert await client.server_info() == INFO
-            assert repr(client) == "<AsyncClient over a channel of its user>"
+            assert repr(client) == "<AsyncClient on a supplied channel>"
     assert stage.script.seen[0].metadata["authorization"] == f"Bearer {KEY}"
 
 

@@ -24,11 +24,11 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 SAID = {
     "Start a rollout": r"5 plus 3 equals 8\. .*16.*\n\d+ \d+ of \d+\n",
     "Follow": r"1 accepted\n(?:.*\n)*\d+ finished\n[\w-]+ stop\nagain: 4\n",
-    "In an event loop": r"(?:\d turn \d\n)+\['stop', 'stop', 'stop', 'stop'\]\n\[('[\w-]+'(, )?){4}\]\n",
+    "With asyncio": r"(?:\d turn \d\n)+\['stop', 'stop', 'stop', 'stop'\]\n\[('[\w-]+'(, )?){4}\]\n",
     "Find": r"\(\)\n\['calculator'\] \['add', 'subtract', 'multiply', 'divide'\] \d",
     "When a call fails": r"spec\.completions\.url .*\nNOT_FOUND ROLLOUT_NOT_FOUND False None \w+\nthere is no rollout",
-    "What is tried again": r"False\n0\n",
-    "Keys": r"(<Client .*>\n){4}Credentials\(\.\.\.\)",
+    "Retries": r"False\n0\n",
+    "API keys": r"(<Client .*>\n){4}Credentials\(\.\.\.\)",
 }
 
 

@@ -62,7 +62,7 @@ def test_what_is_not_known_may_be_left_out() -> None:
 
 
 WRONG_VALUES: dict[str, tuple[Any, str]] = {
-    "segment_id": (7, "segment_id is not a text"),
+    "segment_id": (7, "segment_id is not a string"),
     "prompt_ids": ([1, -1], r"prompt_ids\[1\] is not an integer from 0"),
     "response_ids": ([2**31] * 7, r"response_ids\[0\] is not"),
     "response_mask": ([True] * 7, r"response_mask\[0\] is not"),
@@ -73,8 +73,8 @@ WRONG_VALUES: dict[str, tuple[Any, str]] = {
     "truncated": (None, "truncated is neither"),
     "reward": (10**400, "reward is not a finite number"),
     "scores": ({"a": "b"}, r"scores\['a'\] is not"),
-    "reason": (None, "reason is not a text"),
-    "logprob": ([0.0], "'logprob' is not known"),
+    "reason": (None, "reason is not a string"),
+    "logprob": ([0.0], "'logprob' is not a known field"),
 }
 
 

@@ -26,7 +26,7 @@ def test_generated_modules_say_so_in_their_first_line() -> None:
 
 def test_a_sentence_that_no_docstring_has_is_an_error() -> None:
     texts = unasync.source_texts()
-    with pytest.raises(ValueError, match="Events as an asynchronous iterator"):
+    with pytest.raises(ValueError, match="Event streams as asynchronous iterators"):
         unasync.translate({name: text for name, text in texts.items() if name != "events.py"})
 
 

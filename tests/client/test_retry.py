@@ -231,7 +231,7 @@ def test_a_poll_without_an_answer_is_a_server_that_is_not_there(clock: Clock) ->
             clock.now += waited.timeout()
             clock.now += waited.on_failure(DeadlineExceeded(StatusCode.DEADLINE_EXCEEDED, "late"))
 
-    with pytest.raises(Unavailable, match="no answer within"):
+    with pytest.raises(Unavailable, match="no response within"):
         ask_in_vain()
 
 

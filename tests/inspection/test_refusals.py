@@ -71,7 +71,7 @@ FILES = {
     "missing": (plain(segments=[{"id": "0"}]), "'origin' is missing"),
     "other_field": (plain(warnings=[{"\u001b[31mred": 1}]), "␛[31mred"),
     "half_logprobs": (plain(segments=[segment(span(logprobs=[]))]), "not as many logprobs"),
-    "contradiction": (plain(segments=[segment(span())], samples=[SAMPLE]), "other tokens than its sample"),
+    "contradiction": (plain(segments=[segment(span())], samples=[SAMPLE]), "tokens of its spans differ"),
 }  # fmt: skip
 
 

@@ -151,12 +151,15 @@ def test_help_lists_the_commands(invoke: Invoke) -> None:
 
 async def test_demo_ends_well_and_says_so_also_behind_a_proxy(tmp_path: Path) -> None:
     nobody = "http://127.0.0.1:9"
-    told = await command("demo", cwd=tmp_path, env=environment(http_proxy=nobody, HTTP_PROXY=nobody))
+    told = await command(
+        "demo", "--svg", "tokens.svg", cwd=tmp_path, env=environment(http_proxy=nobody, HTTP_PROXY=nobody)
+    )
     assert told.code == 0, told.err
     assert told.out.count("accepted 3 masks") == 2
     assert "accepted 3 turns and the outcome" in told.out
     assert told.out.count("its record equals the server's, token for token") == 2
     assert "every token agrees" in told.out
+    assert (tmp_path / "tokens.svg").read_text().startswith("<svg ")
     assert "Traceback" not in told.err
 
 

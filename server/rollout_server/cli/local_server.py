@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rollout_server.agent import Agent
@@ -47,8 +47,14 @@ async def serve_for_command(
             yield LocalServer(client, endpoint, None)
         return
 
-    async def prepare(_client: AsyncClient) -> ModelStub:
-        return stub
+    async def prepare(client: AsyncClient) -> ModelStub:
+        from rollout_server.authoring.mock_model import MockModel
+        from rollout_server.authoring.model_stubs import MOCK
+
+        if stub.name != MOCK:
+            return stub
+        # The mock model chooses among the tools that the server offers.
+        return replace(stub, model=MockModel(await client.tools(agents[0].name)))
 
     async with serve_with_stub(agents, prepare, flags, concurrency) as server:
         yield server

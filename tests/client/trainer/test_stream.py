@@ -170,7 +170,7 @@ async def test_a_trainer_that_lost_its_stream_looks_for_outcomes_and_fails_the_o
         await until(lambda: model.at_once == 2)
         host.forget()
         line.cut()
-        with pytest.raises(NotPossible, match="start it anew") as caught:
+        with pytest.raises(NotPossible, match="start it again") as caught:
             await going
         assert (caught.value.reason, model.cancelled) == ("STREAM_EXPIRED", 2)
         await until(lambda: host.received == ["u1-0"])
@@ -192,7 +192,7 @@ async def test_a_server_that_is_gone_for_too_long_is_told() -> None:
         going = asyncio.create_task(groups_of(trainer))
         await model.begun.wait()
         await line.down()
-        with pytest.raises(Unavailable, match="was under way when its stream"):
+        with pytest.raises(Unavailable, match="was running when its stream"):
             await going
         assert model.cancelled == 1
 

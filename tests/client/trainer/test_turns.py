@@ -324,7 +324,7 @@ def wrong(*_: Any) -> Any:
         (lambda text: ParsedCompletion(None), "ParsedCompletion.content must be a str"),  # type: ignore[arg-type]
         (
             lambda text: ParsedCompletion("", [("add", "{}")]),
-            "ParsedCompletion.tool_calls must hold ToolCalls, not tuple",
+            "ParsedCompletion.tool_calls must contain ToolCall, not tuple",
         ),  # type: ignore[list-item]
         (lambda text: ParsedCompletion("", [ToolCall("add", {})]), "ToolCall.arguments must be a str, not dict"),  # type: ignore[arg-type]
     ],

@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +28,7 @@ from rollout_server.inspection.escape import visible
 
 if TYPE_CHECKING:
     import httpx
+    from osmosis.rollout.v1.rollout_service_pb2 import Rollout
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
     from rich.console import Console
 
@@ -39,19 +41,24 @@ QUESTION = "Please calculate 5 plus 3, and then multiply the result by 2."
 SYSTEM = "You are a helpful calculator assistant with access to calculator tools."
 
 
-def demo(as_json: AsJson = False) -> None:
+SvgFile = Annotated[
+    Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture of the first rollout's tokens.")
+]
+
+
+def demo(as_json: AsJson = False, svg: SvgFile = None) -> None:
     """Run a rollout over gRPC and both HTTP dialects against a strict trainer, and show who wrote every token.
 
     With --json: {"agreed": bool, "rollouts": {how it was asked for: whether every token agrees}}.
     """
     quiet_transformers()
     with open_output(as_json=as_json) as output:
-        agreed = run_loop(_demo())
+        agreed = run_loop(_demo(svg))
         output.write({"agreed": all(agreed.values()), "rollouts": agreed})
     raise typer.Exit(0 if all(agreed.values()) else 1)
 
 
-async def _demo() -> dict[str, bool]:
+async def _demo(svg: Path | None) -> dict[str, bool]:
     import httpx
     from rich.console import Console
 
@@ -69,7 +76,7 @@ async def _demo() -> dict[str, bool]:
     ):
         console.print(f"strict trainer on {trainer.url}: it counts every token itself and refuses a wrong mask\n")
         agreed = {
-            "RunRollout": await _over_grpc(console, stub, trainer),
+            "RunRollout": await _over_grpc(console, stub, trainer, svg),
             "POST /rollout": await _over_http(console, http, trainer),
             "POST /v1/rollout/init": await _over_callbacks(console, http, stub, trainer),
         }
@@ -120,7 +127,7 @@ async def _stub(port: int) -> AsyncIterator[RolloutServiceAsyncStub]:
         yield rollout_service_pb2_grpc.RolloutServiceStub(channel)
 
 
-async def _over_grpc(console: Console, stub: RolloutServiceAsyncStub, trainer: StrictTrainer) -> bool:
+async def _over_grpc(console: Console, stub: RolloutServiceAsyncStub, trainer: StrictTrainer, svg: Path | None) -> bool:
     """Streams the rollout's events, then reads its ledger and compares it with what the trainer accumulated."""
     from osmosis.rollout.v1 import event_pb2, message_pb2, rollout_service_pb2, spec_pb2
 
@@ -148,7 +155,21 @@ async def _over_grpc(console: Console, stub: RolloutServiceAsyncStub, trainer: S
         console.print(visible(f"  {outcome.failure.message}"), style="red", markup=False)
         return False
     show_ledger(console, outcome.segments[0], trainer.tokenizer_dir)
+    if svg is not None:
+        await asyncio.to_thread(_write_picture, svg, reply.rollout, trainer.tokenizer_dir)
     return show_verdict(console, trainer.verdict("demo-grpc"), outcome.samples)
+
+
+def _write_picture(file: Path, rollout: Rollout, tokenizer_dir: Path) -> None:
+    """Write the tokens of a finished rollout, coloured by author, as an SVG file."""
+    from transformers import AutoTokenizer
+
+    from rollout_server.inspection.svg import transcript_svg
+    from rollout_server.inspection.transcript import transcript_of
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    picture = transcript_svg(transcript_of(rollout), lambda ids: str(tokenizer.decode(list(ids))))
+    file.write_text(picture, encoding="utf-8")
 
 
 async def _over_http(console: Console, http: httpx.AsyncClient, trainer: StrictTrainer) -> bool:

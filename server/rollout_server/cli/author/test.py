@@ -185,11 +185,13 @@ class _Evaluation:
         return {"agent": self._agent.name, "version": self._agent.version, "endpoint": server.endpoint.description()}
 
     def _print_start(self, server: LocalServer, jobs: Sequence[Job], left: Sequence[Job]) -> None:
+        from rollout_server.authoring.model_stubs import MOCK
+
         again = f", {len(jobs) - len(left)} of them are there already" if len(left) < len(jobs) else ""
         text = f"agent {self._agent.name}, {server.endpoint.title}: {plural(len(jobs), 'rollout')}{again}"
         self._console.print(text, markup=False, soft_wrap=True)
-        if server.model_stub is not None and server.model_stub.name == "echo":
-            text = "an echo stands in for a model: --model-url URL asks a real one, --script FILE one that you write"
+        if server.model_stub is not None and server.model_stub.name == MOCK:
+            text = "a mock model replaces the model: --model-url URL asks a real one, --script FILE one that you write"
             self._console.print(text, markup=False, soft_wrap=True, style="yellow")
 
 
