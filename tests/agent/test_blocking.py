@@ -44,7 +44,7 @@ async def test_a_server_names_the_agents_line(caplog: pytest.LogCaptureFixture) 
         async for _ in run:
             pass
         assert (await client.get(run.uid)).outcome.stop.reason == "stop"
-        said = r"was held for \d+ ms at .*test_blocking\.py:\d+ in hold; all rollouts wait"
+        said = r"was blocked for \d+ ms at .*test_blocking\.py:\d+ in hold; all rollouts wait"
         await until(lambda: re.search(said, caplog.text))
     assert "in play\n    hold(0.3)" in caplog.text
 
@@ -57,10 +57,10 @@ async def test_a_place_is_told_of_once_and_a_long_one_while_it_lasts(caplog: pyt
             hold(0.1)
             await asyncio.sleep(0.02)
         assert caplog.text.count("the event loop") == 1
-        assert "was held for" in caplog.text
+        assert "was blocked for" in caplog.text
         caplog.clear()
         time.sleep(0.5)  # noqa: ASYNC251
-        assert "is held for" in caplog.text
+        assert "has been blocked for" in caplog.text
     finally:
         watch.stop()
 

@@ -65,7 +65,7 @@ async def test_a_stop_that_fails_is_logged_and_the_others_stop(caplog: pytest.Lo
     async with Server([Telling("one", heard), Broken("two"), Calculator()], settings()):
         pass
     assert heard == ["one starts", "one stops"]
-    assert re.search(r"the stop of agent two failed at .*test_hooks\.py:\d+", caplog.text)
+    assert re.search(r"agent two: stop\(\) failed at .*test_hooks\.py:\d+", caplog.text)
     assert "already gone" in caplog.text
 
 

@@ -220,7 +220,7 @@ WRONG = [
     (parameter_without_a_type, "tool 'untyped': parameter a needs a type"),
     (any_number_of_parameters, "tool 'add': parameter *numbers: 'int' cannot be given by name"),
     (unknown_type, "tool 'paint': name 'Colour' is not defined: its annotations are read at the top of its module"),
-    (policy_that_makes_no_sense, "retries are for tools that may be called again"),
+    (policy_that_makes_no_sense, "retries need a tool that may be called again"),
     (word_that_is_in_no_policy, "@tool takes no 'timout'; it takes timeout"),
     (process_for_a_closure, "tool 'inner': a process imports its tool"),
     (made_of_no_function, "a tool is made of a function, not of 7"),
@@ -280,8 +280,8 @@ def test_two_tools_of_one_name_are_told_with_both_places() -> None:
 async def test_what_is_no_agent_is_not_served() -> None:
     for agents, says in (
         ([], "there is no agent to serve"),
-        ([First], "serve an object of it, First()"),
-        ([7], "7 is no agent"),
+        ([First], "serve an instance, First()"),
+        ([7], "7 is not an agent"),
     ):
         with pytest.raises(AgentFailed) as caught:
             async with Server(agents, settings()):  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ async def test_nothing_that_goes_on_holds_up_the_end(tmp_path: Path) -> None:
             assert await server.ended() == 0
     for mark in ("# tool", "# play"):
         at = f"{path}:{line_of(mark, STUBBORN)}"
-        assert f"does not give way to its cancellation at {at}; the program ends without it" in server.text
+        assert f"ignores its cancellation at {at}; the program exits without it" in server.text
     assert "Traceback" not in server.text
 
 

@@ -96,16 +96,18 @@ def test_a_start_that_lasts_is_told_of(runner: asyncio.Runner, caplog: pytest.Lo
             await start_agents([Hooked("start-is-slow")], stack)
 
     runner.run(start())
-    assert f"still starts after 10 s at {place(here, 'start-is-slow')}; the server takes no requests" in caplog.text
+    assert (
+        f"is still starting after 10 s at {place(here, 'start-is-slow')}; the server accepts no requests" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "reads"),
     [
-        ("stop-raises", "the stop of agent stop-raises failed at {at}"),
-        ("stop-exits", "the stop of agent stop-exits failed at {at}"),
-        ("stop-never-returns", "did not end within 10 s at {at}"),
-        ("stop-swallows", "did not end within 10 s at {at}"),
+        ("stop-raises", "agent stop-raises: stop() failed at {at}"),
+        ("stop-exits", "agent stop-exits: stop() failed at {at}"),
+        ("stop-never-returns", "did not return within 10 s at {at}"),
+        ("stop-swallows", "did not return within 10 s at {at}"),
     ],
 )
 def test_a_stop_that_fails_keeps_no_other_from_stopping(

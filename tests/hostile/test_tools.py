@@ -228,10 +228,10 @@ async def test_memory_and_processor_are_limited_without_a_word_of_the_author(run
 
 @pytest.mark.parametrize("names", ["PATH", ["PATH"], (1,), None])
 def test_names_of_variables_are_a_tuple(names: object) -> None:
-    with pytest.raises(TypeError, match="environment is a tuple of names"):
+    with pytest.raises(TypeError, match="environment must be a tuple of names"):
         ToolPolicy(process=True, environment=names)  # type: ignore[arg-type]
 
 
 def test_only_a_process_has_variables() -> None:
-    with pytest.raises(ValueError, match="say process=True"):
+    with pytest.raises(ValueError, match="set process=True"):
         ToolPolicy(environment=("PATH",))

@@ -242,7 +242,7 @@ async def test_a_file_of_keys_is_replaced_under_a_running_server(
         put(file, ENTRIES[1], "a line that is no entry")
 
         async def complained() -> bool:
-            return "stay as they were" in caplog.text
+            return "stay unchanged" in caplog.text
 
         await until(complained)
         assert (await lets_in(ALICE), await lets_in(BOB)) == (True, False)

@@ -219,7 +219,7 @@ def test_a_broken_file_is_kept_out_and_told_of_once(
         refused(ring, BOB)
     (record,) = caplog.records
     assert record.levelname == "ERROR"
-    assert "stay as they were" in record.getMessage()
+    assert "stay unchanged" in record.getMessage()
     assert ALICE not in caplog.text
     put(file, ENTRIES[1])
     ring.refresh()

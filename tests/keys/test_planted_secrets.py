@@ -250,7 +250,7 @@ async def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         await play_refusals(play)
         await play_http(play, posted[0])
         (directory / "keys").write_text(f"filed {FILED_KEY}")
-        while "stay as they were" not in server.text:  # noqa: ASYNC110
+        while "stay unchanged" not in server.text:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         listing = pb.ListRolloutsRequest(page_size=1000, view=pb.ROLLOUT_VIEW_FULL)
         said.add("list", await play.stub.ListRollouts(listing, metadata=bearing(ADMIN_KEY)))

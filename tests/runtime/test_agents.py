@@ -169,7 +169,7 @@ async def test_an_agent_that_stops_waiting_for_an_answer_cannot_go_on(new_world:
     outcome = await outcome_of(rollout)
     assert isinstance(outcome.end, Failure)
     assert outcome.end.category is Category.INTERNAL
-    assert "stopped waiting" in outcome.end.message
+    assert "cancelled the completion request" in outcome.end.message
     assert len(world.script(rollout).asks) == 1
 
 

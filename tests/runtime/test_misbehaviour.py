@@ -131,7 +131,7 @@ async def test_an_agent_may_bound_the_time_of_its_calls(new_world: type[RuntimeH
 
     outcome = await outcome_of(new_world(Impatient()).start(Say("", (call("never"),)), Say("done")))
     assert outcome.end == Stop("stop")
-    assert contents(outcome, "tool") == ["Error: The call was given up before it returned"]
+    assert contents(outcome, "tool") == ["Error: The call was cancelled before it returned"]
 
 
 @pytest.mark.parametrize("rounds", range(12))
@@ -154,7 +154,7 @@ async def test_many_calls_may_be_given_up_at_any_moment(new_world: type[RuntimeH
     outcome = await outcome_of(new_world(Hasty()).start(says, Say("done")))
     assert outcome.end == Stop("stop")
     results = contents(outcome, "tool")
-    assert results == ["Error: The call was given up before it returned"] * len(results)
+    assert results == ["Error: The call was cancelled before it returned"] * len(results)
     assert len(results) == outcome.metrics.tool_calls
 
 

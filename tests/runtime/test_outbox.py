@@ -102,7 +102,7 @@ async def test_a_refusal_is_final_and_its_text_is_kept(
     assert len(receiver.parcels) == 2
     assert (delivery.state, delivery.attempts) == (DeliveryState.REFUSED, 2)
     assert delivery.error == "receiver answered 400: no such rollout"
-    assert "not delivered in 2 attempts: refused" in caplog.text
+    assert "not delivered after 2 attempts: refused" in caplog.text
     assert "no such rollout" not in caplog.text  # a receiver's text could forge a line of the log
 
 
@@ -166,7 +166,7 @@ async def test_the_time_that_attempts_take_counts(new_world: type[RuntimeHarness
 
 async def test_without_a_reporter_nobody_is_told_and_the_delivery_says_so(new_world: type[RuntimeHarness]) -> None:
     delivery = await delivered(new_world(reporter=NoReporter()))
-    assert (delivery.state, delivery.error) == (DeliveryState.REFUSED, "this server tells nobody of outcomes")
+    assert (delivery.state, delivery.error) == (DeliveryState.REFUSED, "this server does not deliver outcomes")
 
 
 @pytest.mark.parametrize("part", ["pack", "deliver"])
@@ -178,10 +178,12 @@ async def test_a_reporter_that_raises_ends_its_delivery_and_no_other(
     world = new_world(reporter=receiver)
     delivery = await delivered(world)
     assert (delivery.state, delivery.attempts) == (DeliveryState.EXPIRED, 0 if part == "pack" else 2)
-    assert delivery.error == "a fault of the server's; its log has the reason"
-    assert [record.exc_info is not None for record in caplog.records if "delivering u1 failed" in record.message] == [
-        True
-    ]
+    assert delivery.error == "internal error of the server; its log has the reason"
+    assert [
+        record.exc_info is not None
+        for record in caplog.records
+        if "delivery of the outcome of rollout u1 failed" in record.message
+    ] == [True]
     receiver.unpackable = None
     assert (await delivered(world, rollout_id="other")).state is DeliveryState.ACKNOWLEDGED
 
@@ -246,7 +248,7 @@ async def test_at_its_end_a_server_waits_for_deliveries_and_says_which_are_lost(
         await world.roster.drain(20)
     assert asyncio.get_running_loop().time() - before == pytest.approx(20)
     lost = [rollouts["dead"].uid, rollouts["mute"].uid]
-    assert f"2 outcomes were not delivered before the end: {', '.join(lost)}" in caplog.text
+    assert f"2 outcomes were not delivered before the shutdown: {', '.join(lost)}" in caplog.text
     assert rollouts["quick"].uid not in caplog.text
     assert [rollout.owes for rollout in rollouts.values()] == [False, True, True], (
         "undelivered outcomes stay marked as undelivered"

@@ -99,10 +99,7 @@ async def test_a_tool_that_swallows_its_cancellation_holds_nobody_up(
     assert late.startswith(f"tool stubborn ({place}) took longer than 1 s at {__file__}:")
     await asyncio.sleep(GRACE_SECONDS)
     message = caplog.messages[-1]
-    assert (
-        message
-        == f"tool stubborn ({place}) does not give way to its cancellation and is left alone, with the places it holds"
-    )
+    assert message == f"tool stubborn ({place}) ignores its cancellation and is abandoned with the slots it holds"
     await asyncio.sleep(100)
 
 
@@ -231,7 +228,7 @@ async def test_places_that_are_lost_are_told_of_and_come_back() -> None:
     waiting = asyncio.create_task(run(box, "stuck", seconds=50))
     await asyncio.sleep(0.5)
     behind = asyncio.create_task(run(box, "stuck", seconds=0))
-    said = "Error: stuck cannot run: all places that it has on this server are taken, 1 calls were given up and never returned"
+    said = "Error: stuck cannot run: all its slots on this server are in use, 1 of them by abandoned calls that never returned"
     assert (await waiting).content == "Error: stuck took longer than 1 s"
     assert (await behind).content == said
     assert (await run(box, "stuck", seconds=0)).content == said
@@ -395,7 +392,7 @@ async def test_an_authors_mistakes_are_logged_once_with_file_and_line(caplog: py
     await run(box, "broken", kind="secret")
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         f"tool broken ({__file__}:{line}) raised KeyError at {__file__}:{line + 4}",
-        f"tool broken ({__file__}:{line}) returned what cannot be written as text",
+        f"tool broken ({__file__}:{line}) returned a value that cannot be written as text",
         f"tool broken ({__file__}:{line}) ended with SystemExit at {__file__}:{line + 3}",
     ]
     assert "secret" not in caplog.text

@@ -336,7 +336,7 @@ async def test_a_trainer_that_counts_masks_has_counted_a_turn_that_was_given_up(
     await place.script("counted", ScriptedReply(content="Never.", delay=600))
     told = await place.masked("counted")
     assert told["status"] == "ERROR"
-    assert "stopped waiting for the trainer's answer" in told["error_message"]
+    assert "cancelled the completion request" in told["error_message"]
 
 
 async def test_one_of_several_that_fails_ends_the_rollout(open_place: OpenPlace, trainer: LenientTrainer) -> None:

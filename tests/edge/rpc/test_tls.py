@@ -307,10 +307,10 @@ def lose_certificate(files: Files) -> None:
 
 BREAKAGES = [
     (break_key, "server.key does not belong to the certificate in .*server.pem"),
-    (break_key_text, "server.key holds no TLS key in PEM without a password"),
-    (encrypt_key, "server.key holds no TLS key in PEM without a password"),
-    (break_certificate, "server.pem holds no TLS certificate in PEM"),
-    (empty_certificate, "server.pem holds no TLS certificate in PEM"),
+    (break_key_text, "server.key contains no TLS key in PEM without a password"),
+    (encrypt_key, "server.key contains no TLS key in PEM without a password"),
+    (break_certificate, "server.pem contains no TLS certificate in PEM"),
+    (empty_certificate, "server.pem contains no TLS certificate in PEM"),
     (lose_key, "cannot read the TLS key in .*server.key: No such file"),
     (lose_certificate, "cannot read the TLS certificate in .*server.pem: No such file"),
 ]
@@ -333,7 +333,7 @@ async def test_files_of_no_use_leave_the_old_ones_in_force(
             assert await peers.certificate(client) == before
         errors = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert len(errors) == 1
-        assert re.search(f"the TLS files have changed and cannot be used.*{text}", errors[0].getMessage())
+        assert re.search(f"the changed TLS files cannot be used.*{text}", errors[0].getMessage())
         replaced = ca.issue_cert("localhost", "127.0.0.1")
         files.put_pair(replaced)
         assert await peers.certificate(client) == der(replaced)
@@ -365,7 +365,7 @@ async def test_a_server_does_not_start_without_the_cas_of_its_clients(
 
 def test_a_client_needs_certificate_and_key(files: Files) -> None:
     for tls in (ClientTls(certificate=files.tls.certificate), ClientTls(key=files.tls.key)):
-        with pytest.raises(ValueError, match="only one of the two is set"):
+        with pytest.raises(ValueError, match="only one of TLS certificate and TLS key is set"):
             channel_credentials(tls)
 
 
@@ -377,7 +377,7 @@ def test_a_clients_files_are_checked_too(files: Files, breakage: Callable[[Files
 
 
 def test_a_clients_ca_is_checked_too(files: Files) -> None:
-    with pytest.raises(ValueError, match=r"empty\.pem holds no TLS certificate"):
+    with pytest.raises(ValueError, match=r"empty\.pem contains no TLS certificate"):
         channel_credentials(ClientTls(files.put("empty.pem", b"")))
     with pytest.raises(FileNotFoundError, match=r"missing\.pem"):
         channel_credentials(ClientTls(files.directory / "missing.pem"))

@@ -60,7 +60,10 @@ async def test_after_the_grace_time_the_stream_is_gone_and_its_rollouts_fail_whe
     place.held.gate.set()
     for rollout in (first, await place.finished(will_ask)):
         assert rollout.outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_NETWORK
-        assert "turn 1: the trainer's stream was cut and not resumed within 0.05 s" in rollout.outcome.failure.message
+        assert (
+            "turn 1: the trainer's stream was disconnected and not resumed within 0.05 s"
+            in rollout.outcome.failure.message
+        )
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await trainer.connect()
     refusal = Refusal.of(caught.value)

@@ -183,7 +183,7 @@ async def test_starts_that_nobody_reads_are_refused_before_they_fill_the_memory(
     await trainer.until(lambda t: len(t.started) + 4 * len(t.refused) == 24)
     assert len(trainer.started) <= 4 + 8 + 4
     assert {refused.code for refused in trainer.refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]}
-    assert "wait to be told" in trainer.refused[0].message
+    assert "are not sent yet" in trainer.refused[0].message
 
 
 async def test_no_more_asks_are_under_way_than_there_is_credit(place: StreamServer) -> None:

@@ -111,11 +111,11 @@ ENDS = [
     ("system exit", "SystemExit: 4", "ended with SystemExit at "),
     ("key", "'key'", "ended with KeyError at "),
     ("tool error", "closed today", ""),
-    ("unwritable", "The result of go_wrong cannot be written: ", "returned what cannot be written as text"),
-    ("crash", "The tool's process was ended by SIGSEGV", "ended with SIGSEGV"),
+    ("unwritable", "The result of go_wrong cannot be written: ", "returned a value that cannot be written as text"),
+    ("crash", "The tool's process was killed by SIGSEGV", "ended with SIGSEGV"),
     ("exit", "The tool's process exited with status 3", "ended with exit status 3"),
-    ("junk", "The tool's process gave an answer that is none", "ended with BadFrame"),
-    ("too large", "The result of go_wrong cannot be written: 60,000,026 bytes", ""),
+    ("junk", "The tool's process sent an invalid response", "ended with BadFrame"),
+    ("too large", "The result of go_wrong cannot be sent: it has 60,000,026 bytes", ""),
 ]
 
 
@@ -159,7 +159,7 @@ async def test_closing_kills_what_runs_and_what_is_idle(tmp_path: Path) -> None:
     running = asyncio.create_task(bench("spin", marks=str(marks)))
     numbers = [*await asyncio.to_thread(numbers_in, marks), json.loads((await bench("where")).text)[0]]
     await bench.bench.close()
-    assert (await running).text == "Error: The tool's process was ended by SIGKILL"
+    assert (await running).text == "Error: The tool's process was killed by SIGKILL"
     assert bench.pool.alive == 0
     await gone(*numbers)
     assert (await bench("where")).text == "Error: The server is stopping"
@@ -183,7 +183,7 @@ async def test_limits_on_memory_and_processor(run: Bench) -> None:
     assert (await run("eat", size=1000)).content == "1000"
     assert (await run("eat", size=300_000_000)).content == "Error: MemoryError"
     assert (await run("eat", size=1000)).content == "1000"
-    assert (await run("burn")).content == "Error: The tool's process had used up its processor time"
+    assert (await run("burn")).content == "Error: The tool's process exceeded its processor time"
 
 
 async def test_retries_start_another_process(run: Bench, tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ print(asyncio.run(Bench()("environment")).text)
 async def test_a_tool_may_have_another_name_in_its_module_but_needs_one(run: Bench) -> None:
     run.box = run.box.with_tools((offered.renamed, tool(process=True)(offered.nowhere)))
     assert (await run("undecorated", a=3)).content == "3"
-    assert "module has no tool nowhere at its top" in (await run("nowhere", a=3)).text
+    assert "module has no tool nowhere at the top level" in (await run("nowhere", a=3)).text
 
 
 def test_a_script_that_serves_its_own_tools(tmp_path: Path) -> None:
