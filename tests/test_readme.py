@@ -1,4 +1,4 @@
-"""The README's snippets, run as they are written, save for the ports."""
+"""The README's snippets, run as written except for the ports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.processes import environment
 
 __all__ = ["here", "invoke"]
 
-# Plugins that happen to be here, and cost a process a second each time.
+# Installed plugins that are not needed and cost each process a second.
 FOREIGN = "-p no:schemathesis -p no:hypothesispytest"
 README_PATH = Path(__file__).parent.parent / "README.md"
 README = README_PATH.read_text()
@@ -41,7 +41,7 @@ def blocks(language: str, containing: str) -> list[str]:
 
 @pytest.fixture
 async def ports() -> AsyncIterator[dict[str, str]]:
-    """The README's addresses, and those of a server and a trainer that run here."""
+    """The README's addresses, mapped to a server and a trainer that run here."""
     settings = Settings(
         _env_file=None, host="127.0.0.1", http_port=0, grpc_port=0, tokenizers={"Qwen/Qwen3-8B": TOY_TOKENIZER}
     )
@@ -115,7 +115,7 @@ def test_the_agents_first_reward(here: Path, invoke: Invoke) -> None:
 
 
 def test_the_first_project(tmp_path: Path) -> None:
-    """The block for authors, line by line, in a shell."""
+    """The block for agent authors, run line by line in a shell."""
     (block,) = blocks("sh", "rollout new")
     env = environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", PYTEST_ADDOPTS=FOREIGN)
     done = subprocess.run(

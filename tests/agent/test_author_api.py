@@ -1,4 +1,4 @@
-"""What authors have beside turns and tools: plain functions, time, chance, effects, state, masks, tools by request."""
+"""The rest of the author API: synchronous functions, time, randomness, side effects, state, masks, tools by request."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ async def test_an_author_masks_answers_out(new_world: type[RuntimeHarness]) -> N
 
 
 class Plain(Agent):
-    """Plays and judges in threads."""
+    """`play` and `reward` run in threads."""
 
     name = "plain"
     tools = (left,)
@@ -228,7 +228,7 @@ async def test_waiting_is_for_threads(new_world: type[RuntimeHarness], caplog: p
 
 
 class Choosing(Agent):
-    """Goes where its request says."""
+    """Behave as the request's metadata says."""
 
     name = "choosing"
     tools = (left, right)

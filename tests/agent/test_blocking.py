@@ -1,4 +1,4 @@
-"""Code that holds the event loop is found, with its stack; a loop that only waits is left alone."""
+"""Code that blocks the event loop is reported with its stack; an idle loop is not."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support.toy_model import until
 
 
 def hold(seconds: float) -> None:
-    """Holds whatever thread it is in, without sleeping."""
+    """Block the current thread without sleeping."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         pass
 
 
 class Blocking(Agent):
-    """Computes where it should not."""
+    """Compute on the event loop, as an agent should not."""
 
     name = "blocking"
 
@@ -69,9 +69,9 @@ async def test_code_that_lets_no_thread_run_is_found_too(caplog: pytest.LogCaptu
     watch = LoopWatch(0.02)
     watch.start()
     try:
-        for _ in range(30):  # a busy machine may not let the watching thread look in time
+        for _ in range(30):  # on a busy machine the watchdog thread may run too late
             await asyncio.sleep(0.05)
-            re.match("(a+)+b", "a" * 22)  # in C, and the interpreter's lock is held all the time
+            re.match("(a+)+b", "a" * 22)  # runs in C and holds the GIL all the time
             await asyncio.sleep(0.05)
             if found := re.search(r"the event loop .* at .*test_blocking\.py:\d+ in test_code_that_lets", caplog.text):
                 break

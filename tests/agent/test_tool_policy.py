@@ -1,4 +1,4 @@
-"""What an author may say of how a tool is run, and what is refused where the tool is made, with file and line."""
+"""Options of a tool (timeout, retries, cache, ...), and errors for invalid ones, with file and line."""
 
 from __future__ import annotations
 

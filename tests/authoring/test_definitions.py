@@ -1,4 +1,4 @@
-"""What an author does wrong before anything is played is told where it is written, before a server listens."""
+"""Mistakes in an agent's definition are reported with their line before a server listens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.start_requests import settings
 
 
 class Shelf(BaseModel):
-    """Is read by one name and written by another."""
+    """A model whose validation and serialization aliases differ."""
 
     number: int = Field(validation_alias="shelf")
 
@@ -150,7 +150,7 @@ def start_that_wants_more() -> None:
         name = "started"
 
         async def start(self, server: object) -> None:  # type: ignore[override]
-            """Nobody gives it one."""
+            """A hook with a parameter that is never passed."""
 
 
 def half_of_a_letter() -> None:
@@ -243,7 +243,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("define", "says"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
 def test_it_is_told_at_its_own_line(define: Callable[[], None], says: str) -> None:
-    """What `rollout serve` and `rollout validate` say of it names a line inside of what is wrong."""
+    """`rollout serve` and `rollout validate` name a line inside the faulty definition."""
     with pytest.raises((TypeError, ValueError)) as caught:
         define()
     mistake = author_error(caught.value, "agent.py")
@@ -317,19 +317,19 @@ def test_a_method_is_called_as_its_decorator_wants() -> None:
 
         @staticmethod
         def start() -> None:
-            """Needs no object."""
+            """A hook without `self`."""
 
     assert inspect.iscoroutinefunction(Judged().reward)
 
 
 class First(Agent):
-    """One of two."""
+    """One of two agents in a module."""
 
     name = "same"
 
 
 class Second(Agent):
-    """The other."""
+    """The other agent in the module."""
 
     name = "same"
 

@@ -1,4 +1,4 @@
-"""A server ends when it is told to, whatever its agents still do."""
+"""A server shuts down on a signal, whatever its agents are doing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Slow(Agent):
 
 
 def line_of(text: str, source: str) -> int:
-    """The number of the line that holds a text."""
+    """The number of the line that contains a text."""
     (found,) = [number for number, line in enumerate(source.splitlines(), start=1) if text in line]
     return found
 

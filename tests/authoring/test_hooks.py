@@ -1,4 +1,4 @@
-"""Hooks that go wrong: an agent that cannot start is named and stops the server, one that cannot stop harms nobody."""
+"""Faulty hooks: an agent that fails to start is reported and stops the server; one that fails to stop affects no others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ here = sys.modules[__name__]
 
 
 class Hooked(Agent):
-    """Goes wrong where it is told to."""
+    """Fail in the given hook."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class Hooked(Agent):
 
 @pytest.fixture
 def runner() -> Iterator[asyncio.Runner]:
-    """A loop that waits for no clock."""
+    """A loop with virtual time."""
     with asyncio.Runner(loop_factory=JumpingLoop) as jumping:
         yield jumping
 
@@ -75,7 +75,7 @@ def test_a_start_that_fails_stops_those_before_it(runner: asyncio.Runner, name: 
 
 
 class Empty(Agent):
-    """Its start is a plain function, and raises what asyncio cannot carry from a thread."""
+    """`start` is a synchronous function and raises an exception that asyncio cannot pass on from a thread."""
 
     name = "empty"
 

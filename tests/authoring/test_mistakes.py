@@ -1,6 +1,4 @@
-"""What an author does wrong while rollouts are played: each mistake ends its own rollout as it should, is told of by file and line,
-and does no harm to a rollout beside it.
-"""
+"""Mistakes of authors at run time: each ends only its own rollout, is reported with file and line, and harms no other rollout."""
 
 from __future__ import annotations
 
@@ -23,10 +21,10 @@ class Row:
     """A mistake, by its agent's name.
 
     Args:
-        reads: what the log has of it; `{at}` stands for file and line of what is wrong.
-        ends: the failure of its rollout, or a part of it; None: the rollout stops as it should.
-        told: what the model reads of the call, or a part of it; None: it makes none.
-        seconds: the time that the rollout has.
+        reads: texts in the log; `{at}` stands for file and line of the mistake.
+        ends: a part of its rollout's failure message; None: the rollout succeeds.
+        told: a part of the tool result that the model receives; None: there is no call.
+        seconds: the time limit of the rollout.
     """
 
     name: str
@@ -103,7 +101,7 @@ MISTAKES = [
 
 
 def script(name: str) -> ScriptedModel:
-    """A model that calls the agent's tool, where it has one."""
+    """A model that calls the agent's tool, if it has one."""
     if name in wrong.CALLED:
         return ScriptedModel().calls(wrong.CALLED[name]).says("done")
     return ScriptedModel().says("one").says("two").says("three")
@@ -123,7 +121,7 @@ def test_a_mistake_is_its_authors_own(theatre: Theatre, caplog: pytest.LogCaptur
 
 LEFT = {
     "play-swallows": "play {uid} ignores its cancellation and is abandoned at {at}",
-    "play-swallows-its-end": "",  # it is told of in the same words, after another five seconds
+    "play-swallows-its-end": "",  # the message is the same, after another five seconds
     "reward-swallows": "judge {uid} ignores its cancellation and is abandoned at {at}",
     "tool-swallows": "tool stubborn ({at}) ignores its cancellation and is abandoned with the slots it holds",
     "plain-play-never-returns": "the play of agent plain-play-never-returns ({at}) is still running in its thread and is abandoned",
@@ -131,7 +129,7 @@ LEFT = {
 
 
 def test_what_does_not_give_way_is_left_alone_and_named(theatre: Theatre, caplog: pytest.LogCaptureFixture) -> None:
-    """Their rollouts have ended long before the server gives them up."""
+    """Their rollouts end long before the server abandons their tasks."""
 
     def play(name: str) -> str:
         limits = {"turns": 1} if name == "play-swallows-its-end" else {"time": 0.3}
@@ -164,7 +162,7 @@ def test_a_choice_of_tools_that_fails_refuses_the_rollout(
 
 
 def test_rollouts_share_their_agents_object(theatre: Theatre, caplog: pytest.LogCaptureFixture) -> None:
-    """What they keep in `self` is theirs together, and no mistake that a server could find."""
+    """State in `self` is shared by all rollouts. The server cannot detect this mistake."""
     with ThreadPoolExecutor(4) as pool:
         for played in pool.map(lambda _: theatre.play("tool-prints", script("tool-prints")), range(4)):
             assert (played.stop, played.tool_results) == ("stop", ["printed"])
@@ -172,9 +170,9 @@ def test_rollouts_share_their_agents_object(theatre: Theatre, caplog: pytest.Log
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Waits for what is about to be."""
+    """Poll until the condition holds."""
     for _ in range(6000):
         if holds():
             return
         time.sleep(0.01)
-    raise AssertionError("it never came to be")
+    raise AssertionError("the condition never held")

@@ -1,4 +1,4 @@
-"""`rollout test`: an agent on a dataset, through the real server."""
+"""`rollout test`: run an agent on a dataset, through the real server."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_dataset_is_played_and_summed_up(project: Path, invoke: Invoke) -> Non
 
 
 def test_what_is_there_is_not_played_again(project: Path, invoke: Invoke) -> None:
-    """Only rows that changed, and those whose result was lost in the middle of its line."""
+    """`--resume` runs only changed rows, and rows whose result line is truncated."""
     (project / "counted.py").write_text(COUNTED)
     asked = ("test", "agent.py", "dataset.jsonl", "--script", "counted.py:Counting")
     assert invoke(*asked).exit_code == 0

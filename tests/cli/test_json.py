@@ -1,4 +1,4 @@
-"""`--json` on each command, and what is said of a command line that is wrong."""
+"""`--json` of each command, and errors for invalid command lines."""
 
 from __future__ import annotations
 

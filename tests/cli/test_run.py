@@ -1,4 +1,4 @@
-"""`rollout run`: one rollout, in words and in JSON, against a script and against trainers."""
+"""`rollout run`: one rollout, as text and JSON, with a script and with trainers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUESTION = "How often does the letter r occur in strawberry?"
 
 
 class Elsewhere:
-    """An event loop in a thread of its own: what commands in this one talk to."""
+    """An event loop in a separate thread, for the servers that commands of this thread call."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -47,14 +47,14 @@ class Elsewhere:
         self.thread.start()
 
     def open(self, stack: ExitStack, manager: AbstractAsyncContextManager[Any]) -> None:
-        """Enters a context there until the end of the stack."""
+        """Enter a context there until the end of the stack."""
         asyncio.run_coroutine_threadsafe(manager.__aenter__(), self.loop).result()
         stack.callback(
             lambda: asyncio.run_coroutine_threadsafe(manager.__aexit__(None, None, None), self.loop).result()
         )
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stop the thread."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
@@ -62,7 +62,7 @@ class Elsewhere:
 
 @pytest.fixture
 def elsewhere() -> Iterator[Callable[[AbstractAsyncContextManager[Any]], None]]:
-    """`elsewhere(context)`: entered in another thread, left with the test."""
+    """`elsewhere(context)`: enter a context in the other thread; it is left after the test."""
     with ExitStack() as stack:
         there = Elsewhere()
         stack.callback(there.close)
@@ -71,7 +71,7 @@ def elsewhere() -> Iterator[Callable[[AbstractAsyncContextManager[Any]], None]]:
 
 @pytest.fixture
 def trainer(elsewhere: Callable[[StrictTrainer], None]) -> StrictTrainer:
-    """A strict trainer that wants a key."""
+    """A strict trainer that requires a key."""
     script = Script((ScriptedReply(content="It is 3."),), repeat_last=True)
     strict = StrictTrainer(script=script, dialect=TrainerDialect.EITHER, api_key="sesame-open", render_tools=False)
     elsewhere(strict)

@@ -1,4 +1,4 @@
-"""`rollout validate`."""
+"""The command `rollout validate`."""
 
 from __future__ import annotations
 

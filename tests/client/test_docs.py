@@ -1,4 +1,4 @@
-"""The snippets of docs/client.md, run as they are written, save for the addresses."""
+"""The snippets of docs/client.md, run as written except for the addresses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAID = {
 
 @pytest.fixture
 async def addresses() -> AsyncIterator[dict[str, str]]:
-    """The page's addresses, and those of a server and a trainer that run here."""
+    """The page's addresses, mapped to a server and a trainer that run here."""
     settings = Settings(
         _env_file=None, host="127.0.0.1", http_port=0, grpc_port=0, tokenizers={"Qwen/Qwen3-8B": TOY_TOKENIZER}
     )

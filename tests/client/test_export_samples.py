@@ -1,4 +1,4 @@
-"""The laws of training samples, over random ledgers and over what contradicts itself."""
+"""The laws of training samples, for random ledgers and for contradictory input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.random_rollouts import outcome_of, rollouts, span
 
 
 def written(rollout: pb.Rollout) -> list[token_pb2.Segment]:
-    """The segments in which the model wrote something."""
+    """The segments with at least one generated token."""
     return [each for each in rollout.outcome.segments if len(each.spans) > 1]
 
 

@@ -55,7 +55,7 @@ def test_the_typed_keywords_are_the_fields_of_the_contract(
 
 
 def test_the_keywords_of_a_start_are_those_of_the_spec_and_of_what_goes_beside_it() -> None:
-    # These two are for the gateway: a form of the tools, and what another protocol said.
+    # Only the gateway sets these two: tools in the asynchronous API's format, and the fields of another protocol.
     beside = keywords(pb.StartRolloutRequest) - {"spec", "include_function_tools"}
     spec = keywords(spec_pb2.RolloutSpec) - {"source"}
     assert set(get_type_hints(StartFields)) == spec | beside
@@ -178,7 +178,7 @@ def test_one_text_is_a_list_of_one_where_texts_are_listed() -> None:
 
 
 class Number(float):
-    """What numerical libraries pass for numbers."""
+    """Like the float subclasses of numerical libraries."""
 
 
 def test_numbers_of_other_libraries() -> None:

@@ -1,4 +1,4 @@
-"""What cannot be looked at is said in one line; keys and certificates as the client has them."""
+"""Errors are printed in one line; keys and certificates are read like the client reads them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_a_tokenizer_is_the_one_that_is_named_or_the_only_one_given(invoke
 
 @pytest.fixture
 async def guarded(tmp_path: Path) -> AsyncIterator[tuple[str, pb.Rollout, Path]]:
-    """The address of a server with a key and certificates, a rollout of its, and its authority's file."""
+    """The address of a server with a key and certificates, one of its rollouts, and its CA file."""
     authority = Authority()
     pair, ca = authority.put(tmp_path), authority.put_ca(tmp_path)
     guards = settings(api_key=SecretStr(KEY), tls_cert=pair.cert, tls_key=pair.key)

@@ -1,4 +1,4 @@
-"""Several conversations in one rollout: what they share, what each has of its own, and what ends all of them."""
+"""Several conversations in one rollout: shared state, separate state, and what ends all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns that an agent wants sampled otherwise than the request says: what is asked, recorded and refused."""
+"""Turns with other sampling parameters than the request's: what is requested, recorded and refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WHOLE = Sampling(0.7, 0.9, 512, ("END",), True, '{"seed": 18446744073709551617, 
 
 
 class Changing(Agent):
-    """Samples one turn in its own way, between two in the request's, and one in another conversation."""
+    """Override the parameters of one turn between two others, and of one turn in another conversation."""
 
     name = "changing"
 
@@ -49,7 +49,7 @@ def asked(rollout: Rollout) -> list[Asked]:
 
 
 async def test_an_override_holds_for_its_turn_and_is_recorded(new_world: NewWorld) -> None:
-    """`outcome_of` replays the log, whose records a machine takes as they are or not at all."""
+    """`outcome_of` replays the log; the machine accepts its records unchanged or refuses them."""
     world = new_world(Changing(temperature=0, stop="\n", extra={"min_p": 0.1}))
     rollout = world.start(sampling=WHOLE)
     assert (await outcome_of(rollout)).end == Stop("stop")

@@ -1,4 +1,4 @@
-"""Policies of tools in rollouts: time limits, retries, places, results that are kept, cuts, and tools that do not give way."""
+"""Tool policies in rollouts: timeouts, retries, slots, caching, truncation, and tools that ignore cancellation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_tools(*tools: Tool, seconds: float | None = None) -> Agent:
 
 
 async def played(new_world: Callable[..., RuntimeHarness], *tools: Tool, calls: Iterable[ToolCall]) -> Outcome:
-    """One rollout that calls its tools in one turn."""
+    """A rollout that calls its tools in one turn."""
     return await outcome_of(new_world(with_tools(*tools)).start(Say("", tuple(calls)), Say("done")))
 
 
@@ -156,7 +156,7 @@ async def test_the_time_limit_is_for_all_attempts_together() -> None:
 
 
 class Counter:
-    """Counts how many are inside at the same time."""
+    """Count concurrent calls."""
 
     def __init__(self) -> None:
         self.inside, self.most, self.calls = 0, 0, 0
@@ -189,7 +189,7 @@ async def test_places_of_a_rollout_and_of_the_server() -> None:
     assert (across.most, across.calls) == (3, 10)
     within.most = 0
     await asyncio.gather(*(run(box, "narrow") for box in (first, first.with_tools((narrow,))) for _ in range(5)))
-    assert within.most == 2  # a fork's tools are the rollout's
+    assert within.most == 2  # a fork's tool calls count for the rollout
 
 
 async def test_waiting_for_a_place_is_not_part_of_a_calls_time() -> None:
@@ -399,7 +399,7 @@ async def test_an_authors_mistakes_are_logged_once_with_file_and_line(caplog: py
 
 
 class Strange(Exception):
-    """Cannot even be shown."""
+    """An exception whose text cannot be formatted."""
 
     def __str__(self) -> str:
         raise LookupError

@@ -1,4 +1,4 @@
-"""Loops that cannot be served are refused where they are written or given, with file and line."""
+"""Invalid loops are refused when they are defined or passed, with file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small names: tool and message functions, schemas, registry, errors, keys, and the modules that they are imported from."""
+"""Small helpers: tool and message functions, schemas, registry, errors, keys, and their import paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Message lists of loops: those that only grow are followed, others open a segment or say why they cannot."""
+"""Message lists of loops: those that only grow are followed; others open a segment or are refused with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIALECTS = ("masked", "plain")
 
 
 def rewritten(message: dict[str, Any]) -> dict[str, Any]:
-    """The same answer, as an author's classes would write it."""
+    """The same completion, as an author's classes would serialize it."""
     calls = [
         {
             "type": "function",
@@ -103,7 +103,7 @@ async def test_a_rewritten_history_opens_a_segment(open_place: OpenPlace, tokens
 
 
 async def test_a_trainer_that_only_derives_masks_is_shown_another_history(open_place: OpenPlace) -> None:
-    """The dialect demands append-only lists; a trainer that takes others gets them, and a strict one says what is wrong."""
+    """The protocol requires append-only lists. A lenient trainer accepts others; a strict one reports the error."""
     place = await open_place(Loop(compacting))
     lenient = await place.mocked("lenient")
     assert lenient["status"] == "COMPLETED"
@@ -177,7 +177,7 @@ async def test_a_system_prompt_put_first_leaves_one_sample(open_place: OpenPlace
 async def test_other_messages_may_replace_those_of_the_request_before_the_first_turn_only(
     open_place: OpenPlace,
 ) -> None:
-    """A trainer that counts masks has seen nothing until then."""
+    """A trainer that counts masks has received no request until then."""
 
     async def play(ctx: RolloutContext) -> RolloutResult:
         messages, _ = await say(ctx, user("Something else."))

@@ -1,4 +1,4 @@
-"""What loops do that they should not: each gets a message that says so, and nothing beside it is harmed."""
+"""Faulty loops: each error is reported with a clear message, and nothing else is affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The asynchronous dialect's completions: append-only without masks, one key for each turn, siblings and replays."""
+"""Completions of the asynchronous HTTP API: append-only without masks, one key per turn, retries and replays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOST = Fault(kind=FaultKind.LOST)
 
 
 def plain(**options: Any) -> StrictTrainer:
-    return StrictTrainer(dialect="plain", **options)  # the enum's value is as good as its member
+    return StrictTrainer(dialect="plain", **options)  # the enum's value is accepted like its member
 
 
 def last_refusal(trainer: StrictTrainer) -> tuple[RefusalReason, str]:

@@ -1,4 +1,4 @@
-"""The law of the mask and of the history, against a real server."""
+"""The rules for masks and histories, with a real server."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ AFTER_EIGHT = "\n<|im_start|>user\n<tool_response>\n8\n</tool_response><|im_end|
 
 
 async def refused(trainer: StrictTrainer, asked: Any, text: str, reason: RefusalReason) -> None:
-    """`asked` was refused with `text`, and the rollout is where it was."""
+    """Assert that the request was refused with `text`, and that the rollout's state is unchanged."""
     assert asked.status_code == 422
     assert text in asked.json()["detail"]
     verdict = trainer.verdict("r")

@@ -1,4 +1,4 @@
-"""The delivery of outcomes: what is one, what it has to agree with, how it is met, and that it comes until it is settled."""
+"""Delivery of outcomes to the strict trainer: format, consistency, responses, and retries until it is settled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token mode of the strict trainer, over a real channel: what it takes, what it refuses, and that it names the place."""
+"""Token mode of the strict trainer, over a real channel: what it accepts, what it refuses, and the position it reports."""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -29,7 +29,7 @@ Asking = Callable[..., TokenCaller]
 
 @pytest.fixture
 async def asking(toy: Any) -> AsyncIterator[Asking]:
-    """`asking(trainer, uid=..., ...)`."""
+    """A factory: `asking(trainer, uid=..., ...)`."""
     channels: list[grpc.aio.Channel] = []
 
     def make(trainer: StrictTrainer, *, rendered_with: Any = None, **fields: Any) -> TokenCaller:
@@ -48,7 +48,7 @@ async def asking(toy: Any) -> AsyncIterator[Asking]:
 
 
 async def refused(call: Any, reason: str = "TOKENS") -> str:
-    """The text of a call that is INVALID_ARGUMENT."""
+    """The text of a call that must fail with INVALID_ARGUMENT."""
     code, why, text, _ = await status_of(call)
     assert (code, why) == (grpc.StatusCode.INVALID_ARGUMENT, reason), text
     return text
@@ -144,7 +144,7 @@ async def test_a_wrong_environment_is_refused_with_its_place(
         verdict = trainer.verdict("r")
         assert verdict is not None
         assert [refusal.reason for refusal in verdict.refusals] == [RefusalReason.TOKENS]
-        # A refused call uses up nothing: the right one is still right.
+        # A refused call changes nothing: the correct one is still accepted.
         right_spans = [*closing, other(ENVIRONMENT, 2, right)]
         answer = await playing.stub.Complete(playing.request(new_tokens=playing.tokens(right_spans)))
         assert json.loads(answer.message.json)["content"] == "8"
@@ -336,7 +336,7 @@ async def test_another_trainer_takes_over_from_the_whole_history(asking: Asking)
 
 
 def checkpoint_of(request: pb.CompleteRequest) -> token_pb2.Checkpoint:
-    """What the spans of a whole history give."""
+    """The checkpoint of a whole history's spans."""
     caller = TokenCaller(None, list)  # type: ignore[arg-type]
     caller.messages = [None] * len(request.new_messages)
     return caller.tokens(list(request.new_tokens.spans)).after

@@ -1,4 +1,4 @@
-"""`rollout tokens check` as people run it."""
+"""The command `rollout tokens check`."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def test_json_is_all_there_is_on_standard_output(tmp_path: Path) -> None:
 
 
 def test_what_was_there_is_shown_escaped(tmp_path: Path) -> None:
-    """A template must not write to the terminal."""
+    """A template must not control the terminal."""
     template = tmp_path / "bad.jinja"
     escape = "{{- '\x1b[2J[red]' ~ messages | length -}}{%- for message in messages -%}"
     template.write_text(spoilt(("{%- for message in messages -%}", escape)), encoding="utf-8")

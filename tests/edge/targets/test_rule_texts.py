@@ -1,4 +1,4 @@
-"""The text of the rules: what can be written, and what is said about the rest."""
+"""The syntax of the rules, and error messages for invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools in processes: what they return, how they end, and that nothing of them is left."""
+"""Tools in processes: their results, how they end, and that nothing of them remains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOOLS = tuple(value for value in vars(offered).values() if hasattr(value, "polic
 
 
 class Bench:
-    """A toolbox whose processes are its own."""
+    """A tool executor with its own processes."""
 
     def __init__(self, limits: PoolLimits | None = None, tools: Sequence[Tool] = TOOLS) -> None:
         self.pool = ProcessPool(limits)
@@ -46,12 +46,12 @@ async def run() -> AsyncIterator[Bench]:
 
 
 def wait_until_gone(*numbers: int) -> None:
-    """Waits until there are no processes of these numbers. One of ours that is not reaped is still there."""
+    """Wait until these processes do not exist. An unreaped child of this process still counts as existing."""
     for number in numbers:
         try:
             while True:
                 state, parent, *_ = _status(number)
-                if state == "Z" and int(parent) != os.getpid():  # whoever inherits orphans may leave them so
+                if state == "Z" and int(parent) != os.getpid():  # the parent of orphans may leave them as zombies
                     break
                 time.sleep(0.01)
         except OSError:
@@ -63,17 +63,17 @@ def _status(number: int) -> list[str]:
 
 
 def state_of(number: int) -> str:
-    """R, S, T, Z, as `ps` shows it."""
+    """The state R, S, T or Z, as shown by `ps`."""
     return _status(number)[0]
 
 
 def parent_of(number: int) -> int:
-    """The process above a tool's, by which the server knows it."""
+    """The parent of a tool's process, which the server knows."""
     return int(_status(number)[1])
 
 
 def numbers_in(path: Path) -> list[int]:
-    """The process numbers that a tool leaves there, as soon as it has."""
+    """The process ids that a tool writes there, as soon as it has."""
     for _ in range(6000):
         if path.exists() and (text := path.read_text(encoding="ascii")):
             break
@@ -84,7 +84,7 @@ def numbers_in(path: Path) -> list[int]:
 
 
 async def gone(*numbers: int) -> None:
-    """Lets the loop go on while it waits."""
+    """Wait without blocking the event loop."""
     await asyncio.to_thread(wait_until_gone, *numbers)
 
 
@@ -208,7 +208,7 @@ async def test_of_two_processes_that_start_at_once_each_takes_the_place_of_an_id
             counts.append([json.loads(result.text)[1] for result in results])
     finally:
         await bench.bench.close()
-    assert counts == [[1, 1]] * 3  # a process that had stayed would have counted on
+    assert counts == [[1, 1]] * 3  # a process that was kept would have counted further
 
 
 async def test_an_idle_process_ends_after_a_while() -> None:

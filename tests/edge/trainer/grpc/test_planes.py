@@ -1,4 +1,4 @@
-"""What a trainer sends beside its tokens is carried into the ledger and the events, or named where it breaks the contract."""
+"""Token planes of a trainer are carried into the ledger and the events, or refused by name if they break the contract."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_what_breaks_the_contract_is_named(
 
 
 def test_small_floats_have_a_size(answer: list[int]) -> None:
-    """Types that NumPy's extensions name."""
+    """Types of NumPy's extensions."""
     from rollout_server.edge.wire.token_planes import planes_from_proto
 
     for dtype, size in (("bool", 1), ("bfloat16", 2), ("float8_e4m3fn", 1), ("complex64", 8), ("int64", 8)):
