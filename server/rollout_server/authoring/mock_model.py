@@ -42,15 +42,15 @@ class MockModel:
             return ScriptedReply(content=results[-1] or "The tool returned no text.")
         if not self._tools:
             return ScriptedReply(content=prompt or "There is no user message.")
-        words = set(_words(prompt))
+        words = set(_tokens_of(prompt))
         tool, example = max(
-            self._tools, key=lambda each: len(words & set(_words(f"{each[0].name} {each[0].description}")))
+            self._tools, key=lambda each: len(words & set(_tokens_of(f"{each[0].name} {each[0].description}")))
         )
         arguments = _from_prompt(prompt, example, json.loads(tool.parameters_json_schema))
         return ScriptedReply(tool_calls=(tool_call(f"call_{len(messages)}", tool.name, arguments),))
 
 
-def _words(text: str) -> Iterator[str]:
+def _tokens_of(text: str) -> Iterator[str]:
     return (word.lower() for word in _WORD.findall(text.replace("_", " ")))
 
 
