@@ -141,7 +141,7 @@ async def test_a_server_with_a_key_and_certificates(invoke: Invoke, guarded: tup
         "ROLLOUT_NOT_FOUND": await invoke("nobody", *asked[1:], ROLLOUT_API_KEY=KEY),
         "certificate and key": await invoke(*asked, "--tls-certificate", ca, ROLLOUT_API_KEY=KEY),
         "nowhere.pem": await invoke(*asked[:3], "--tls-ca", "nowhere.pem", ROLLOUT_API_KEY=KEY),
-        "is no uid": await invoke("no/uid", *asked[1:], ROLLOUT_API_KEY=KEY),
+        "is not a uid": await invoke("no/uid", *asked[1:], ROLLOUT_API_KEY=KEY),
     }
     for named, each in wrong.items():
         assert (each.exit_code, each.stdout) == (1, ""), named
