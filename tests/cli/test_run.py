@@ -188,9 +188,11 @@ def test_what_an_agent_does_beside_its_turns_is_told(project: Path, invoke: Invo
     assert found["forked"]["origin"] == {"parent_id": "0", "parent_tokens": 0, "kind": "compaction"}
     assert found["given_up"]["segment_id"] == "1"
     seen = invoke("inspect", "kept", "--tokenizer", "toy=toy").stdout
-    assert re.search(r"segment 0 \(main\): \d+ of \d+ tokens train, \d+ of the model's are masked by the author", seen)
-    assert re.search(r"segment 2 \(branch of segment 0, which shares \d+ tokens\): ", seen)
-    assert "segment 3 (compaction of segment 0, with a prompt of its own): " in seen
+    assert re.search(
+        r"segment 0 \(main\): \d+ of \d+ tokens have mask 1, \d+ generated tokens masked by the agent", seen
+    )
+    assert re.search(r"segment 2 \(branch of segment 0, \d+ shared tokens\): ", seen)
+    assert "segment 3 (compaction of segment 0, new prompt): " in seen
 
 
 def test_a_limit_ends_it(project: Path, invoke: Invoke) -> None:
