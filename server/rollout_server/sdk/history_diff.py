@@ -21,7 +21,7 @@ _COMPARED_KEYS = ("role", "content", "tool_calls")
 
 
 class MessageList(list[MessageDict]):
-    """A message list of a loop. `texts` holds each message in normalized form, computed once for comparisons."""
+    """A message list of a loop. `texts` holds each message in normalised form, computed once for comparisons."""
 
     def __init__(self, messages: Sequence[MessageDict]) -> None:
         super().__init__(messages)
