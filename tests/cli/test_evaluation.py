@@ -74,7 +74,7 @@ def test_what_is_there_is_not_played_again(project: Path, invoke: Invoke) -> Non
     asked = ("test", "agent.py", "dataset.jsonl", "--script", "counted.py:Counting")
     assert invoke(*asked).exit_code == 0
     assert (project / "asked").read_text() == "x" * 6
-    assert "--resume goes on with it" in complaint(invoke(*asked))
+    assert "use --resume to continue it" in complaint(invoke(*asked))
     assert invoke(*asked, "--resume").exit_code == 0
     assert (project / "asked").read_text() == "x" * 6
 

@@ -22,13 +22,13 @@ def show_verdict(console: Console, verdict: Verdict | None, samples: Sequence[to
         console.print("  trainer: [red]refused[/]", end=" ")
         console.print(visible(str(verdict)), markup=False)
         return False
-    theirs = verdict.sample
+    trainer_sample = verdict.sample
     accepted = (
         f"{plural(len(verdict.turns), 'turn')} and the outcome"
         if verdict.outcome
         else plural(len(verdict.turns), "mask")
     )
-    trained = f"{sum(theirs.response_mask)} of {len(theirs.response_mask)} response tokens have mask 1"
+    trained = f"{sum(trainer_sample.response_mask)} of {len(trainer_sample.response_mask)} response tokens have mask 1"
     text = f"  trainer: [green]accepted {accepted}[/], {trained}"
     same = samples is None or (len(samples) == 1 and _same(samples[0], verdict))
     if samples is not None:
@@ -41,13 +41,13 @@ def show_verdict(console: Console, verdict: Verdict | None, samples: Sequence[to
     return same
 
 
-def _same(ours: token_pb2.Sample, verdict: Verdict) -> bool:
-    theirs = verdict.sample
+def _same(sample: token_pb2.Sample, verdict: Verdict) -> bool:
+    trainer_sample = verdict.sample
     return (
-        tuple(ours.prompt_ids) == theirs.prompt_ids
-        and tuple(ours.response_ids) == theirs.response_ids
-        and tuple(ours.response_mask) == theirs.response_mask
-        and tuple(ours.logprobs.values) == theirs.logprobs
+        tuple(sample.prompt_ids) == trainer_sample.prompt_ids
+        and tuple(sample.response_ids) == trainer_sample.response_ids
+        and tuple(sample.response_mask) == trainer_sample.response_mask
+        and tuple(sample.logprobs.values) == trainer_sample.logprobs
     )
 
 

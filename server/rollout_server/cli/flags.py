@@ -71,8 +71,8 @@ class CompletionFlags:
             )
         if self.script and self.scripted:
             raise AuthorError("--script and --scripted exclude each other: the mock model of --scripted has no script")
-        alone = {"--dialect": self.dialect, "--model": self.model, "--api-key-env": self.api_key_env}
-        if not self.model_url and (unused := [flag for flag, value in alone.items() if value]):
+        endpoint_flags = {"--dialect": self.dialect, "--model": self.model, "--api-key-env": self.api_key_env}
+        if not self.model_url and (unused := [flag for flag, value in endpoint_flags.items() if value]):
             raise AuthorError(f"{unused[0]} needs --model-url URL")
         return None if self.model_url else load_stub(self.script)
 

@@ -29,6 +29,7 @@ def is_json() -> bool:
 @contextlib.contextmanager
 def json_mode(arguments: Sequence[str]) -> Iterator[bool]:
     """Yield whether the arguments have `--json`; `is_json` returns the same within the block."""
+    # Words after `--` are arguments, not flags.
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments
     token = _JSON.set("--json" in before)
     try:

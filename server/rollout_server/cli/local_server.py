@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 _TOY = "toy"
 _RECORDS = 64
-
-
-_MOST = 50
+_MAX_LINES = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ class LocalServer:
 async def serve_for_command(
     agents: Sequence[Agent], flags: CompletionFlags, concurrency: int = 1
 ) -> AsyncIterator[LocalServer]:
-    """Serve agents for at most `concurrency` rollouts at the same time.
+    """Serve agents for at most `concurrency` rollouts at the same time, with the endpoint of the flags.
 
     Raises `AuthorError` for flags that do not fit together, RuntimeError or OSError if the server cannot start.
     """
@@ -143,7 +141,7 @@ class _ServerLogHandler(logging.Handler):
         from rollout_server.inspection.escape import visible_lines
 
         text = visible_lines(_log_text(record))
-        if text in self._printed or len(self._printed) >= _MOST:
+        if text in self._printed or len(self._printed) >= _MAX_LINES:
             return
         self._printed.add(text)
         self._console.print(Text(text, "red" if record.levelno >= logging.ERROR else "yellow"), soft_wrap=True)
@@ -171,5 +169,6 @@ def _log_text(record: logging.LogRecord) -> str:
         error = error.exceptions[0]
     if error is None:
         return record.getMessage()
+    # The driver wraps a SystemExit of an agent in another exception. The exit itself has the author's traceback.
     mistake = author_error(error.__cause__ if isinstance(error.__cause__, SystemExit) else error, "")
     return f"{record.getMessage()}: {str(mistake).removeprefix(': ')}"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rollout_server.authoring.rollout_result import Result
 
-_LONGEST = 20_000
+_MAX_CHARACTERS = 20_000
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
 _AUTHORS = (("M", "model"), ("A", "author"), ("P", "prompt"), ("E", "environment"), ("C", "closing"))
 _ACTION_STYLES = {"fork": "blue", "given up": "magenta", "masked": "red", "observed": "dim"}
@@ -75,7 +75,7 @@ class Progress:
             case "drift_found":
                 self._line(
                     "drift",
-                    f"the trainer's prompt differs from the prediction at token {event.drift_found.index}",
+                    f"the trainer's prompt differs from the predicted one at token {event.drift_found.index}",
                     "red",
                 )
             case "note":
@@ -132,7 +132,11 @@ class Progress:
         """Print a text with the label in front of each of its lines, so that no text can imitate another label."""
         from rich.text import Text
 
-        cut = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} … ({len(text) - _LONGEST} more characters)"
+        cut = (
+            text
+            if len(text) <= _MAX_CHARACTERS
+            else f"{text[:_MAX_CHARACTERS]} … ({len(text) - _MAX_CHARACTERS} more characters)"
+        )
         for part in cut.split("\n"):
             line = Text()
             line.append(f"{visible(label)[:9]:9} │ ", "dim")
@@ -183,7 +187,7 @@ def show_result(console: Console, result: Result, authors: Mapping[str, int] | N
 
 
 def authors_of(letters: Mapping[str, int]) -> dict[str, int]:
-    """Translate the letters of a transcript, with their token counts, to author or mask reason."""
+    """Return token counts by author or mask reason, from token counts by the letters of a transcript."""
     return {name: letters[letter] for letter, name in _AUTHORS if letter in letters}
 
 

@@ -16,7 +16,7 @@ Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 _INCOMPLETE = "\ufffd"
 # More tokens than any character has. Without a limit, decoding a hostile sequence would take quadratic time.
-_LONGEST = 16
+_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,12 @@ def split_token_texts(ids: Sequence[int], decode: Decode | None, cuts: Iterable[
         return [TokenText(index, index + 1, None) for index in range(len(ids))]
     ends = {*cuts, len(ids)}
     found: list[TokenText] = []
-    context = start = (
-        0  # the tokens from `context` on are decoded along, because the text before a token affects how it is decoded
-    )
+    # Decoding starts at `context`, because the text of a token depends on the tokens before it.
+    context = start = 0
     for stop in range(1, len(ids) + 1):
         text = _added_text(decode, ids[context:stop], start - context)
         complete = bool(text) and not text.endswith(_INCOMPLETE)
-        if not complete and stop not in ends and stop - start < _LONGEST:
+        if not complete and stop not in ends and stop - start < _MAX_TOKENS:
             continue
         found.append(TokenText(start, stop, text or None))
         context, start = (start if complete else stop), stop

@@ -107,6 +107,7 @@ class Conversations:
         try:
             await asyncio.sleep(0)  # lets chats that start together register before the first of them is served
             async with self._lock:
+                # While this chat waited for the lock, another one may have assigned a branch to it.
                 found = self._latest = chat.conversation or await self._share(chat)
                 await found.append(messages, len(messages), self._time())
         except BaseException:
@@ -136,6 +137,7 @@ class Conversations:
         free = [each for each in self._all if not each.is_closed and not each.is_taken]
         shared = self._find(chat.messages, free) or await self._open(chat.messages)
         others = [each for each in self._waiting if each is not chat and shared.history.follows(each.messages)]
+        # Append only the messages that all lists share. Each branch then gets the rest of its list in `take`.
         texts = zip(chat.messages.texts, *(each.messages.texts for each in others), strict=False)
         common = sum(1 for _ in takewhile(lambda same: len({*same}) == 1, texts))
         await shared.append(chat.messages, max(common, shared.history.known), self._time())

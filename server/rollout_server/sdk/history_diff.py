@@ -63,11 +63,11 @@ def _texts(messages: Sequence[MessageDict]) -> list[str]:
 
 
 def _is_same(completion: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    ours, theirs = _plain(completion), _plain(message)
-    if any(ours.get(key) != theirs.get(key) for key in _COMPARED_KEYS):
+    expected, passed = _plain(completion), _plain(message)
+    if any(expected.get(key) != passed.get(key) for key in _COMPARED_KEYS):
         return False
     return all(
-        _json_text(ours.get(key)) == _json_text(value) for key, value in theirs.items() if key not in _COMPARED_KEYS
+        _json_text(expected.get(key)) == _json_text(value) for key, value in passed.items() if key not in _COMPARED_KEYS
     )
 
 

@@ -130,6 +130,7 @@ def sdk_error(failure: Failure) -> OsmosisRolloutError:
         case Category.TIMEOUT:
             return OsmosisTimeoutError(text)
         case Category.NETWORK:
+            # A timed-out completion has the category NETWORK too. Only the text of edge/trainer/http_client tells them apart.
             return OsmosisTimeoutError(text) if "no answer came within" in text else OsmosisTransportError(text)
         case Category.TRAINER_SERVER | Category.ENGINE_SERVER:
             return OsmosisServerError(text, status or 500)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rollout_server.authoring.rollout_result import Result
     from rollout_server.core.limits import Limits
 
-_LONGEST_FILE = 64 * 1024 * 1024
+_MAX_FILE_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +186,12 @@ def _read(name: str) -> list[dict[str, Any]]:
     from rollout_server.authoring.author_traceback import AuthorError
 
     if name == "-":
-        content = sys.stdin.buffer.read(_LONGEST_FILE + 1)
+        content = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1)
     else:
         with Path(name).open("rb") as file:
-            content = file.read(_LONGEST_FILE + 1)
-    if len(content) > _LONGEST_FILE:
-        raise AuthorError(f"the file is larger than {_LONGEST_FILE} bytes", name)
+            content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise AuthorError(f"the file is larger than {_MAX_FILE_BYTES} bytes", name)
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -44,9 +44,9 @@ class TestFlags:
         ),
     ] = None
     repeats: Annotated[int, typer.Option("-n", "--repeats", min=1, max=10_000, help="Rollouts per row.")] = 1
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first rows.")] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N rows.")] = None
     concurrency: Annotated[int, typer.Option(min=1, max=10_000, help="Concurrent rollouts.")] = 8
-    threshold: Annotated[float, typer.Option(help="Reward at which a rollout passes.")] = 1.0
+    threshold: Annotated[float, typer.Option(help="Minimum reward of a rollout that passes.")] = 1.0
     min_pass_rate: Annotated[
         float | None, typer.Option(min=0, max=1, help="Exit with 1 if the pass rate is lower.")
     ] = None

@@ -94,9 +94,8 @@ def _read(name: str, revision: str, template: Path | None) -> TokenizerFiles:
     if name == TOY:
         directories.setdefault(TOY, TOY_TOKENIZER)
     if template is not None:
-        template.read_text(
-            encoding="utf-8"
-        )  # fails here, because the loader's error would name a setting instead of the flag
+        # Fails here if there is no such file. The loader's error would name a setting instead of the flag.
+        template.read_text(encoding="utf-8")
         templates[name] = template
     if name not in directories and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise ValueError(f"the directory {name} does not exist")

@@ -19,6 +19,7 @@ import typer
 
 _RELOAD = "--reload"
 _HURRY_SECONDS, _STOP_SECONDS = 1.0, 5.0
+"""Waiting times after the first and the second SIGTERM."""
 _QUIET_MS = 100
 """Debounce: changes within this time cause one restart, because editors write a file in several steps."""
 
