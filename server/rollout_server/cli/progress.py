@@ -26,6 +26,7 @@ _STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "tool": "
 _AUTHORS = (("M", "model"), ("A", "author"), ("P", "prompt"), ("E", "environment"), ("C", "closing"))
 _ACTION_STYLES = {"fork": "blue", "given up": "magenta", "masked": "red", "observed": "dim"}
 _SEGMENT_EVENTS = frozenset({"answered", "tool_returned", "appended", "drift_found"})
+_END_TEXTS = {"stop": "completed", "failure": "failed", "cancellation": "cancelled"}
 _AUTHOR_TEXTS = {"author": "model (masked by the agent)"}
 
 
@@ -168,7 +169,12 @@ def show_result(console: Console, result: Result, authors: Mapping[str, int] | N
 
     failed = f" ({sum(result.tool_errors.values())} failed)" if result.tool_calls else ""
     used = f"{plural(result.turns, 'turn')}, {plural(result.tool_calls, 'tool call')}{failed}"
-    lines = [(f"{result.end}: {result.reason}{f': {result.message}' if result.message else ''}", "bold")]
+    lines = [
+        (
+            f"{_END_TEXTS.get(result.end, result.end)}: {result.reason}{f': {result.message}' if result.message else ''}",
+            "bold",
+        )
+    ]
     lines.append((f"{used}; {plural(result.tokens.generated, 'token')} generated, {result.ms.total:.0f} ms", ""))
     if authors is None:
         lines.append(("tokens: authors unknown, because the endpoint returned no token ids", "dim"))

@@ -127,7 +127,7 @@ def _lines(report: AgentReport) -> list[tuple[str, str, str]]:
             (
                 "ok",
                 "dry run",
-                f"{run.get('end')} ({run.get('reason')}) after {plural(run['turns'], 'turn')}, {reward}",
+                f"completed ({run.get('reason')}) after {plural(run['turns'], 'turn')}, {reward}",
             )
         )
     return lines
