@@ -184,7 +184,7 @@ def _logprobs(run: TokenRun, token: TokenText) -> str:
 def _drift_lines(drift: TranscriptDrift, options: ViewOptions) -> Iterator[TranscriptLine]:
     message = (
         drift.message
-        or f"turn {drift.turn}: the trainer's prompt differs from the predicted one at token {drift.index}"
+        or f"turn {drift.turn}: the trainer's prompt differs from the prediction at token {drift.index}"
     )
     yield TranscriptLine("!", drift.index, visible(message))
     if drift.was is not None:

@@ -26,6 +26,7 @@ from rollout_server.sdk.history_diff import MessageList
 from rollout_server.sdk.request_view import own_sampling
 from rollout_server.sdk.run_access import usage_of
 
+_TIMEOUT_TEXTS = ("no response within", "no answer came within")
 _SAMPLING = ("temperature", "top_p", "max_tokens", "stop", "logprobs")
 
 
@@ -131,7 +132,8 @@ def sdk_error(failure: Failure) -> OsmosisRolloutError:
             return OsmosisTimeoutError(text)
         case Category.NETWORK:
             # A timed-out completion has the category NETWORK too. Only the text of edge/trainer/http_client tells them apart.
-            return OsmosisTimeoutError(text) if "no answer came within" in text else OsmosisTransportError(text)
+            is_timeout = any(words in text for words in _TIMEOUT_TEXTS)
+            return OsmosisTimeoutError(text) if is_timeout else OsmosisTransportError(text)
         case Category.TRAINER_SERVER | Category.ENGINE_SERVER:
             return OsmosisServerError(text, status or 500)
         case (
