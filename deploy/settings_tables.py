@@ -35,7 +35,7 @@ def gateway() -> Iterator[str]:
 
 def references() -> Iterator[str]:
     """The names of the references, and ours."""
-    yield from ("", "| the references' name | ours | default here |", "|---|---|---|")
+    yield from ("", "| name in the references | name here | default here |", "|---|---|---|")
     for name, field in Settings.model_fields.items():
         first, *others = names_of(name)
         yield from (f"| `{other}` | `{first}` | {_default(field)} |" for other in others)

@@ -94,7 +94,7 @@ async def test_agents_are_served_anew_when_their_file_changes(tmp_path: Path) ->
         assert await served(first["grpc_port"]) == ["one", "other"]
 
         (tmp_path / "agent.py").write_text("def broken(:\n")
-        await serving.said_until("changed: serving anew")
+        await serving.said_until("changed, restarting the server")
         error = (await serving.document())["error"]  # the mistake is reported, and watching continues
         assert (error["file"], error["line"]) == ("agent.py", 1)
         (tmp_path / "agent.py").write_text(AGENT.format("two"))
@@ -159,7 +159,7 @@ async def test_an_evaluation_that_is_interrupted_goes_on(here: Path, invoke: Inv
         os.kill(testing.process.pid, signal.SIGINT)
         out, err = await testing.process.communicate()
     assert testing.process.returncode == 130, err.decode()
-    assert "--resume goes on with dataset.results.jsonl" in json.loads(out)["error"]["message"]
+    assert "--resume continues dataset.results.jsonl" in json.loads(out)["error"]["message"]
     assert b"Traceback" not in err
     (folder / "script.json").write_text(json.dumps({"lines": slow[0]}))
     os.chdir(folder)

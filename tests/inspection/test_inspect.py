@@ -152,8 +152,8 @@ async def test_what_an_author_masked_has_a_letter_and_planes_are_named(invoke: I
     for path in (saved(rollout, tmp_path), tmp_path / "plain"):
         told = (await invoke(path)).stdout
         assert list(drawn(told)) == written(rollout)
-        assert "segment 0 (main): 2 of 8 tokens train, 3 of the model's are masked by the author, verified" in told
-        assert "turn 2, with routed_experts (uint8)" in told.splitlines()
+        assert "segment 0 (main): 2 of 8 tokens have mask 1, 3 generated tokens masked by the agent, verified" in told
+        assert "turn 2, planes routed_experts (uint8)" in told.splitlines()
         (segment,) = json.loads((await invoke(path, "--json")).stdout)["segments"]
         assert [run["mask_reason"] for run in segment["runs"]] == ["prompt", None, "environment", "author"]
         assert [run["planes"] for run in segment["runs"]] == [

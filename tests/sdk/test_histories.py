@@ -220,7 +220,7 @@ WRONG_LISTS = (
     (lambda: [], "messages is empty"),
     (lambda: "hello", "messages must be a list of dicts, not str"),
     (lambda: None, "messages must be a list of dicts, not NoneType"),
-    (lambda: [user("a"), "b"], r"messages\[1\] is str, a dict is needed"),
+    (lambda: [user("a"), "b"], r"messages\[1\] is str; it must be a dict"),
     (lambda: [{"content": "a"}], r"messages\[0\] has no role"),
     (lambda: [{"role": "user", "content": float("nan")}], r"messages\[0\] is not JSON"),
     (lambda: [{"role": "user", "content": object()}], r"messages\[0\] is not JSON"),

@@ -307,7 +307,7 @@ async def test_rewards_are_checked_functions() -> None:
     def whole(solution_str: str, ground_truth: str, extra_info: dict = None) -> int:  # type: ignore[assignment,type-arg]  # noqa: RUF013
         return 1
 
-    with pytest.raises(TypeError, match="whole returned int, a float is needed"):
+    with pytest.raises(TypeError, match="whole returned int; it must return a float"):
         osmosis_reward(whole)("8", "8")
 
 

@@ -157,8 +157,8 @@ async def test_demo_ends_well_and_says_so_also_behind_a_proxy(tmp_path: Path) ->
     assert told.code == 0, told.err
     assert told.out.count("accepted 3 masks") == 2
     assert "accepted 3 turns and the outcome" in told.out
-    assert told.out.count("its record equals the server's, token for token") == 2
-    assert "every token agrees" in told.out
+    assert told.out.count("its sample equals the server's, token for token") == 2
+    assert "all tokens match" in told.out
     assert (tmp_path / "tokens.svg").read_text().startswith("<svg ")
     assert "Traceback" not in told.err
 
@@ -218,7 +218,7 @@ async def test_where_only_the_client_is_installed_the_command_says_what_it_needs
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     code, said = await python(only(tmp_path, BASE), "-m", "rollout_server.cli", *arguments)
-    assert (code, said) == (1, f"rollout: typer is not installed; the command needs {NEEDED}\n")
+    assert (code, said) == (1, f"rollout: the module typer is not installed; run: {NEEDED}\n")
 
 
 async def test_so_it_does_where_a_part_of_it_comes_with_something_else(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ async def test_so_it_does_where_a_part_of_it_comes_with_something_else(tmp_path:
     code, said = await python(only(tmp_path, (*BASE, *others)), "-m", "rollout_server.cli", "config")
     assert code == 1
     assert said.startswith("rollout: ")
-    assert said.endswith(f" is not installed; the command needs {NEEDED}\n")
+    assert said.endswith(f" is not installed; run: {NEEDED}\n")
     assert said.count("\n") == 1
 
 

@@ -72,7 +72,7 @@ def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--tokenizer", "./nowhere"], "there is no directory ./nowhere"),
+        (["--tokenizer", "./nowhere"], "the directory ./nowhere does not exist"),
         (["--tokenizer", "toy", "--template", "nowhere.jinja"], "nowhere.jinja"),
         (["--tokenizer", "toy", "--conversations", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--tokenizer", "toy", "--template-arg", "thinking"], "'thinking' is not KEY=JSON"),
