@@ -14,7 +14,7 @@ from rollout_server.testing.model.calculator import Model
 from rollout_server.testing.model.script_json import script_from_json
 from rollout_server.testing.script import Script
 
-MOCK = "mock model"
+MOCK = "built-in"
 _LONGEST_SCRIPT = 16 * 1024 * 1024
 
 

@@ -51,7 +51,7 @@ class CompletionFlags:
     ] = ""
     scripted: Annotated[
         bool,
-        typer.Option("--scripted", help="Mock model that echoes the last user message. The default."),
+        typer.Option("--scripted", help="Built-in mock model, which calls a tool and repeats its result. The default."),
     ] = False
     temperature: Annotated[float | None, typer.Option(min=0, max=2, help="Sampling temperature.")] = None
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling.")] = None

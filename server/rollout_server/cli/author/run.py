@@ -59,7 +59,8 @@ def run(**values: Any) -> None:
     """Run one rollout of an agent and show turns, tool calls and tool results live.
 
     The command starts the server in its own process. Completions come from
-    --model-url, or else from a mock model: --script, or an echo of the prompt.
+    --model-url, or else from a mock model: --script, or a built-in one that calls
+    a tool with arguments from the prompt and repeats its result.
 
     The exit code is 0 if the rollout completed, else 1.
 
