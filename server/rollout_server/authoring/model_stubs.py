@@ -1,4 +1,4 @@
-"""Stubs for a model: a script from a file, an object of an author's, or an echo."""
+"""Mock models: a script from a file, an object of the author's, or an echo."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _LONGEST_SCRIPT = 16 * 1024 * 1024
 
 
 class Echo:
-    """Answers with what the user said last. It calls no tool."""
+    """Completes with the last user message. Calls no tool."""
 
     def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
-        """The model's next message."""
+        """Return the next assistant message."""
         prompts = [text_of(message) for message in messages if message.get("role") == "user"]
         return ScriptedReply(content=prompts[-1] if prompts and prompts[-1] else "Nobody said anything.")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStub:
-    """What stands in for a model: the lines of `script` for each rollout, or where it leaves them to it, `model`."""
+    """A mock model: each rollout gets the lines of `script`, then the replies of `model`."""
 
     name: str
     model: Model = field(default_factory=Echo)
@@ -36,9 +36,9 @@ class ModelStub:
 
 
 def load_stub(text: str) -> ModelStub:
-    """What a reference to a script means: FILE.json in the form of `PUT /script`, or an object that has `reply(messages)`.
+    """Load a mock model: FILE.json in the format of the strict trainer's `PUT /script`, or an object with `reply(messages)`.
 
-    Empty: an echo. Raises `AuthorError`, and OSError for a file that cannot be read.
+    An empty text is an echo. Raises `AuthorError`, and OSError for a file that cannot be read.
     """
     if not text:
         return ModelStub("echo")
@@ -57,13 +57,13 @@ def load_stub(text: str) -> ModelStub:
         if len(own) != 1:
             what = f"{len(own)} classes" if own else "no class"
             raise AuthorError(
-                f"holds {what} with a method reply(messages); name one: {reference.of('NAME')}", reference.source
+                f"contains {what} with a method reply(messages); name one: {reference.of('NAME')}", reference.source
             )
         reference = reference.of(own[0])
     model = instantiate(get_object(module, reference), None, reference)
     if not callable(getattr(model, "reply", None)):
         raise AuthorError(
-            f"{reference.name} in {reference.source} has no method reply(messages), so it is no scripted model"
+            f"{reference.name} in {reference.source} is not a scripted model: it has no method reply(messages)"
         )
     return ModelStub(text, model=cast("Model", model))
 
@@ -74,4 +74,4 @@ def _script(path: Path) -> Script:
     try:
         return script_from_json(json.loads(path.read_bytes()))
     except (ValueError, RecursionError) as error:
-        raise AuthorError(f"this is no script: {error}", str(path)) from None
+        raise AuthorError(f"this is not a script: {error}", str(path)) from None
