@@ -167,7 +167,7 @@ async def test_the_first_signal_lets_requests_finish(tmp_path: Path) -> None:
 async def test_the_second_signal_ends_them(tmp_path: Path) -> None:
     async with asked(tmp_path) as world:
         world.gateway.send(signal.SIGINT)
-        await world.gateway.logged("stopping")
+        await world.gateway.logged("draining")
         world.gateway.send(signal.SIGINT)
         answer = await world.asking
         assert (answer.status_code, answer.json()) == (503, {"detail": "The gateway stops: ask again"})
