@@ -50,11 +50,12 @@ class Agent(metaclass=_AgentClass):
     One object runs many rollouts concurrently. Keep the state of one rollout in local variables of `play` or in `run.state`, never
     in `self`.
 
-    The class is checked when it is defined, and each object when it is constructed. An error raises TypeError or ValueError, with
-    the attribute or method, and for methods and tools the source line.
+    A class is checked when it is defined, and an object when it is constructed. What is wrong raises TypeError or ValueError with
+    the name of the attribute or method; for methods and tools also with file and line.
 
     `play`, `reward`, `start` and `stop` may be `async def`, which runs on the event loop, or plain `def`, which runs in a thread.
-    A thread cannot be cancelled: after its rollout has ended it is abandoned, so it should check `run.cancelled` regularly.
+    A thread cannot be cancelled, so the server abandons it once its rollout has ended. Long-running code in a thread should check
+    `run.cancelled` regularly.
 
     Attributes:
         name: requests choose the agent by it; unique within a server, at most 256 characters. Required.
@@ -63,8 +64,8 @@ class Agent(metaclass=_AgentClass):
         tools: the tools that the model may call, in the order in which the chat template lists them. Plain functions are converted
             with `tool`.
         limits: the agent's own limits. For each limit the lower of this one and the request's applies.
-        replayable: whether `play`, run again over the recorded completions and tool results, does the same. True for the default
-            loop. A class that overrides `play` is not replayable unless it sets this to True.
+        replayable: whether `play` repeats the same steps when it runs again over the recorded results. True for the default loop.
+            A class that overrides `play` is not replayable unless it sets this to True.
     """
 
     name: str
@@ -100,13 +101,12 @@ class Agent(metaclass=_AgentClass):
         async def play(self, run: Run) -> None:
             """Run one rollout. The default loop samples and runs tool calls until a completion has none.
 
-            An override as a plain `def` waits with `run.wait(run.sample())`.
+            An override as a plain `def` waits with `run.wait(run.sample())`. An exception ends the rollout as a failure. When a
+            limit is met or the trainer fails, the methods of `run` raise `RolloutEnded`. It derives from BaseException, so `except
+            Exception` does not catch it; do not catch it elsewhere either.
 
             Args:
-                run: the rollout: its conversation, and the methods that sample, call tools and append messages.
-
-            An exception ends the rollout as a failure. A limit that is met or a trainer that fails raises `RolloutEnded` from
-            `run`, which is a BaseException: do not catch it.
+                run: the conversation, and the methods that sample, call tools and append messages.
             """
             while calls := (await run.sample()).tool_calls:
                 await run.call(calls)

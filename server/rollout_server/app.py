@@ -125,6 +125,7 @@ class Server:
 
     async def _start(self) -> None:
         settings = self.settings
+        # `_stack` closes in reverse order: HTTP stops first, then gRPC, then the clients and tools, and the agents last.
         keys, rules, tls = keyring(settings), target_rules(settings), server_tls(settings)
         await start_agents(self._agents, self._stack)
         self._registry = await self._make_registry(rules, keys)
@@ -262,6 +263,7 @@ async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[
             serving(server)
         await signals.first.wait()
         _log.info("draining: running rollouts have %g s; a second signal ends them at once", settings.drain_seconds)
+        # After the drain, or at once on a second signal, leaving the block ends the rollouts that still run.
         await _first_of(server.drain(), signals.second.wait())
 
 

@@ -73,7 +73,7 @@ class Trainers:
     streams: StreamTrainers
 
     def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> Sampler:
-        """Return the sampler of one rollout, chosen by the dialect of its completion target."""
+        """Return the sampler of one rollout, chosen by the protocol of its completion target."""
         match spec.completions.dialect:
             case Dialect.HTTP_MASKED:
                 return self.masked.open(spec, tools)

@@ -72,7 +72,8 @@ class Calculator(Agent):
     async def reward(self, run: Run) -> float | None:
         """Return 1.0 if the number after the last `####` of the final answer equals the ground truth, else 0.0.
 
-        None without a ground truth, or if it is not a number: then no answer could be correct, and 0.0 would be a wrong signal.
+        Return None without a ground truth or if it is not a number: no completion could be correct, so 0.0 would be a wrong
+        signal.
         """
         truth = _truth(run.metadata.get("ground_truth"))
         if truth is None:

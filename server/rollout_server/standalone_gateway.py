@@ -1,4 +1,4 @@
-"""The HTTP gateway as a process of its own, in front of one or several rollout servers."""
+"""The HTTP gateway as a separate process, in front of one or several rollout servers."""
 
 from __future__ import annotations
 

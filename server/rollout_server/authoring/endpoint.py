@@ -13,7 +13,7 @@ from rollout_client.spec import Dialect, Limits, Sampling, StartFields
 from rollout_server.authoring.author_traceback import AuthorError
 
 DIALECTS: Final = ("openai", "vllm", "sglang", "grpc", "http-plain", "http-masked")
-"""Names of the dialects on the command line."""
+"""Values of `--dialect`: the protocols that an endpoint may use."""
 _ENGINES: Final = frozenset({"openai", "vllm", "sglang"})
 
 
@@ -65,7 +65,7 @@ class Endpoint:
 
 
 def check_endpoint(endpoint: Endpoint) -> Endpoint:
-    """Return the endpoint with its dialect, which is derived from the URL if none is set.
+    """Return the endpoint with its protocol, which is derived from the URL if none is set.
 
     Raises `AuthorError` for options that contradict each other.
     """

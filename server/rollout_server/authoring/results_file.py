@@ -34,7 +34,7 @@ class Job:
 
 
 def jobs_of(rows: Sequence[DatasetRow], repeats: int) -> list[Job]:
-    """All rollouts, each row's first ones first: what is asked for early says something about all rows."""
+    """Return all rollouts to run, the first repetition of every row before the second, so early results cover all rows."""
     return [Job(row, repeat) for repeat in range(1, repeats + 1) for row in rows]
 
 

@@ -33,10 +33,10 @@ class LedgerDigest:
 
     def add(self, ids: Tokens, author: Author) -> None:
         """Append tokens of one author. The cost depends on `ids` only, not on the tokens before."""
-        words = pack_tokens(token | _MODEL_BIT for token in ids) if author is Author.MODEL else ids[:]
+        values = pack_tokens(token | _MODEL_BIT for token in ids) if author is Author.MODEL else ids[:]
         if _BIG_ENDIAN:
-            words.byteswap()
-        self._hash.update(words.tobytes())
+            values.byteswap()
+        self._hash.update(values.tobytes())
         self.tokens += len(ids)
 
     def copy(self) -> LedgerDigest:

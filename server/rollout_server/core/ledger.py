@@ -301,10 +301,10 @@ class ConversationLedger:
         """Return the spans of a branch's first prompt: the parent's and the added ones; none if it does not extend the parent."""
         if self._stem is None or not self.extends(prompt):
             return ()
-        held = self.tokens
+        length = self.tokens
         closing = turn.predicted.closing if turn.predicted is not None else pack_tokens()
-        cut = held + len(closing) if prompt[held : held + len(closing)] == closing else held
-        added = (MaskReason.CLOSING, held, cut), (MaskReason.ENVIRONMENT, cut, len(prompt))
+        cut = length + len(closing) if prompt[length : length + len(closing)] == closing else length
+        added = (MaskReason.CLOSING, length, cut), (MaskReason.ENVIRONMENT, cut, len(prompt))
         spans = [Span(Author.OTHER, reason, turn.number, start, stop) for reason, start, stop in added if start < stop]
         return (*self.authorship(), *spans)
 

@@ -58,7 +58,7 @@ class IllegalRecord(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LimitReached:
-    """The answer to an intent that a limit forbids; `stop` is how the rollout ends."""
+    """The reply to an intent that a limit forbids; `stop` is how the rollout ends."""
 
     stop: Stop
 
@@ -221,27 +221,28 @@ class Machine:
 
     def _apply_answered(self, record: Answered) -> tuple[tuple[Consequence, ...], Answered]:
         conversation = self._turns.get(record.turn, self.main)
-        held = conversation.line.tokens  # before the commit below, which changes it
-        fits = conversation.state is State.ASKING and record.turn == conversation.turn and 0 <= record.shared <= held
+        length = conversation.line.tokens  # before the commit below, which changes it
+        fits = conversation.state is State.ASKING and record.turn == conversation.turn and 0 <= record.shared <= length
         self._require(fits, record, conversation)
         follows = self._commit(conversation, record)
         self._usage.add_completion(record, conversation.line)
         self._warnings.extend(Warned(code, text, record.turn) for code, text in record.notes)
         opened = [consequence.origin for consequence in follows if isinstance(consequence, SegmentOpened)]
-        extends = all(o.kind is SegmentKind.BRANCH and o.parent_tokens == held for o in opened)
-        logged = _compact(record, held) if extends else record
+        # A branch opens its first segment with its first turn. If it kept all tokens of the parent, its prompt extends them too.
+        extends = all(o.kind is SegmentKind.BRANCH and o.parent_tokens == length for o in opened)
+        logged = _compact(record, length) if extends else record
         conversation.complete_turn(logged)
         return follows, logged
 
     def _commit(self, conversation: Conversation, record: Answered) -> tuple[Consequence, ...]:
-        answer, line = record.token_ids, conversation.line
-        if answer is None or (record.reported is None and (record.predicted is None or line.gap)):
+        ids, line = record.token_ids, conversation.line
+        if ids is None or (record.reported is None and (record.predicted is None or line.gap)):
             self._skip(conversation, record)
             return ()
         late = line.gap and line.segment is None  # earlier turns had no ids, and this one opens the first segment
         ledger_id, segments = line.id, len(self.ledger.segments)
         prompt = record.predicted, record.reported
-        turn = Turn(record.turn, answer, record.logprobs, *prompt, record.policy_version, record.planes, record.shared)
+        turn = Turn(record.turn, ids, record.logprobs, *prompt, record.policy_version, record.planes, record.shared)
         try:
             drift = line.commit(turn)
         except ValueError as error:
@@ -361,11 +362,11 @@ class Machine:
             raise IllegalRecord(f"{record!r} in state {conversation.state.value}, turn {conversation.turn}")
 
 
-def _compact(record: Answered, held: int) -> Answered:
-    """Return the completion as it is logged: without the prompt tokens that the segment already holds."""
+def _compact(record: Answered, length: int) -> Answered:
+    """Return the completion as it is logged: without the first `length` prompt tokens, which the segment contains."""
     if record.token_ids is None or record.reported is None or record.shared:
         return record
-    return replace(record, reported=record.reported[held:], shared=held)
+    return replace(record, reported=record.reported[length:], shared=length)
 
 
 def replay(machine: Machine, records: Iterable[Record]) -> Machine:

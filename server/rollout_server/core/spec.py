@@ -56,7 +56,16 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters; None leaves a parameter to the trainer. `extra_json` is one JSON object, or empty."""
+    """Sampling parameters of the model; None leaves a parameter to the trainer.
+
+    Args:
+        temperature: from 0 to 2.
+        top_p: from 0 to 1.
+        max_tokens: generated tokens of one turn, at least 1.
+        stop: at most 64 stop strings.
+        logprobs: whether the trainer should return the logprobs of generated tokens.
+        extra_json: further parameters that only the trainer knows, as one JSON object, or empty.
+    """
 
     temperature: float | None = None
     top_p: float | None = None

@@ -33,7 +33,7 @@ class Bounds:
 
     Args:
         seconds: the longest time of any rollout.
-        default_seconds: by dialect, the time of a rollout whose request sets none.
+        default_seconds: the time of a rollout whose request sets none, by the trainer's protocol; `seconds` for all others.
         on_drift: the policy of a rollout whose request names none.
         metadata_bytes: the maximum size of the metadata.
         default_turns: the turn limit if neither the request nor the agent sets one.
@@ -82,7 +82,7 @@ def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
 
 
 def target_violations(target: Target, where: str) -> Iterator[Violation]:
-    """Check that an endpoint's URL has a scheme of its dialect. `edge.targets` checks the rest of the URL before it is called."""
+    """Check that an endpoint's URL has a scheme of its protocol. `edge.targets` checks the rest of the URL before it is called."""
     if target.dialect is Dialect.STREAM:  # the trainer connected to the server, so there is no URL
         return
     schemes = _SCHEMES[target.dialect]
@@ -132,7 +132,7 @@ def _conversation(spec: Spec) -> Iterator[Violation]:
 
 
 def sampling_violations(sampling: Sampling, dialect: Dialect) -> Iterator[Violation]:
-    """Yield what is wrong with sampling parameters for a trainer of a dialect."""
+    """Yield what is wrong with sampling parameters; some bounds depend on the trainer's protocol."""
     if sampling.temperature is not None and not 0 <= sampling.temperature <= 2:
         yield Violation("spec.sampling.temperature", "must be from 0 to 2")
     if sampling.top_p is not None and not 0 <= sampling.top_p <= 1:

@@ -15,10 +15,10 @@ _SHOULD_BE = "Input should be "
 
 
 def argument_errors(error: ValidationError, arguments: Mapping[str, JSON], of: str | None = None) -> str:
-    """Describe a validation error in one line that names each parameter.
+    """Describe a validation error in one line that names each parameter; at most five errors are listed.
 
     Args:
-        error: what pydantic raised.
+        error: the exception that pydantic raised.
         arguments: the arguments as the model wrote them.
         of: report this parameter only.
     """

@@ -27,13 +27,13 @@ class Parameters:
     """Validates arguments. `json_schema` is the schema that the model sees, as JSON text."""
 
     def __init__(self, function: Callable[..., object], descriptions: Mapping[str, str]) -> None:
-        """Build schema and validator.
+        """Build the schema and the validator.
 
         Args:
             function: the tool's function.
-            descriptions: of parameters by name, used where the annotation has none.
+            descriptions: descriptions of parameters by name, used where an annotation has none.
 
-        Raises TypeError, ValueError or pydantic's errors if the function cannot be a tool.
+        Raises TypeError, ValueError or one of pydantic's errors if the function cannot be a tool.
         """
         _check_signature(function)
 
@@ -66,8 +66,7 @@ class Parameters:
             raise ArgumentError("a number is not finite, or has too many digits") from None
 
     def _bound(self, arguments: Mapping[str, JSON]) -> dict[str, object]:
-        # Validated as JSON text, because pydantic's strict mode then still accepts an object for a model and a string for
-        # a date. As Python values it would refuse both.
+        # JSON text instead of Python values: only for JSON does strict mode accept an object as a model and a string as a date.
         return self._adapter.validate_json(json.dumps(dict(arguments), allow_nan=False), strict=True)
 
     def _check_defaults(self, function: Callable[..., object], properties: Mapping[str, Any]) -> None:
