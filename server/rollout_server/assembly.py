@@ -49,6 +49,7 @@ from rollout_server.runtime.tools.resources import ToolLimits, ToolResources
 from rollout_server.settings import TOY, Settings, WrongSettings
 
 _log = logging.getLogger(__name__)
+# Protocols in which a prompt can be sent as token ids, which token mode requires (D15).
 _TAKE_IDS = frozenset({Dialect.GRPC, Dialect.STREAM, Dialect.VLLM, Dialect.SGLANG})
 FEATURES = (
     "http_masked",

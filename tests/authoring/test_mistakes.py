@@ -115,7 +115,7 @@ LEFT = {
     "play-swallows-its-end": "",  # it is told of in the same words, after another five seconds
     "reward-swallows": "judge {uid} does not give way to its cancellation and is left alone at {at}",
     "tool-swallows": "tool stubborn ({at}) does not give way to its cancellation and is left alone, with the places it holds",
-    "plain-play-never-returns": "the play of agent plain-play-never-returns ({at}) is still in its thread and is left alone",
+    "plain-play-never-returns": "play() of agent plain-play-never-returns ({at}) is still in its thread and is left alone",
 }
 
 

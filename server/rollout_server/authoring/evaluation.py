@@ -17,13 +17,9 @@ from rollout_server.authoring.rollout_result import REFUSED, Result, result_of
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The rollouts of an evaluation.
+    """The rollouts of an evaluation, for the agent of that name, with `concurrency` rollouts at the same time.
 
-    Args:
-        jobs: the rollouts to run.
-        agent: the agent's name.
-        concurrency: rollouts that run at the same time.
-        most_failures: after this many failed rollouts no further one starts; None: no limit.
+    After `most_failures` failed rollouts no further one starts; None: no limit.
     """
 
     jobs: Sequence[Job]
@@ -99,6 +95,7 @@ async def run_rollout(
     fields = endpoint.start_fields()
     fields["rollout_id"], fields["agent"] = start.rollout_id, start.agent
     fields["messages"], fields["metadata"] = start.messages, start.metadata or None
+    # 0: when this process stops watching, for example on Ctrl-C, the server cancels the rollout at once.
     fields["group_id"], fields["cancel_after_detach"] = start.group_id or None, 0
     stream = client.run(detail="messages", **fields)
     try:

@@ -322,6 +322,7 @@ class ConversationLedger:
         return self._open(origin, turn.reported, turn.number)
 
     def _open(self, origin: Origin, prompt: Tokens, turn: int, inherited: Sequence[Span] = ()) -> Segment:
+        # The first segment takes the id under which records already refer to this conversation.
         self.id = self.id if self.segment is None else self._ledger.reserve()
         self.segment = Segment(self.id, origin, inherited)
         self.segment.append_masked(prompt, MaskReason.PROMPT, turn)

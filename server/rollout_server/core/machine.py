@@ -300,6 +300,7 @@ class Machine:
         forked, kind = self._named_conversation(record.of, record), record.origin.kind
         branches, open_ = kind is SegmentKind.BRANCH, forked.state is State.OPEN
         self._require(kind in _FORKS and bool(record.messages) is not branches, record, forked)
+        # `tools` is informative: the machine does not know the tools, so `fork` leaves them out.
         self._require(replace(record, tools=()) == self.fork(kind, record.messages, forked), record, forked)
         self._require(open_ or (kind is SegmentKind.SUBAGENT and forked.state is not State.CLOSED), record, forked)
         opened = forked.branch() if branches else Conversation(self.ledger.open(record.origin), record.messages)

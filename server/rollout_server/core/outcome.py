@@ -12,7 +12,7 @@ from rollout_server.core.message import Message
 
 
 class Category(Enum):
-    """The kind of a failure."""
+    """The kind of a failure. `FailureCategory` in the proto file describes the values."""
 
     TOKENIZER = "tokenizer"
     NETWORK = "network"

@@ -54,7 +54,11 @@ class MaskReason(Enum):
 
 
 class SegmentKind(Enum):
-    """Why a segment was opened."""
+    """Why a segment was opened.
+
+    MAIN: the rollout's first. DRIFT: a prompt did not extend the segment before. GAP: the trainer sent no ids for a turn.
+    COMPACTION, SUBAGENT and BRANCH: the agent forked the conversation.
+    """
 
     MAIN = "main"
     DRIFT = "drift"

@@ -17,10 +17,7 @@ _SHOULD_BE = "Input should be "
 def argument_errors(error: ValidationError, arguments: Mapping[str, JSON], of: str | None = None) -> str:
     """Describe a validation error in one line that names each parameter; at most five errors are listed.
 
-    Args:
-        error: the exception that pydantic raised.
-        arguments: the arguments as the model wrote them.
-        of: report this parameter only.
+    With `of`, only errors of that parameter are reported.
     """
     details_by_path: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False, include_context=False):

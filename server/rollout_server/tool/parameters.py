@@ -27,11 +27,7 @@ class Parameters:
     """Validates arguments. `json_schema` is the schema that the model sees, as JSON text."""
 
     def __init__(self, function: Callable[..., object], descriptions: Mapping[str, str]) -> None:
-        """Build the schema and the validator.
-
-        Args:
-            function: the tool's function.
-            descriptions: descriptions of parameters by name, used where an annotation has none.
+        """Build the schema and the validator. `descriptions`, by parameter, are used where an annotation has none.
 
         Raises TypeError, ValueError or one of pydantic's errors if the function cannot be a tool.
         """

@@ -33,14 +33,9 @@ _LENGTHS = {
 def plain_schema(
     node: Mapping[str, JSON], defs: Mapping[str, Mapping[str, JSON]], inside: Sequence[str]
 ) -> dict[str, JSON]:
-    """Rewrite a schema: inline references, flatten optional and number unions, drop titles.
+    """Rewrite a schema: inline references, flatten optional and number unions, drop titles. Raises TypeError for a recursive type.
 
-    Args:
-        node: the schema to rewrite.
-        defs: definitions that references point to.
-        inside: names of the definitions that are being inlined, to detect recursion.
-
-    Raises TypeError for a recursive type.
+    `defs` has the definitions that references point to, `inside` the names of those that are being inlined, to detect recursion.
     """
     shaped: dict[str, JSON] = {}
     reference = node.get("$ref")
