@@ -171,7 +171,7 @@ def _load_module(name: str) -> ModuleType:
             spec = importlib.util.find_spec(name)
         except ModuleNotFoundError as error:
             spec = None
-            if not f"{name}.".startswith(f"{error.name}."):  # the module exists, but something that it imports does not
+            if not f"{name}.".startswith(f"{error.name}."):  # a parent package imports a module that is missing
                 raise
         if spec is None:
             raise AuthorError(f"there is no module {name}; an agent is named as {_FORMS}")
