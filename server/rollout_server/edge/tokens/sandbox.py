@@ -16,7 +16,7 @@ Environment: TypeAlias = Any
 _KEY: Final = 1  # dictionaries have no such attribute, so the name is a key
 _MEMBER: Final = 2  # an attribute that all values of this type have and that the sandbox returns unchanged
 _STATE: Final = 3  # an allowed attribute of a loop or a namespace; its value differs, so its type is checked each time
-_ASK: Final = 4  # not cacheable: call the sandbox each time
+_CALL: Final = 4  # not cacheable: call the sandbox each time
 _PLAIN: Final = (dict, list, str)
 _HARMLESS: Final = frozenset({str, int, float, bool, type(None), dict, list, tuple})
 _NAMES: Final = 1000
@@ -35,7 +35,7 @@ def remember(environment: Environment) -> None:
 
 def _look_up(environment: Environment) -> Callable[[Any, str], Any]:
     """Return a caching replacement for `environment.getattr`."""
-    ask, undefined = environment.getattr, environment.undefined
+    original, undefined = environment.getattr, environment.undefined
     known: dict[tuple[type, str], int] = {}
     keys: set[str] = set()
 
@@ -50,7 +50,7 @@ def _look_up(environment: Environment) -> Callable[[Any, str], Any]:
             found = getattr(value, name, _NOTHING)
             if type(found) in _HARMLESS:
                 return found
-        found = ask(value, name)
+        found = original(value, name)
         if decision is None and len(known) < _NAMES:
             known[kind, name] = decided = _decided(environment, value, name, found)
             if decided == _KEY:
@@ -61,14 +61,14 @@ def _look_up(environment: Environment) -> Callable[[Any, str], Any]:
 
 
 def _decided(environment: Environment, value: Any, name: str, found: Any) -> int:
-    """Classify how the sandbox resolved `found`; `_ASK` unless the decision holds for all values of this type."""
+    """Classify how the sandbox resolved `found`; `_CALL` unless the decision holds for all values of this type."""
     from jinja2.runtime import LoopContext
     from jinja2.utils import Namespace
 
     if type(value) in _PLAIN:
         if not hasattr(value, name):
-            return _KEY if type(value) is dict else _ASK
+            return _KEY if type(value) is dict else _CALL
         member = getattr(value, name)
-        return _MEMBER if type(found) is type(member) and found == member else _ASK
+        return _MEMBER if type(found) is type(member) and found == member else _CALL
     allowed = isinstance(value, LoopContext | Namespace) and environment.is_safe_attribute(value, name, None)
-    return _STATE if allowed else _ASK
+    return _STATE if allowed else _CALL

@@ -16,9 +16,9 @@ from rollout_server.edge.tokens.short_form import shortened
 from rollout_server.edge.tokens.turn_boundary import Render, RenderedTurn, environment_text, new_mark
 from rollout_server.runtime.errors import RolloutFailed
 
-_SAID = "Qf7xSaidByTheModel"
-_ASKED: Fields = {"role": "user", "content": "Hello"}
-_ANSWERED: Fields = {"role": "assistant", "content": _SAID}
+_CONTENT = "Qf7xSaidByTheModel"
+_USER: Fields = {"role": "user", "content": "Hello"}
+_ASSISTANT: Fields = {"role": "assistant", "content": _CONTENT}
 _CALL_ID = "a1b2c3d4"  # with a number appended, 9 characters: Mistral's templates refuse ids of another length
 _LONGEST_EXAMPLE = 160
 _LONGEST_COUNT = 32
@@ -99,13 +99,13 @@ def probe(
     if refusal and not _refusal(tooled):  # the template works only with tools
         render, refusal = tooled, ""
     closers = _Closers(special, eos)
-    final = closers.stop(render, [_ASKED, _ANSWERED], _ASKED)
-    rounds = {form: _round(1, form, _SAID) for form in Arguments}
-    texts = {form: _try(tooled, [_ASKED, *messages]) for form, messages in rounds.items()}
+    final = closers.stop(render, [_USER, _ASSISTANT], _USER)
+    rounds = {form: _round(1, form, _CONTENT) for form in Arguments}
+    texts = {form: _try(tooled, [_USER, *messages]) for form, messages in rounds.items()}
     accepted = frozenset(form for form, text in texts.items() if text is not None)
-    shown = [rounds[form] for form, text in texts.items() if _SAID in (text or "")]
+    shown = [rounds[form] for form, text in texts.items() if _CONTENT in (text or "")]
     opens_next = final is not None and final.opens_next
-    found = (closers.stop(tooled, [_ASKED, call], result, opens_next=opens_next) for call, result in shown)
+    found = (closers.stop(tooled, [_USER, call], result, opens_next=opens_next) for call, result in shown)
     calls = next((stop for stop in found if stop is not None), None) if shown else final
     first = TemplateTraits(final, calls, accepted, refusal=refusal)
     short = literals is not None and all(_short_form_holds(each, first, literals) for each in {render, tooled})
@@ -123,9 +123,9 @@ class _Closers:
         self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def stop(
-        self, render: Render, said: Sequence[Fields], following: Fields, *, opens_next: bool = False
+        self, render: Render, conversation: Sequence[Fields], following: Fields, *, opens_next: bool = False
     ) -> StopToken | None:
-        """Return the special token that ends the assistant message `said[-1]`; None if no special token ends it.
+        """Return the special token that ends the assistant message `conversation[-1]`; None if no special token ends it.
 
         After a message a template may write several special tokens, whether or not another message follows. DeepSeek writes
         `<｜tool▁calls▁end｜><｜end▁of▁sentence｜>` after tool calls: the first ends the calls, the second the completion. If `eos`
@@ -135,11 +135,11 @@ class _Closers:
         which is the first special token before the content of `following`. If `opens_next` is True, final completions were
         found to work this way, so special tokens directly after a tool call only end the call.
         """
-        text = _behind(_try(render, [*said, following]))
+        text = _behind(_try(render, [*conversation, following]))
         if text is None:
             return None
         found = list(self._any.finditer(text))
-        alone = _try(render, said, generation_prompt=False) or ""
+        alone = _try(render, conversation, generation_prompt=False) or ""
         ends = self._any.findall(_behind(alone) or "")
         # Special tokens that follow the content with and without a next message belong to this message.
         own = [match[0] for match, end in takewhile(lambda pair: pair[0][0] == pair[1], zip(found, ends, strict=False))]
@@ -154,21 +154,21 @@ class _Closers:
         if self._eos in own:
             return self._stops[self._eos]
         # Some templates write a generation prompt even if none is requested: its special tokens do not close this message.
-        closing = own[: max(1, len(ends) - len(self._any.findall(_opening(render, alone, said))))]
+        closing = own[: max(1, len(ends) - len(self._any.findall(_opening(render, alone, conversation))))]
         return self._stops[closing[-1]]
 
 
-def _opening(render: Render, alone: str, said: Sequence[Fields]) -> str:
+def _opening(render: Render, alone: str, conversation: Sequence[Fields]) -> str:
     """Return the generation prompt at the end of `alone` that the template writes although none was requested; else ""."""
-    if alone != _try(render, said):
+    if alone != _try(render, conversation):
         return ""
-    prompt = _try(render, said[:-1]) or ""
+    prompt = _try(render, conversation[:-1]) or ""
     return alone[len(alone) - common_prefix(prompt[::-1], alone[::-1]) :]
 
 
 def _behind(text: str | None) -> str | None:
     """Return the text after the last occurrence of the probe's content."""
-    return text.rpartition(_SAID)[2] if text is not None and _SAID in text else None
+    return text.rpartition(_CONTENT)[2] if text is not None and _CONTENT in text else None
 
 
 def _short_form_holds(render: Render, probed: TemplateTraits, literals: Literals) -> bool:
@@ -198,11 +198,11 @@ def _inside(render: Render, probed: TemplateTraits, special: Mapping[int, str]) 
     both: Fields = {**call, "tool_calls": [*_calls(call), *_calls(_round(2, probed.preferred)[0])]}
     second: Fields = {**result, "tool_call_id": f"{_CALL_ID}2"}
     for completion, following in (
-        ({**_ANSWERED, **thought}, [_ASKED]),
+        ({**_ASSISTANT, **thought}, [_USER]),
         ({**call, **thought}, [result]),
         (both, [result, second]),
     ):
-        turn = _rendered(render, [_ASKED, completion, *following], 1)
+        turn = _rendered(render, [_USER, completion, *following], 1)
         stop = probed.stop(calls="tool_calls" in completion)
         text = None if turn is None or stop is None else environment_text(turn, stop.text)
         if turn is None or stop is None or text is None:
@@ -229,24 +229,24 @@ def _histories(probed: TemplateTraits, literals: Literals) -> Iterator[tuple[lis
     written in it, so the longest conversation exceeds the largest of those numbers.
     """
     system: Fields = {"role": "system", "content": "Be brief."}
-    thought: Fields = {**_ANSWERED, "reasoning_content": "Let me see."}
-    for start in ([_ASKED], [system, _ASKED], [_ASKED, thought, _ASKED]):
+    thought: Fields = {**_ASSISTANT, "reasoning_content": "Let me see."}
+    for start in ([_USER], [system, _USER], [_USER, thought, _USER]):
         rounds = [_round(number, probed.preferred) for number in (1, 2, 3)]
         rounds[1][0] = {**rounds[1][0], "content": "Let me look."}
         for messages in accumulate(rounds, initial=list(start)):
             if len(messages) > len(start):
                 yield messages, len(messages) - 2
-            yield [*messages, _ANSWERED, _ASKED], len(messages)
+            yield [*messages, _ASSISTANT, _USER], len(messages)
     most = max((number for number in literals.numbers if number <= _LONGEST_COUNT), default=1)
-    for rounds in ([_round(1, probed.preferred)], [[_ANSWERED, _ASKED]]):
+    for rounds in ([_round(1, probed.preferred)], [[_ASSISTANT, _USER]]):
         for count in range(1, most + 4):
-            messages = [_ASKED, *rounds[0] * count]
+            messages = [_USER, *rounds[0] * count]
             yield messages, len(messages) - 2
 
 
-def _round(number: int, form: Arguments, said: str = "x") -> list[Fields]:
+def _round(number: int, form: Arguments, content: str = "x") -> list[Fields]:
     """Return a tool call and its result."""
-    arguments: JSON = f'{{"value": "{said}"}}' if form is Arguments.RECEIVED else {"value": said}
+    arguments: JSON = f'{{"value": "{content}"}}' if form is Arguments.RECEIVED else {"value": content}
     call: JSON = {
         "id": f"{_CALL_ID}{number}",
         "type": "function",
@@ -260,16 +260,14 @@ def _round(number: int, form: Arguments, said: str = "x") -> list[Fields]:
 
 def _refusal(render: Render) -> str:
     try:
-        render([_ASKED], True)
-        text = render([_ASKED, _ANSWERED, _ASKED], True)
+        render([_USER], True)
+        text = render([_USER, _ASSISTANT, _USER], True)
     except RolloutFailed as failed:
-        return (
-            f"{failed.failure.message} (tried with {_ASKED['content']!r} from a user, a completion, and the same again)"
-        )
-    if _SAID in text:
+        return f"{failed.failure.message} (tried with {_USER['content']!r} from a user, a completion, and the message again)"
+    if _CONTENT in text:
         return ""
     shown = text[-_LONGEST_EXAMPLE:]
-    return f"the chat template drops earlier messages: the completion {_SAID!r} is missing in {shown!r}"
+    return f"the chat template drops earlier messages: the completion {_CONTENT!r} is missing in {shown!r}"
 
 
 def _try(render: Render, messages: Sequence[Fields], *, generation_prompt: bool = True) -> str | None:
