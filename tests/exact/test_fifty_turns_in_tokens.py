@@ -104,7 +104,7 @@ async def test_token_mode(family: Family, tmp_path: Path) -> None:
         assert verdict is not None
         if not at.rendered:
             assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_TOKENIZER
-            assert "shows no place at which the last answer ends" in outcome.failure.message
+            assert "does not show where the last completion ends" in outcome.failure.message
             return
         assert (outcome.failure.message, verdict.refusals) == ("", ())
         assert len(verdict.turns) == len(at.conversation.exchanges)

@@ -127,7 +127,7 @@ every = pytest.mark.parametrize("dialect", ["http_plain", "http_masked", "openai
 async def test_far_too_many_calls_end_the_rollout_and_none_runs(client: AsyncClient, dialect: str) -> None:
     outcome = await roll(client, answer(calling(20_000)), dialect)
     assert outcome.failure.category == VALIDATION
-    assert f"tool_calls holds 20000 calls, at most {MOST} are read" in outcome.failure.message
+    assert f"tool_calls contains 20000 calls; at most {MOST} are read" in outcome.failure.message
     assert "`limits.calls_per_turn`" in outcome.failure.message
     assert not BEAT.begun
 
@@ -235,7 +235,7 @@ async def test_an_answer_is_read_up_to_its_limit_of_bytes(client: AsyncClient) -
             sent += 2**20
 
     outcome = await roll(client, flood)
-    assert f"the answer is larger than {ANSWER_BYTES} bytes" in outcome.failure.message
+    assert f"the response is larger than {ANSWER_BYTES} bytes" in outcome.failure.message
     assert sent < ANSWER_BYTES + 32 * 2**20  # data in the system's buffers on its way
 
 
@@ -251,7 +251,7 @@ async def test_informational_responses_without_end(client: AsyncClient, dialect:
             sent += 1000
 
     outcome = await roll(client, hint, dialect)
-    assert "more than 16 informational responses came instead of an answer" in outcome.failure.message
+    assert "the target sent more than 16 informational responses" in outcome.failure.message
     assert sent * 28 < 32 * 2**20
 
 
@@ -317,8 +317,8 @@ def in_parts(*parts: object, text: str = "") -> Callable[[pb.CompleteRequest, pb
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        (chatting(2000), f"tool_calls holds 2000 calls, at most {MOST} are read"),
-        (written(2000), f"tool_calls holds 2000 calls, at most {MOST} are read"),
+        (chatting(2000), f"tool_calls contains 2000 calls; at most {MOST} are read"),
+        (written(2000), f"tool_calls contains 2000 calls; at most {MOST} are read"),
         (chatting(40_000), f"more than {MESSAGE_VALUES} fields"),
         (in_parts(text="x" * (MESSAGE_BYTES + 1)), f"at most {MESSAGE_BYTES} are read"),
         (in_parts(*[{"n": [1] * 40_000}] * 2), f"more than {MESSAGE_VALUES} values"),
@@ -382,5 +382,5 @@ async def test_a_stream_answers_with_too_many_calls() -> None:
     """A completion on a trainer's own stream is parsed already; its calls are counted before they are read."""
     response = pb.CompleteResponse()
     chatting(2000)(pb.CompleteRequest(), response)
-    with pytest.raises(MalformedCompletion, match="tool_calls holds 2000 calls"):
+    with pytest.raises(MalformedCompletion, match="tool_calls contains 2000 calls"):
         completion_from_proto(response, MOST)

@@ -358,7 +358,7 @@ async def test_a_trainer_that_counts_masks_has_one_conversation(open_place: Open
     place = await open_place(Loop(play))
     told = await place.masked("three")
     assert (told["status"], told["extra_fields"]["error_category"]) == ("ERROR", "validation_error")
-    assert "Several conversations need a trainer that speaks gRPC" in told["error_message"]
+    assert "For several conversations use a gRPC trainer" in told["error_message"]
     assert len(place.requests("three")) <= 1
 
 

@@ -17,17 +17,17 @@ def test_lines_are_objects_or_lists(tmp_path: Path) -> None:
     lines = [f"[{ASKED}, {SAID}, {ASKED}]", "", f'{{"messages": [{ASKED}, {SAID}, {ASKED}], "tools": []}}']
     path.write_text("\n".join(lines), encoding="utf-8")
     one, other = read_conversations(path)
-    assert (one.kind, one.tools) == ("yours, line 1", TOOLS)
-    assert (other.kind, other.tools, len(other.messages)) == ("yours, line 3", (), 3)
+    assert (one.kind, one.tools) == ("custom, line 1", TOOLS)
+    assert (other.kind, other.tools, len(other.messages)) == ("custom, line 3", (), 3)
     verdict = checked(TOY_TOKENIZER, more=[one, other])
-    assert [row.kept for row in verdict.rows if row.kind.startswith("yours")] == [1, 1]
+    assert [row.kept for row in verdict.rows if row.kind.startswith("custom")] == [1, 1]
 
 
 def test_what_cannot_be_rendered_is_refused_not_failed(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     picture = '{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}'
     path.write_text(f'[{picture}, {SAID}, {ASKED}]\n[{ASKED}, {SAID}, {{"role": "user", "content": "\\ud800"}}]')
-    rows = [row for row in checked(TOY_TOKENIZER, more=read_conversations(path)).rows if row.kind.startswith("yours")]
+    rows = [row for row in checked(TOY_TOKENIZER, more=read_conversations(path)).rows if row.kind.startswith("custom")]
     assert [row.boundaries for row in rows] == [0, 0]
     assert "not text (image_url)" in rows[0].refused[0]
     assert "surrogate" in rows[1].refused[0]
@@ -36,13 +36,13 @@ def test_what_cannot_be_rendered_is_refused_not_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "holds no conversation"),
+        ("", "contains no conversation"),
         ("{", "line 1"),
         ("\n[]", "line 2: a list of messages is needed"),
         ('["Hi"]', r"messages\[0\] is not an object"),
         ('[{"content": "Hi"}]', r'messages\[0\]: "role" is missing'),
         (f'{{"messages": [{ASKED}], "tools": 5}}', "tools is not a list"),
-        (f"[{ASKED}, {SAID}]", "no message follows an answer"),
+        (f"[{ASKED}, {SAID}]", "no message follows an assistant message"),
     ],
 )
 def test_the_line_is_named(tmp_path: Path, text: str, reason: str) -> None:

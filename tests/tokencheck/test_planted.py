@@ -28,7 +28,7 @@ def found(verdict: TemplateReport) -> set[Cause | TemplateFault]:
 def test_history_that_is_dropped_is_refused_with_an_example() -> None:
     verdict = planted((LOOP, "{%- for message in messages[-1:] -%}"))
     assert (verdict.usable, verdict.stable) == (False, False)
-    assert "leaves out what was said before" in verdict.refusal
+    assert "drops earlier messages" in verdict.refusal
 
 
 def test_history_that_is_dropped_after_a_while() -> None:
@@ -87,7 +87,7 @@ def test_tools_that_are_refused() -> None:
     verdict = planted((LOOP, "{%- if tools or messages | selectattr('role', 'equalto', 'tool') | list -%}"
                        "{{- raise_exception('No tools here, please.') -}}{%- endif -%}" + LOOP))  # fmt: skip
     assert verdict.stable
-    assert any("no tools are called" in text for text in verdict.conditions)
+    assert any("the agent calls no tools" in text for text in verdict.conditions)
     refused = {row.kind: row.refused for row in verdict.rows if row.refused}
     assert refused["one call"] == ("No tools here, please.",)
     assert "no tools given" not in {kind for kind, row in refused.items() if len(row) > 1}
@@ -187,7 +187,7 @@ def test_an_answer_that_the_next_message_ends() -> None:
     assert verdict.stops.final.text == "<|endoftext|>"
     assert found(verdict) == set()
     assert any("eos_token" in text for text in verdict.cautions)
-    assert any("the next message does" in text for text in verdict.cautions)
+    assert any("the first token of the next message" in text for text in verdict.cautions)
 
 
 def test_tool_results_that_are_left_out() -> None:

@@ -1,4 +1,5 @@
-"""Whether a tokenizer and its chat template are safe for training on token masks: simulated hard conversations.
+"""Check whether a tokenizer and its chat template are safe for training with token masks, by simulating hard conversations.
 
-It needs no server and no trainer. Nothing in it knows a model by name: what a template does is found by rendering.
+The check needs no server and no trainer. It contains no rules for particular models: it finds a template's behaviour by
+rendering.
 """

@@ -1,4 +1,4 @@
-"""What was found where a completion ends and the next prompt begins."""
+"""Results at a turn boundary: the place where a completion ends and the next prompt continues."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout_server.tokencheck.model_output import Writing
 
 
 class Cause(Enum):
-    """Why a conversation that is rendered anew does not begin with the tokens that were there."""
+    """Why the full rendering of a later prompt does not begin with the tokens that the rollout holds."""
 
     RETOKENISED = "retokenised"
     THINKING = "thinking dropped"
@@ -24,7 +24,7 @@ class Cause(Enum):
 
 
 class Mask(Enum):
-    """What a trainer that counts by the growth of its rendering makes of a boundary."""
+    """The result of a trainer that computes mask lengths from the growth of its rendering."""
 
     RIGHT = "right"
     TOKENS = "right length, wrong tokens"
@@ -34,7 +34,7 @@ class Mask(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where reference and rendering diverge: the first token that differs, and the text around it on both sides."""
+    """The first token at which reference and rendering differ, with the surrounding text of both."""
 
     cause: Cause
     index: int
@@ -47,12 +47,12 @@ class TurnBoundary:
     """One boundary.
 
     Args:
-        kind: of the conversation.
-        message_index: the index of the message that ends there.
-        added: how many tokens the reference has there, a stop that the completion lacked included.
-        counted: how many a trainer counts that renders everything anew.
-        divergence: None where the rendering equals the reference.
-        short_form: rendering what follows the answer behind a short history gives the same; None where it gives nothing.
+        kind: the kind of conversation.
+        message_index: index of the message that ends there.
+        added: number of tokens in the reference, including a stop token that the completion lacked.
+        counted: number of tokens counted by a trainer that renders the whole conversation in each turn.
+        divergence: None if the rendering equals the reference.
+        short_form: True if the environment is the same after a short history; None if the short history gives no result.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class TurnBoundary:
 
     @property
     def mask(self) -> Mask:
-        """What counting by lengths comes to."""
+        """The result of counting by lengths."""
         if self.counted < 0:
             return Mask.NEGATIVE
         if self.counted != self.added:
@@ -74,17 +74,17 @@ class TurnBoundary:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedConversation:
-    """A conversation that was simulated.
+    """A simulated conversation.
 
     Args:
-        kind: of the conversation.
-        form: in which a trainer's rendering had the arguments of calls.
-        writing: how the answers were written.
-        boundaries: in order, as far as it could be simulated.
-        refused: the template's error, where it refuses the conversation or the rest of it.
-        uncut: indices of answers behind which no place was found at which the environment begins.
-        left_out: what the template does not render, in words.
-        unprompted: an answer that is not rendered with the generation prompt before it: the prompt's end, and what stands there.
+        kind: the kind of conversation.
+        form: the form of tool call arguments in the trainer's rendering.
+        writing: how the completions were written.
+        boundaries: in order, as far as the simulation got.
+        refused: the template's error if it refuses the conversation or its rest; otherwise empty.
+        uncut: indices of completions after which no turn boundary was found.
+        left_out: the kinds of content that the template does not render.
+        unprompted: for a completion that is not rendered after its generation prompt: (end of the prompt, text in its place).
     """
 
     kind: str

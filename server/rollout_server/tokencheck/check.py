@@ -1,4 +1,4 @@
-"""The check: all conversations, in both forms of arguments, with completions written in three ways, and the counts over them."""
+"""Run the check: all conversations, both forms of arguments, three ways of writing completions, and the counts over them."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from rollout_server.tokencheck.template import Template
 from rollout_server.tokencheck.template_traits import ArgumentsTrait, Traits, find_traits
 
 _SWITCHES = 6
-"""How many variables of a template are tried: each simulates everything twice."""
+"""Maximum number of template variables to try. Each one runs all simulations twice more."""
 _CONTROLS = 12
-"""How many special tokens somebody types, besides the stops."""
+"""Number of special tokens in the text of messages, in addition to the stop tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is looked at.
+    """The tokenizer and template to check.
 
     Args:
-        tokenizer: with the template that is looked at.
-        name: of the tokenizer, for people.
-        template: what the template is called, for people.
-        ends: ids at which the model's generation config stops.
-        template_kwargs: what the template is given besides, in every rendering.
+        tokenizer: with the template to check.
+        name: display name of the tokenizer.
+        template: display name of the template.
+        template_kwargs: template variables for every rendering.
+        ends: stop ids of the model's generation config.
     """
 
     tokenizer: ChatTokenizer
@@ -49,20 +49,20 @@ class Subject:
 
 
 def check(subject: Subject, more: Sequence[CheckConversation] = ()) -> TemplateReport:
-    """Simulates the hard conversations and then `more`, and reports what was found. Takes seconds.
+    """Simulate the built-in conversations and then `more`, and return the report. Takes seconds.
 
-    Raises `RolloutFailed` (VALIDATION) for template arguments that are not the template's.
+    Raises `RolloutFailed` (VALIDATION) for template variables that a rollout may not set.
     """
     with ThreadPoolExecutor(1) as executor:
         loaded = LoadedTokenizer(subject.name, subject.tokenizer, executor, subject.ends)
-        Renderer(loaded, (), subject.template_kwargs)  # refuses arguments with which a rollout would be refused
+        Renderer(loaded, (), subject.template_kwargs)  # raises for the template variables that a rollout may not set
         frame = Frame(None, subject.template_kwargs)
         template = Template(loaded, subject.tokenizer.added_tokens_decoder, frame)
         return _report(subject, template, [*hard_conversations(_controls(template)), *more])
 
 
 def _controls(template: Template) -> list[str]:
-    """Control tokens that somebody may type: the stops and some others."""
+    """Return control tokens to put into the text of messages: the stop tokens and some others."""
     texts = [stop.text for stop in template.loaded.probed.stops]
     return list(dict.fromkeys((*texts, *sorted(template.special)[:_CONTROLS], *texts)))
 
@@ -101,7 +101,7 @@ def _report(subject: Subject, template: Template, conversations: Sequence[CheckC
 
 
 def _forms(found: Traits) -> list[Arguments]:
-    """The forms of arguments that the template takes; that of the wire comes first."""
+    """Return the forms of arguments that the template accepts. The form that the API carries comes first."""
     taken = [
         form for form in (Arguments.RECEIVED, Arguments.PARSED) if found.arguments[form] is not ArgumentsTrait.REFUSED
     ]
@@ -116,16 +116,18 @@ def _simulate(
         if conversation.has_calls:
             yield from simulator.simulate(conversation, forms, writings)
             continue
-        for simulated in simulator.simulate(conversation, forms[:1], writings):  # without calls the forms are the same
+        for simulated in simulator.simulate(
+            conversation, forms[:1], writings
+        ):  # without calls both forms render the same
             yield from (replace(simulated, form=form) for form in forms)
 
 
 def _try_switches(
     template: Template, found: Traits, conversations: Sequence[CheckConversation], best: Sequence[SimulatedConversation]
 ) -> dict[str, int]:
-    """How many boundaries diverge when a variable that the template reads is set to true or false.
+    """Return the number of diverging boundaries for each template variable set to true or false.
 
-    Settings with which it refuses more than before do not count.
+    Settings with which the template refuses more conversations than before are skipped.
     """
     compared = sum(len(each.boundaries) for each in best)
     divergences: dict[str, int] = {}
@@ -146,7 +148,7 @@ def _eos(tokenizer: ChatTokenizer) -> StopToken | None:
 
 
 def count_divergences(simulated: Iterable[SimulatedConversation]) -> int:
-    """At how many boundaries the template is at fault. What the tokenizer alone does is not its doing."""
+    """Return the number of boundaries at which the template causes a divergence. Retokenization is not caused by the template."""
     return sum(
         boundary.divergence is not None and boundary.divergence.cause is not Cause.RETOKENISED
         for each in simulated
@@ -157,18 +159,18 @@ def count_divergences(simulated: Iterable[SimulatedConversation]) -> int:
 def select_simulated(
     simulated: Iterable[SimulatedConversation], form: Arguments, *writings: Writing
 ) -> list[SimulatedConversation]:
-    """Those in a form and some way of writing."""
+    """Return the conversations with this form and one of these ways of writing."""
     return [each for each in simulated if each.form is form and each.writing in writings]
 
 
 def short_form_counts(simulated: Iterable[SimulatedConversation]) -> ShortForm:
-    """How often the short form was compared with the full rendering, and how often it was the same."""
+    """Return how often the short form was compared with the full rendering, and how often both were equal."""
     comparisons = [b.short_form for each in simulated for b in each.boundaries if b.short_form is not None]
     return ShortForm(len(comparisons), sum(comparisons))
 
 
 def form_counts(simulated: Sequence[SimulatedConversation]) -> tuple[FormCounts, ...]:
-    """By form and writing, where anything was compared."""
+    """Return the mask counts by form and writing, for combinations with at least one boundary."""
     found = []
     for form in Arguments:
         for writing in Writing:
@@ -181,7 +183,7 @@ def form_counts(simulated: Sequence[SimulatedConversation]) -> tuple[FormCounts,
 
 
 def report_rows(simulated: Sequence[SimulatedConversation], form: Arguments) -> tuple[ReportRow, ...]:
-    """By kind, in the order in which they were simulated."""
+    """Return one row per kind of conversation, in the order of simulation."""
     kinds = dict.fromkeys(each.kind for each in simulated)
     return tuple(_row(kind, [each for each in simulated if each.kind == kind], form) for kind in kinds)
 

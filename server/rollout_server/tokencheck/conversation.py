@@ -1,4 +1,4 @@
-"""Conversations to render with a template, as they stand on the wire, and those of a file: one JSON value on each line."""
+"""Conversations to render with a template, built-in or read from a JSON lines file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUMBER: JSON = {"type": "number"}
 _TEXT: JSON = {"type": "string"}
 
 
-KIND = "yours"
+KIND = "custom"
 
 
 def _tool(name: str, description: str, properties: dict[str, JSON]) -> Fields:
@@ -30,13 +30,13 @@ TOOLS: tuple[Fields, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class CheckConversation:
-    """Messages, and what is known of how they came about.
+    """A conversation in the format of the API, with facts about its origin.
 
     Args:
-        kind: the row that it counts in.
-        messages: `arguments` are text, spelled as the model did.
-        tools: as OpenAI writes function tools; None and an empty list are not the same to every template.
-        cut: indices of answers that were cut by length, so that the model wrote no stop.
+        kind: the row of the report that it belongs to.
+        messages: tool call `arguments` are JSON text as the model wrote it.
+        tools: in OpenAI's format for function tools. Some templates render None and an empty list differently.
+        cut: indices of completions that were cut at `max_tokens`, so that the model wrote no stop token.
     """
 
     kind: str
@@ -46,44 +46,44 @@ class CheckConversation:
 
     @property
     def completions(self) -> tuple[int, ...]:
-        """Indices of the model's messages."""
+        """Indices of the assistant messages."""
         return tuple(i for i, message in enumerate(self.messages) if message.get("role") == "assistant")
 
     @property
     def has_calls(self) -> bool:
-        """Whether the model calls a tool anywhere in it."""
+        """True if any message has tool calls."""
         return any(map(has_calls, self.messages))
 
     def normal(self) -> CheckConversation | None:
-        """The same with arguments spelled as most templates spell an object. None where one cannot be spelled so."""
+        """Return the conversation with arguments in the spelling of most templates; None if JSON cannot express one of them."""
         try:
             return replace(self, messages=tuple(map(_normal, self.messages)))
         except ValueError:
             return None
 
     def end(self, last: int) -> int:
-        """How many messages there are when the model is asked again after `messages[answered]`."""
+        """Return the number of messages in the next prompt after `messages[last]`."""
         return next((index for index in self.completions if index > last), len(self.messages))
 
 
 def template_spelling(arguments: str) -> str:
-    """A JSON object as most templates spell it. Raises ValueError for other texts, and for numbers that JSON cannot spell."""
+    """Return a JSON object in the spelling of most templates. Raises ValueError for other texts and for non-finite numbers."""
     return json.dumps(parse_object(arguments), ensure_ascii=False, allow_nan=False)
 
 
 def arguments_of(message: Fields) -> list[str]:
-    """The arguments of its calls, where they are text."""
+    """Return the arguments of the message's calls that are text."""
     texts = [function.get("arguments") for function in _functions(message)]
     return [arguments for arguments in texts if isinstance(arguments, str)]
 
 
 def tool_names(message: Fields) -> list[str]:
-    """The tools that it calls."""
+    """Return the names of the called tools."""
     return [str(function.get("name")) for function in _functions(message)]
 
 
 def reasoning_of(message: Fields) -> str:
-    """What the model thought before it answered, wherever it stands; empty: nothing."""
+    """Return the model's reasoning, from `reasoning_content` or from `<think>` in the content; "" if there is none."""
     reasoning = message.get("reasoning_content")
     if isinstance(reasoning, str) and reasoning.strip():
         return reasoning.strip()
@@ -112,19 +112,20 @@ def _normal_call(call: JSON) -> JSON:
         return call
     try:
         arguments = template_spelling(function["arguments"])
-    except MalformedMessage:  # not an object, so that no parser would touch it
+    except MalformedMessage:  # not a JSON object: a tool call parser would pass it on unchanged
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def read_conversations(path: Path) -> list[CheckConversation]:
-    """Each line is an object with `messages` and perhaps `tools`, or a list of messages, which are given the built-in tools.
+    """Read conversations from a JSON lines file.
 
-    Raises ValueError that names the line, and what cannot be read of it; OSError where there is no such file.
+    Each line is an object with `messages` and optionally `tools`, or a list of messages, which get the built-in tools. Raises
+    ValueError with the line and the error, and OSError if the file cannot be read.
     """
     found = list(_lines(path))
     if not found:
-        raise ValueError(f"{path} holds no conversation")
+        raise ValueError(f"{path} contains no conversation")
     return found
 
 
@@ -133,7 +134,7 @@ def _lines(path: Path) -> Iterator[CheckConversation]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not UTF-8") from None
-    # Only a line feed ends a line: JSON strings may hold the other characters at which `splitlines` cuts.
+    # Split at line feeds only: JSON strings may contain other characters that `splitlines` splits at, such as U+2028.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -162,5 +163,5 @@ def _conversation(value: JSON, kind: str) -> CheckConversation:
         kind, tuple(fields), tools if tools is None else tuple(t for t in tools if isinstance(t, dict))
     )
     if not any(index + 1 < len(fields) for index in conversation.completions):
-        raise MalformedMessage("no message follows an answer of the role assistant, so there is nothing to look at")
+        raise MalformedMessage("no message follows an assistant message, so there is no turn boundary to check")
     return conversation

@@ -1,4 +1,4 @@
-"""Why a rendering diverges from the reference tokens, found from the first character that differs."""
+"""Classify why a rendering diverges from the reference tokens, from the first differing character."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rollout_server.tokencheck.reference_tokens import ReferenceSpan, ReferenceT
 from rollout_server.tokencheck.template import RenderedConversation, Template
 
 _BEFORE, _BEHIND = 6, 14
-"""Tokens in the excerpts around the first that differs."""
+"""Tokens before and after the first difference in excerpts."""
 _ALIKE = 24
-"""Characters, white space apart, that tell a changed space from another text."""
+"""Number of non-space characters that must agree for a difference to count as changed white space."""
 
 
 def find_divergence(
@@ -26,7 +26,7 @@ def find_divergence(
     reference: ReferenceTokens,
     count: int,
 ) -> Divergence | None:
-    """How the prompt of `count` messages on `rendering` diverges from the reference; None where it equals it."""
+    """Return how the prompt of `count` messages diverges from the reference; None if it does not."""
     text = rendering.prompt(count)
     ids = rendering.encoded_prompt(count).ids
     if ids == reference.ids:
@@ -45,7 +45,7 @@ def _around(template: Template, ids: Tokens, index: int) -> str:
 
 
 class _DivergenceFinder:
-    """Finds why `text`, a later prompt, diverges: from the first character that differs, and what the reference has there."""
+    """Classify why `text`, a later prompt, diverges: from the first differing character and the region it has in the reference."""
 
     def __init__(
         self, conversation: CheckConversation, rendering: RenderedConversation, reference: ReferenceTokens, text: str
@@ -71,7 +71,7 @@ class _DivergenceFinder:
     def _reasoning_is_dropped(self, span: ReferenceSpan) -> bool:
         messages = self._conversation.messages
         reasoning = reasoning_of(messages[span.completion]) if span.completion < len(messages) else ""
-        if span.region is Region.COMPLETION:  # some templates write an empty thought, and drop it later
+        if span.region is Region.COMPLETION:  # Qwen3's template writes an empty <think></think>, and drops it later
             reasoning = reasoning or "</think>"
         return bool(reasoning) and self._text.count(reasoning) < self._reference.text.count(reasoning)
 
@@ -84,15 +84,17 @@ class _DivergenceFinder:
             return Cause.TWICE
         if any(start <= self._offset <= end for start, end in self._reference.arguments):
             return Cause.ARGUMENTS
-        ours, theirs = ("".join(text[self._offset :].split())[:_ALIKE] for text in (self._reference.text, self._text))
-        return Cause.SPACE if ours == theirs else Cause.HISTORY
+        expected, rendered = (
+            "".join(text[self._offset :].split())[:_ALIKE] for text in (self._reference.text, self._text)
+        )
+        return Cause.SPACE if expected == rendered else Cause.HISTORY
 
     def _begins(self, span: ReferenceSpan) -> bool:
-        """Whether nothing but white space of the environment stands before the place."""
+        """Return whether only white space of the environment precedes the difference."""
         return not self._reference.text[span.start : self._offset].strip()
 
     def _depends_on_tools(self, span: ReferenceSpan) -> bool:
-        """Whether that prompt would still stand at the start of the later one if no tools were given."""
+        """Return whether the earlier prompt would still be a prefix of the later one if no tools were given."""
         if self._conversation.tools is None:
             return False
         last = max(span.count for span in self._reference.spans)

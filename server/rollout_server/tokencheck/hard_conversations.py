@@ -1,4 +1,4 @@
-"""Conversations that templates and parsers find hard. Each kind is a row of the report."""
+"""Built-in conversations that are hard for templates and parsers. Each kind is a row of the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout_server.edge.tokens.rendering_form import Fields
 from rollout_server.tokencheck.conversation import CheckConversation
 
 _LINES = 869
-"""Of a long output, which has about 20,000 characters."""
+"""Lines of a long tool result of about 20,000 characters."""
 _SPACED = '{"a": 5, "b": 3}'
 _USER: Fields = {"role": "user", "content": "What is five plus three?"}
 _MORE: Fields = {"role": "user", "content": "And twice that?"}
@@ -20,12 +20,12 @@ _SIXTEEN: Fields = {"role": "assistant", "content": "Twice eight is sixteen."}
 
 
 def hard_conversations(controls: Sequence[str]) -> Iterator[CheckConversation]:
-    """All of them. `controls` are control tokens of the tokenizer, which somebody types into a message."""
+    """Yield all conversations. `controls` are control tokens of the tokenizer that occur in the text of messages."""
     yield from chain(_rounds(), _turns(), _thoughts(), _texts(controls), _arguments(), _contexts())
 
 
 def _call(arguments: str = _SPACED, number: int = 1, name: str = "add") -> JSON:
-    # Nine letters and digits, which is all that some templates take.
+    # Nine letters and digits: Mistral's templates refuse other ids.
     return {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

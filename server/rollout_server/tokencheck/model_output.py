@@ -1,7 +1,7 @@
-"""What a model writes as a completion: the text that its template renders for it, up to and with the stop.
+"""The completion that a model would write: the text that the template renders for the message, up to and including the stop token.
 
-Where a template shortens an answer (trims it, takes its thinking away), the model wrote the whole. What stands in the
-message is then put back in the place of what was left of it.
+If a template shortens a completion (trims it, drops its thinking), the model wrote the full text. The full content of the
+message then replaces what the template left of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OTHER: Fields = {"role": "assistant", "content": "Zq0AnotherAnswer"}
 
 
 class Writing(Enum):
-    """How a model's answers are written, as against how the template would write them."""
+    """How the simulated model writes completions, compared with the template."""
 
     TEMPLATE = "as the template"
     SPELLING = "own spelling"
@@ -32,13 +32,13 @@ class Writing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """An answer.
+    """A simulated completion.
 
     Args:
-        text: with its stop, unless it was cut.
-        stop: the text at its end that closes it; empty: none does.
-        arguments: from where to where in the text the arguments of calls stand.
-        found: all arguments stand in the text, in some spelling of theirs.
+        text: including the stop token, unless the completion was cut.
+        stop: the text of the stop token at its end; empty if there is none.
+        arguments: (start, end) of each call's arguments in `text`.
+        found: True if all arguments occur in `text`, in some spelling.
     """
 
     text: str
@@ -54,7 +54,7 @@ def write_output(
     position: int,
     writing: Writing,
 ) -> ModelOutput:
-    """The completion at `position`. `rendering` has the form in which arguments come out as models write them."""
+    """Return the completion at `position`. `rendering` must use the form in which arguments are spelled as models write them."""
     message, end = rendering.messages[position], conversation.end(position)
     stop = template.loaded.probed.stop(calls=has_calls(message))
     text, start = _closed_text(rendering, position, stop), _completion_start(template, rendering, position)
@@ -66,7 +66,10 @@ def write_output(
 
 
 def _closed_text(rendering: RenderedConversation, position: int, stop: StopToken | None) -> str:
-    """The conversation up to and with the answer, without a generation prompt, also where the template always writes one."""
+    """Return the conversation up to and including the completion, without a generation prompt.
+
+    Some templates add a generation prompt even if none is requested; it is cut off.
+    """
     text = rendering.history(position + 1)
     if stop is None or text != rendering.prompt(position + 1):
         return text
@@ -75,13 +78,14 @@ def _closed_text(rendering: RenderedConversation, position: int, stop: StopToken
 
 
 def _completion_start(template: Template, rendering: RenderedConversation, position: int) -> int:
-    """Where the answer begins in its rendering: behind its generation prompt, or what is left of that."""
+    """Return where the completion begins in its rendering: after its generation prompt, or after what the history keeps of it."""
     prompt, text = rendering.prompt(position), rendering.history(position + 1)
     shared = template.common_length(prompt, text)
     opening = prompt[common_prefix(prompt, rendering.history(position)) :]
     if shared >= len(prompt) - len(opening):
         return shared
-    # What came before was rewritten too. It is, behind another answer, in the same way.
+    # Earlier messages were rewritten too. A different completion causes the same rewriting, so the common prefix with a
+    # rendering that has another completion ends where this completion begins.
     try:
         other = rendering.render([*rendering.messages[:position], _OTHER], False)
     except RolloutFailed:
@@ -94,12 +98,12 @@ def _completion_start(template: Template, rendering: RenderedConversation, posit
 
 
 def _split_stop(template: Template, full: str, text: str, start: int, stop: StopToken | None) -> tuple[str, str]:
-    """The answer's body and its stop."""
+    """Return the completion's body and its stop token."""
     if found := _stop_span(template, text, start, stop):
         return text[start : found[0]], text[found[0] : found[1]]
     if stop is None:
         return text[start:].rstrip(), ""
-    # The next message's first token closes it.
+    # The first token of the next message closes the completion (GLM).
     at = full.find(stop.text, max(start, len(text.rstrip())))
     if full.startswith(text.rstrip()) and at >= 0 and not full[len(text.rstrip()) : at].strip():
         return full[start:at], stop.text
@@ -107,7 +111,7 @@ def _split_stop(template: Template, full: str, text: str, start: int, stop: Stop
 
 
 def _stop_span(template: Template, text: str, start: int, stop: StopToken | None) -> tuple[int, int] | None:
-    """Where the stop stands among the special tokens at the end. Some templates put another behind the whole text."""
+    """Return (start, end) of the stop token among the special tokens at the end; some templates write another one after it."""
     any_special = "|".join(re.escape(text) for text in sorted(template.special, key=len, reverse=True))
     if not any_special:
         return None
@@ -121,7 +125,7 @@ def _stop_span(template: Template, text: str, start: int, stop: StopToken | None
 
 
 def _restore_content(body: str, content: object) -> str:
-    """The body with the whole of what the model wrote in place of what the template left of it."""
+    """Return the body with the full content that the model wrote in place of what the template left of it."""
     if not isinstance(content, str) or not content.strip() or content in body:
         return body
     if content.strip() in body:
@@ -133,7 +137,7 @@ def _restore_content(body: str, content: object) -> str:
 def _spell_arguments(
     body: str, arguments: Sequence[str], *, respell: bool
 ) -> tuple[str, tuple[tuple[int, int], ...], bool]:
-    """The body, if wanted with arguments as the model spelled them; the places where they stand; whether all were found."""
+    """Return the body, the spans of the arguments, and whether all were found. `respell` restores the model's own spelling."""
     spans: list[tuple[int, int]] = []
     at, found_all = 0, True
     for text in arguments:
@@ -150,7 +154,7 @@ def _spell_arguments(
 
 
 def _spellings(arguments: str) -> list[str]:
-    """How a template may have spelled them."""
+    """Return the spellings that a template may have used."""
     try:
         value = json.loads(arguments)
     except ValueError:

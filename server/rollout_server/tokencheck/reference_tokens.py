@@ -1,4 +1,4 @@
-"""What a rollout holds that keeps tokens: the prompt, then by turns what the model wrote and what came after it."""
+"""The reference tokens: what an append-only rollout holds, which is the prompt and then completions and environments in turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollout_server.tokencheck.template import RenderedConversation, Template, i
 
 
 class Region(Enum):
-    """Whose text it is."""
+    """The origin of a span of text."""
 
     PROMPT = "prompt"
     GENERATION_PROMPT = "generation prompt"
@@ -28,7 +28,10 @@ class Region(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSpan:
-    """A span of the text. `completion` is the index of the message that it is or that comes next; `count` messages end with it."""
+    """A span of the text.
+
+    `completion`: index of the assistant message that the span is or precedes. `count`: number of messages up to its end.
+    """
 
     region: Region
     start: int
@@ -39,7 +42,7 @@ class ReferenceSpan:
 
 @dataclass(slots=True)
 class ReferenceTokens:
-    """The text so far, its ids and its spans, and from where to where in it arguments of calls stand."""
+    """The text so far with its token ids, spans, and the (start, end) of tool call arguments."""
 
     text: str = ""
     ids: Tokens = field(default_factory=pack_tokens)
@@ -47,23 +50,23 @@ class ReferenceTokens:
     arguments: list[tuple[int, int]] = field(default_factory=list)
 
     def append(self, region: Region, text: str, completion: int, count: int) -> None:
-        """Adds a span of text; its ids are added by themselves."""
+        """Append a span of text. The caller appends its ids separately."""
         if text:
             self.spans.append(ReferenceSpan(region, len(self.text), len(self.text) + len(text), completion, count))
             self.text += text
 
     def at(self, offset: int) -> ReferenceSpan:
-        """The span that a character is in; the last one for offsets behind all."""
+        """Return the span that contains a character; the last span for an offset after the end."""
         return next((span for span in self.spans if offset < span.end), self.spans[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceEnvironment:
-    """What came after an answer.
+    """The environment after a completion.
 
     Args:
-        tokens: how many, a stop that the answer lacked included.
-        short_form: whether rendering it behind a short history gives the same text; None where that gives no text.
+        tokens: number of tokens, including a stop token that the completion lacked.
+        short_form: whether the environment is the same after a short history; None if the short history gives no result.
     """
 
     tokens: int
@@ -71,12 +74,15 @@ class ReferenceEnvironment:
 
 
 class ReferenceBuilder:
-    """Builds the reference tokens of a conversation, turn by turn."""
+    """Build the reference tokens of a conversation, turn by turn."""
 
     def __init__(
         self, template: Template, conversation: CheckConversation, rendering: RenderedConversation, writing: Writing
     ) -> None:
-        """`rendering` renders in the form in which arguments come out as models write them. Raises `RolloutFailed` as it does."""
+        """Start with the first prompt. `rendering` must use the form in which arguments are spelled as models write them.
+
+        Raises `RolloutFailed` as `rendering` does.
+        """
         self._template, self._conversation, self._rendering, self._writing = template, conversation, rendering, writing
         self.reference = ReferenceTokens()
         first = conversation.completions[0]
@@ -86,7 +92,7 @@ class ReferenceBuilder:
         self._append_prompt(Region.PROMPT, text, first, first)
 
     def append_completion(self, position: int) -> tuple[ModelOutput, Tokens]:
-        """Appends the completion; what was written, and its ids."""
+        """Append the completion. Returns the output and its token ids."""
         reference = self.reference
         output = write_output(self._template, self._rendering, self._conversation, position, self._writing)
         body, stop = output.text.removesuffix(output.stop), output.stop
@@ -102,7 +108,7 @@ class ReferenceBuilder:
         return output, ids
 
     def append_environment(self, position: int, ids: Tokens) -> ReferenceEnvironment | None:
-        """Appends what comes after a completion of these ids. None where its place cannot be found."""
+        """Append the environment after a completion with these ids. Returns None if the turn boundary cannot be found."""
         end = self._conversation.end(position)
         rendering, probed, loaded = self._rendering, self._template.loaded.probed, self._template.loaded
         turn = RenderedTurn(
@@ -120,7 +126,9 @@ class ReferenceBuilder:
             added = loaded.encode(stop.text + (text or ""))
             if text is None or added[:1] != pack_tokens([stop.id]):
                 return None
-            added = added[1:]  # encoded behind the stop, because there are tokens that strip what follows them
+            added = added[
+                1:
+            ]  # encoded after the stop token, because some added tokens strip white space after them (Phi-3)
             cut = position in self._conversation.cut
             if not (ids and loaded.ends_completion(ids[-1], cut=cut)):
                 closing = pack_tokens([stop.id])
@@ -132,7 +140,7 @@ class ReferenceBuilder:
         return ReferenceEnvironment(len(closing) + len(added), short)
 
     def _generated_ids(self, body: str, stop: str) -> Tokens:
-        """What a model generates for that text. Its tokens do not reach back into the prompt."""
+        """Return the ids that a model generates for this text. Generated tokens never merge with the prompt's last token."""
         loaded, before = self._template.loaded, self.reference.ids
         self._last = loaded.grow(self._last, self.reference.text + body + stop)
         whole = self._last.ids
@@ -144,7 +152,7 @@ class ReferenceBuilder:
         return ids
 
     def _append_prompt(self, region: Region, text: str, completion: int, count: int) -> None:
-        """Appends text that ends with a generation prompt, as two pieces."""
+        """Append text that ends with a generation prompt, as two spans."""
         prompt_text = self._rendering.prompt(count)
         prompt = len(prompt_text) - common_prefix(prompt_text, self._rendering.history(count))
         border = len(text) - min(prompt, len(text))

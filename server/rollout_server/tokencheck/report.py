@@ -1,4 +1,4 @@
-"""What the check comes to."""
+"""The report of the check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout_server.tokencheck.template_traits import Traits
 
 
 class TemplateFault(Enum):
-    """What makes a template unsafe, besides the causes for which a rendering diverges from the reference."""
+    """Faults that make a template unsafe, other than the causes of divergence."""
 
     NO_STOP = "no stop"
     NO_PLACE = "no place to cut"
@@ -25,7 +25,7 @@ class TemplateFault(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Where something was seen: what was there, and what a rendering makes of it; `index` is the token at which they diverge."""
+    """An example: the expected text and the rendered text. `index` is the token at which they diverge."""
 
     kind: str
     truth: str
@@ -35,7 +35,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault, in words, at how many boundaries of how many, with an example of it."""
+    """A fault with its description, the number of boundaries it affects, and an example."""
 
     fault: Cause | TemplateFault
     text: str
@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """The worst count of a trainer that counts by lengths: at the boundary after message `answer`, in tokens."""
+    """The largest error of a trainer that counts by lengths, in tokens, at the boundary after message `answer`."""
 
     kind: str
     answer: int
@@ -56,7 +56,7 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class FormCounts:
-    """How a trainer counts that renders everything anew, with arguments in this form, when answers are written so."""
+    """The masks of a trainer that counts by lengths, for one form of arguments and one way of writing completions."""
 
     form: Arguments
     writing: Writing
@@ -65,23 +65,23 @@ class FormCounts:
 
     @property
     def boundaries(self) -> int:
-        """All that were compared."""
+        """Number of compared boundaries."""
         return sum(self.masks.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """A kind of conversation, in the form that suits the template best.
+    """One kind of conversation, in the form of arguments that suits the template best.
 
     Args:
-        boundaries: that were compared.
-        kept: at which the rendering is what was there.
-        causes: why it is not at the others.
-        masks: what counting by lengths comes to.
-        wrong_otherwise: wrong masks when answers are spelled or tokenised in another way than the template's, and of how many.
-        refused: the template's words, each once.
-        left_out: what it does not render.
-        uncut: conversations in which no place was found at which the environment begins.
+        boundaries: number of compared boundaries.
+        kept: number of boundaries at which the rendering equals the reference.
+        causes: why it differs at the others.
+        masks: the results of counting by lengths.
+        wrong_otherwise: (wrong masks, boundaries) for completions that are spelled or tokenized differently from the template.
+        refused: the template's error messages, each once.
+        left_out: kinds of content that the template does not render.
+        uncut: number of conversations in which a turn boundary was not found.
     """
 
     kind: str
@@ -97,7 +97,7 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """What closes answers, without calls and with calls, and the tokenizer's own end token."""
+    """The stop tokens of completions without and with tool calls, and the tokenizer's `eos_token`."""
 
     final: StopToken | None
     calls: StopToken | None
@@ -106,29 +106,30 @@ class Stops:
 
 @dataclass(frozen=True, slots=True)
 class ShortForm:
-    """At how many boundaries what follows an answer was rendered behind a short history too, and at how many it was the same."""
+    """Number of boundaries at which the short form was compared with the full rendering, and at which both were equal."""
 
     compared: int
     equal: int
 
     @property
     def holds(self) -> bool:
-        """No difference was seen."""
+        """True if boundaries were compared and none differed."""
         return 0 < self.compared == self.equal
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """Whether a tokenizer and its template are safe for training on token masks.
+    """Whether a tokenizer and its template are safe for training with token masks.
 
     Args:
-        refusal: why the server would not take them; empty: it does.
-        usable: it does, and conversations could be compared.
-        stable: a conversation that goes on is rendered as it was, and then some, if the conditions hold.
-        form: of arguments, the one in which least goes wrong.
-        generation_prompt: an answer that is not rendered behind its own generation prompt; None: each is.
-        short_form: the short form against the full rendering. Rollouts in which they differ render every turn in full.
-        switches_tried: template arguments that were tried, and how many boundaries part with them; only for unstable templates.
+        refusal: why the server would refuse them; empty if it accepts them.
+        usable: the server accepts them, and at least one boundary was compared.
+        stable: if the conditions hold, each later rendering begins with the earlier tokens.
+        form: the form of arguments with the fewest divergences.
+        generation_prompt: a completion that is not rendered after its generation prompt; None if there is none.
+        short_form: the short form compared with the full rendering. If they differ, rollouts render every turn in full.
+        switches_tried: template variables that were tried, with the number of diverging boundaries; only for unstable
+            templates.
     """
 
     tokenizer: str
@@ -151,7 +152,7 @@ class TemplateReport:
 
 
 def report_json(value: object) -> JSON:
-    """A report as JSON. Halves of surrogate pairs, which UTF-8 does not have, become question marks."""
+    """Return a report as JSON. Unpaired surrogates, which UTF-8 cannot encode, become question marks."""
     if isinstance(value, Enum):
         return report_json(value.value)
     if is_dataclass(value) and not isinstance(value, type):

@@ -1,4 +1,4 @@
-"""Simulates a conversation: at each boundary, the reference tokens against what a trainer renders and counts."""
+"""Simulate a conversation: at each turn boundary, compare the reference tokens with the rendering and count of a trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES = {"tool": "tool results", "system": "system messages", "user": "user mes
 
 
 class Simulator:
-    """Simulates conversations with one template. `natural` is the form in which arguments come out as models write them."""
+    """Simulate conversations with one template. `natural`: the form in which arguments are spelled as models write them."""
 
     def __init__(self, template: Template, natural: Arguments) -> None:
         self._template, self._natural = template, natural
@@ -28,9 +28,9 @@ class Simulator:
     def simulate(
         self, conversation: CheckConversation, forms: Sequence[Arguments], writings: Iterable[Writing]
     ) -> Iterator[SimulatedConversation]:
-        """The conversation as trainers see it that render arguments in each of the forms.
+        """Yield the conversation as rendered by trainers, for each form of arguments and each way of writing.
 
-        A way of writing is left out where answers cannot be written so, or would not be written differently.
+        A way of writing is skipped if completions cannot be written that way, or would not differ.
         """
         normal = conversation.normal()
         own, usual = (
@@ -70,7 +70,7 @@ class Simulator:
 
 
 class _RenderedForms:
-    """A conversation in each form, made when it is first looked at."""
+    """A conversation in each form of arguments, created on first use."""
 
     def __init__(self, template: Template, conversation: CheckConversation) -> None:
         self.conversation = conversation
@@ -78,14 +78,14 @@ class _RenderedForms:
         self._made: dict[Arguments, RenderedConversation] = {}
 
     def of(self, form: Arguments) -> RenderedConversation:
-        """Raises as `RenderedConversation` does."""
+        """Return the conversation in a form. Raises as `RenderedConversation` does."""
         if form not in self._made:
             self._made[form] = RenderedConversation(self._template, self.conversation, form)
         return self._made[form]
 
 
 class _Simulation:
-    """One conversation in one writing; of `forms`, the first is the natural one, which gives the reference for the second."""
+    """One conversation in one way of writing. `forms` is (natural, trainer's): the first gives the reference for the second."""
 
     def __init__(
         self, template: Template, renderings: _RenderedForms, forms: tuple[Arguments, Arguments], writing: Writing
@@ -99,7 +99,7 @@ class _Simulation:
         self.applicable = True
 
     def run(self) -> None:
-        """Raises `RolloutFailed` where the template refuses; what was found before stands."""
+        """Run the simulation. Raises `RolloutFailed` if the template refuses; earlier results remain valid."""
         conversation = self._conversation
         natural, form = self._forms
         rendering, natural_rendering = self._renderings.of(form), self._renderings.of(natural)
@@ -111,7 +111,8 @@ class _Simulation:
             self._check_rendering(rendering, position, end)
             output, ids = builder.append_completion(position)
             if self._writing is Writing.SPELLING and not output.found:
-                self.applicable = False  # a spelling of its own cannot be told in this template's way of writing calls
+                # This template's syntax for calls does not show the spelling of arguments, so there is nothing to vary.
+                self.applicable = False
                 return
             added = builder.append_environment(position, ids)
             if added is None:
@@ -124,7 +125,7 @@ class _Simulation:
             )
 
     def _record_uncut(self, rendering: RenderedConversation, position: int, end: int) -> None:
-        """No place was found, perhaps because what would stand there is not rendered at all."""
+        """Record that no turn boundary was found, or that the template does not render the next message at all."""
         following = rendering.messages[position + 1 : end]
         without = [*rendering.messages[: position + 1], *following[1:]]
         if following and rendering.render(without, True) == rendering.prompt(end):
@@ -141,7 +142,7 @@ class _Simulation:
 
 
 def _omissions(rendering: RenderedConversation, history: str, full: str, position: int, end: int) -> Iterator[str]:
-    """What of an answer and of the messages around it is nowhere in the rendering, by a word of each."""
+    """Yield the kinds of content of a completion and its neighbours that the rendering lacks; one word of each is searched for."""
     completion = rendering.messages[position]
     if not all(name in history for name in tool_names(completion)):
         yield "tool calls"
@@ -149,7 +150,7 @@ def _omissions(rendering: RenderedConversation, history: str, full: str, positio
     if reasoning and reasoning not in history and completion.get("reasoning_content"):
         yield "reasoning_content"
     if not _contains(history, completion) and "</think>" not in str(completion.get("content")):
-        yield "content beside tool calls" if has_calls(completion) else "answers"
+        yield "content next to tool calls" if has_calls(completion) else "completions"
     around = (*rendering.messages[:1], *rendering.messages[position + 1 : end])
     for message in around:
         if not _contains(full, message):

@@ -1,4 +1,4 @@
-"""A tokenizer with its template, as the check uses it."""
+"""A tokenizer with its chat template and the helpers of the check."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rollout_server.tokencheck.conversation import CheckConversation
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What renders and encodes, with the arguments that the template is given in every rendering."""
+    """Render and encode with fixed template variables."""
 
     loaded: LoadedTokenizer
     added: Mapping[int, AddedToken]
     frame: Frame = field(default_factory=Frame)
 
     def with_arguments(self, more: Mapping[str, JSON]) -> Template:
-        """The same with further template arguments."""
+        """Return a copy with additional template variables."""
         kwargs = {**self.frame.template_kwargs, **more}
         return replace(self, frame=replace(self.frame, template_kwargs=kwargs))
 
@@ -33,7 +33,7 @@ class Template:
         return frozenset(token.content for token in self.added.values() if token.special and token.content)
 
     def common_length(self, one: str, other: str) -> int:
-        """Up to where two texts are the same, at a place where no added token is cut in two."""
+        """Return the length of the common prefix of two texts, shortened so that it does not end inside an added token."""
         shared = common_prefix(one, other)
         if shared in (len(one), len(other)):
             return shared
@@ -47,12 +47,13 @@ class Template:
 
 
 class RenderedConversation:
-    """A conversation as it is rendered in one form; each rendering is made once."""
+    """A conversation rendered in one form of arguments. Each rendering is computed once."""
 
     def __init__(self, template: Template, conversation: CheckConversation, form: Arguments) -> None:
-        """Renders nothing yet.
+        """Prepare the messages; rendering happens later.
 
-        Raises `RolloutFailed` (VALIDATION) for content that is not text, `MalformedMessage` for numbers that JSON does not have.
+        Raises `RolloutFailed` (VALIDATION) for content that is not text, and `MalformedMessage` for numbers that JSON cannot
+        express.
         """
         wire = (Message.parsed(json.dumps(fields, ensure_ascii=False), fields) for fields in conversation.messages)
         self.messages = tuple(parsed(message, index, form) for index, message in enumerate(wire))
@@ -63,25 +64,28 @@ class RenderedConversation:
         self._last = Encoded()
 
     def prompt(self, count: int) -> str:
-        """The prompt of so many messages. Raises `RolloutFailed` where the template refuses them, as all of these do."""
+        """Return the prompt of the first `count` messages.
+
+        Raises `RolloutFailed` if the template refuses them, as all methods here do.
+        """
         return self._text(count, True)
 
     def history(self, count: int) -> str:
-        """The conversation of so many messages without a generation prompt."""
+        """Return the first `count` messages without a generation prompt."""
         return self._text(count, False)
 
     def encoded_prompt(self, count: int) -> Encoded:
-        """The prompt of so many messages in tokens."""
+        """Return the encoded prompt of the first `count` messages."""
         if count not in self._encoded:
             self._encoded[count] = self._last = self._template.loaded.grow(self._last, self.prompt(count))
         return self._encoded[count]
 
     def render(self, messages: Sequence[Fields], generation_prompt: bool) -> str:
-        """Any messages, in the frame of this conversation."""
+        """Render any messages with this conversation's tools and variables."""
         return self._template.loaded.text(messages, self._frame, generation_prompt=generation_prompt)
 
     def without_tools(self, count: int) -> str:
-        """So many messages as they would be if no tools were given."""
+        """Return the first `count` messages, rendered without tools."""
         frame = replace(self._frame, tools=None)
         return self._template.loaded.text(self.messages[:count], frame, generation_prompt=False)
 
@@ -93,7 +97,10 @@ class RenderedConversation:
 
 
 def in_other_tokens(template: Template, text: str, ids: Tokens) -> Tokens | None:
-    """The same text in tokens that an encoder would not choose: cut in two in a word. None where no such cut is found."""
+    """Return the same text in tokens that an encoder would not produce, by splitting a word; None if no such split is found.
+
+    Models sample such tokens: they generate token by token, while an encoder always applies the same merges.
+    """
     added = template.added.keys()
     offsets = sorted(range(1, len(text)), key=lambda offset: abs(offset - len(text) // 3))
     for offset in offsets[:40]:

@@ -1,4 +1,4 @@
-"""What a template does with arguments, tools, the date and variables of its own, found by rendering."""
+"""How a template treats arguments, tools, the date and its own variables, found by rendering."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _GIVEN = frozenset(
         *("strftime_now", "raise_exception"),
     }
 )
-"""What transformers gives every template, besides the texts of special tokens, whose names all end alike."""
+"""Variables that transformers passes to every template, besides special tokens, whose names end with `_token` or `_tokens`."""
 _TOKEN = re.compile(r"_tokens?\Z")
 
 
 class ArgumentsTrait(Enum):
-    """What becomes of arguments in a form."""
+    """How a template renders arguments that it receives in one form."""
 
     VERBATIM = "as they are"
     OWN = "in another spelling"
@@ -48,7 +48,7 @@ class ArgumentsTrait(Enum):
 
 
 class DateTrait(Enum):
-    """What a template prints of the time."""
+    """The part of the current time that a template prints."""
 
     NOTHING = "nothing"
     DAY = "the date"
@@ -57,16 +57,16 @@ class DateTrait(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What was found.
+    """The results.
 
     Args:
-        arguments: what becomes of them, by the form in which they are given.
-        tools_shown: the tools are in the prompt.
-        empty_tools_differ: an empty list of tools is rendered differently from none.
-        dated: what it prints of the time.
-        closed: a special token closes the last answer, so that none need be borrowed from the message that comes next.
-        opening: special tokens with which all messages begin, answers too.
-        switches: variables of its own that the template reads; they are set as template arguments.
+        arguments: how arguments are rendered, by the form in which they are passed.
+        tools_shown: the prompt contains the tools.
+        empty_tools_differ: an empty list of tools is rendered differently from None.
+        dated: the part of the current time that the template prints.
+        closed: a special token closes the last completion, so the next message is not needed to close it.
+        opening: special tokens that begin every message, including completions.
+        switches: template variables that the template reads and that a request can set.
     """
 
     arguments: Mapping[Arguments, ArgumentsTrait]
@@ -79,7 +79,7 @@ class Traits:
 
     @property
     def natural(self) -> Arguments:
-        """The form in which arguments come out as models write them."""
+        """The form in which arguments are spelled as models write them."""
         order = (
             ArgumentsTrait.VERBATIM,
             ArgumentsTrait.OWN,
@@ -91,7 +91,7 @@ class Traits:
 
 
 def find_traits(template: Template, tokenizer: ChatTokenizer) -> Traits:
-    """What a few short conversations show, rendered. A template that refuses one of them raises nothing."""
+    """Return the traits, found by rendering a few short conversations. Refusals of the template are not raised."""
     bare, empty = (_render(template, [_USER], tools) for tools in (None, ()))
     tooled = _render(template, [_USER], TOOLS)
     unopened = _render(template, [_USER], None, generation_prompt=False)
@@ -140,9 +140,9 @@ def _date_trait(template: Template) -> DateTrait:
 
 
 def _switches(tokenizer: ChatTokenizer) -> tuple[str, ...]:
-    """Variables that the template reads and does not set, or asks whether somebody else has.
+    """Return the variables that the template reads and does not set, or whose definition it tests.
 
-    Tags that Jinja does not know are dropped: they declare none.
+    The `generation` tags of transformers are removed, because plain Jinja cannot parse them; they declare no variables.
     """
     from jinja2 import Environment, TemplateError, meta, nodes
 

@@ -1,4 +1,4 @@
-"""A report on a terminal. Text of templates and models is foreign: it is shown escaped, on one line."""
+"""Print a report on a terminal. Text of templates and models is untrusted: it is escaped and printed on one line."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ _MASKS = {Mask.RIGHT: "right", Mask.TOKENS: "only length right", Mask.LENGTH: "w
 
 
 def print_report(console: Console, report: TemplateReport) -> None:
-    """Prints all of it, what matters most first and last."""
+    """Print the whole report. The most important parts come first and last."""
     _print(console, f"{report.tokenizer}, template: {report.template}", "bold")
     _print_findings(console, report)
     console.print(_facts(report))
     if report.tallies:
-        _print(console, "\nA trainer that renders everything anew and counts how much longer it got", "bold")
+        _print(
+            console,
+            "\nMasks of a trainer that renders the whole conversation in each turn and counts its growth",
+            "bold",
+        )
         console.print(_trainers(report.tallies))
         _print_worst(console, report)
     _print(
         console,
-        f"\nBy kind of conversation, arguments as {_FORMS[report.form]} (wrong: masks; otherwise: written in another way)",
+        f"\nBy kind of conversation, arguments as {_FORMS[report.form]} (wrong: masks; otherwise: with other spelling or tokens)",
         "bold",
     )
     console.print(_kinds(report.rows))
@@ -44,19 +48,17 @@ def _print_findings(console: Console, report: TemplateReport) -> None:
     if report.refusal:
         _print(console, "Cannot be used: " + _one_line(report.refusal, 600), "bold red")
     elif not report.usable:
-        _print(console, "Cannot be used: in none of the conversations was there a boundary to look at", "bold red")
+        _print(console, "Cannot be used: no conversation had a turn boundary to compare", "bold red")
     elif not report.stable:
         _print(console, "Not stable", "bold red")
     elif report.conditions:
         _print(console, "Stable, if", "bold green")
     else:
-        _print(
-            console, "Stable: what was rendered once is rendered the same when the conversation goes on", "bold green"
-        )
+        _print(console, "Stable: the rendered history stays the same when the conversation continues", "bold green")
     for finding in report.faults:
         _print_fault(console, finding)
     if report.conditions and not report.stable:
-        _print(console, "It would also be needed that", "")
+        _print(console, "Further conditions", "")
     for condition in report.conditions:
         _print(console, f"  - {condition}", "")
 
@@ -70,8 +72,8 @@ def _print_fault(console: Console, finding: Finding) -> None:
 def _print_example(console: Console, example: Example) -> None:
     at = f", token {example.index}" if example.index else ""
     _print(console, f"      in {example.kind!r}{at}", "dim")
-    _print(console, f"      was there  {_quote(example.truth)}", "")
-    _print(console, f"      rendered   {_quote(example.rendered)}", "")
+    _print(console, f"      expected  {_quote(example.truth)}", "")
+    _print(console, f"      rendered  {_quote(example.rendered)}", "")
 
 
 def _times(number: int) -> str:
@@ -81,22 +83,22 @@ def _times(number: int) -> str:
 def _facts(report: TemplateReport) -> Table:
     stops, traits = report.stops, report.traits
     texts = [f"{stop.text} ({stop.id})" if stop else "none" for stop in (stops.final, stops.calls, stops.eos)]
-    prompt_text = "each stays in front of its answer"
+    prompt_text = "kept in front of each completion"
     if (example := report.generation_prompt) is not None:
         prompt_text = f"not kept in {example.kind!r}: {_quote(example.truth)}, rendered {_quote(example.rendered)}"
     tools = "in the prompt" if traits.tools_shown else "not in the prompt"
     rows = {
-        "an answer ends with": f"{texts[0]}; with calls {texts[1]}; eos_token {texts[2]}",
+        "completions end with": f"{texts[0]}; with calls {texts[1]}; eos_token {texts[2]}",
         "arguments as text": traits.arguments[Arguments.RECEIVED].value,
         "arguments as objects": traits.arguments[Arguments.PARSED].value,
-        "tools": tools + ("; [] is not rendered as none" if traits.empty_tools_differ else ""),
+        "tools": tools + ("; [] is rendered differently from none" if traits.empty_tools_differ else ""),
         "generation prompt": prompt_text,
-        "of the time it prints": traits.dated.value,
-        "short form against full": _short_form(report.short_form),
-        "reads the variables": ", ".join(traits.switches) or "none of its own",
+        "prints the time": traits.dated.value,
+        "short form vs. full": _short_form(report.short_form),
+        "template variables": ", ".join(traits.switches) or "none",
     }
     if report.switches_tried:
-        rows["tried, parted"] = ", ".join(f"{name}: {number}" for name, number in report.switches_tried.items())
+        rows["divergences with"] = ", ".join(f"{name}: {number}" for name, number in report.switches_tried.items())
     table = _table(None, None)
     for name, text in rows.items():
         table.add_row(_text(name, "dim"), _text(_one_line(text, 400)))
@@ -109,11 +111,13 @@ def _short_form(short: ShortForm) -> str:
     if short.holds:
         return f"the same at all {short.compared} boundaries"
     different = short.compared - short.equal
-    return f"different at {different} of {short.compared} boundaries: such rollouts render the whole conversation in every turn"
+    return (
+        f"different at {different} of {short.compared} boundaries: rollouts render the whole conversation in every turn"
+    )
 
 
 def _trainers(counts: Iterable[FormCounts]) -> Table:
-    table = _table("arguments", "answers written", *_MASKS.values())
+    table = _table("arguments", "completions written", *_MASKS.values())
     for count in counts:
         cells = [_text(str(number), _colour(mask, number)) for mask, number in count.masks.items()]
         table.add_row(_FORMS[count.form], count.writing.value, *cells)
@@ -125,7 +129,7 @@ def _print_worst(console: Console, report: TemplateReport) -> None:
     for count in worst:
         if (each := count.worst) is not None:
             why = f", {each.cause.value}" if each.cause else ""
-            counted = f"{each.counted} counted, {each.added} are there"
+            counted = f"{each.counted} counted, {each.added} correct"
             _print(
                 console, f"worst, {count.writing.value}: {counted} ({each.kind}, after message {each.answer}{why})", ""
             )

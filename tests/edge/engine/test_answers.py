@@ -62,7 +62,7 @@ def test_any_answer_is_read_or_refused_in_words(body: dict[str, Any]) -> None:
     answers, failures = read(json.dumps(body).encode())
     for failure in failures:
         assert failure.category is Category.VALIDATION
-        assert failure.message.startswith("turn 3: the engine's answer is malformed: ")
+        assert failure.message.startswith("turn 3: the engine's response is malformed: ")
     for answer in answers:
         if answer.logprobs is not None:
             assert answer.token_ids is not None

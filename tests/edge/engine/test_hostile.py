@@ -69,7 +69,7 @@ async def test_malformed_answers_name_the_field(
     async with serving(engine):
         outcome = await roll(client, engine)
     assert outcome.failure.category == VALIDATION
-    assert outcome.failure.message.startswith("turn 2: the engine's answer is malformed: ")
+    assert outcome.failure.message.startswith("turn 2: the engine's response is malformed: ")
     assert named in outcome.failure.message
     assert "hush" not in outcome.failure.message
     check_whole(only(outcome), engine.model.seen[:1])
@@ -277,7 +277,7 @@ async def test_what_cannot_be_rendered_here_names_the_way_out(client: AsyncClien
     async with serving(engine):
         outcome = await roll(client, engine, tokenizer="t", messages=[{"role": "user", "content": [image]}])
     assert outcome.WhichOneof("end") == "failure"
-    assert "without `tokenizer` the engine's own rendering is taken as it is" in outcome.failure.message
+    assert "without `tokenizer` the engine's own rendering is used unchecked" in outcome.failure.message
     assert engine.requests == []
 
 

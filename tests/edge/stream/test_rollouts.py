@@ -190,7 +190,7 @@ async def test_a_lie_ends_its_rollout_only(place: StreamServer) -> None:
     trainer.automatic = True
     await trainer.complete(good)
     await trainer.until(ended(2))
-    assert "answer is malformed" in trainer.rollout(bad.uid).outcome.failure.message
+    assert "completion is malformed" in trainer.rollout(bad.uid).outcome.failure.message
     assert trainer.rollout(good.uid).outcome.stop.reason == "stop"
 
 

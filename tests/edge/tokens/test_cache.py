@@ -93,8 +93,8 @@ async def test_a_failed_load_is_not_remembered(tokenizers, copy) -> None:
     made = tokenizers({"toy": copy})
     refusals = await asyncio.gather(*(refusal(made, "toy") for _ in range(5)))
     assert set(refusals) == {
-        "tokenizer 'toy' was loaded, but its chat template is missing; the server's setting ROLLOUT_TEMPLATES can map "
-        "the name to a file with the template that the trainer uses"
+        "tokenizer 'toy' has no chat template; set ROLLOUT_TEMPLATES on the server to map the name to a file with "
+        "the template that the trainer uses"
     }
     template.rename(copy / "chat_template.jinja")
     assert (await made.load(TOY)).name == "toy"
@@ -107,7 +107,7 @@ async def test_a_mapped_template_stands_in(tokenizers, copy, tmp_path) -> None:
     rendered = await Renderer(loaded, [], {}).predict([Message.parse('{"role": "user", "content": "8"}')], None, 0)
     assert rendered.predicted.environment == loaded.encode("8!")
     made = tokenizers({"toy": copy}, templates={"toy": tmp_path / "not-there.jinja"})
-    assert "ROLLOUT_TEMPLATES names for tokenizer 'toy' cannot be read" in await refusal(made, "toy")
+    assert "server's setting ROLLOUT_TEMPLATES names cannot be read" in await refusal(made, "toy")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ async def test_a_mapped_template_stands_in(tokenizers, copy, tmp_path) -> None:
     [
         (
             "{{ messages[-1].content }}!",
-            "leaves out what was said before: 'Qf7xSaidByTheModel', said by the model, is not in 'Hello!'",
+            "drops earlier messages: the completion 'Qf7xSaidByTheModel' is missing in 'Hello!'",
         ),
         ("{{ raise_exception('Not today.') }}", "refuses the conversation: Not today. (tried with 'Hello' from a user"),
         ("{{ messages[1].content.nothing.at_all }}", "(tried with 'Hello' from a user"),

@@ -420,7 +420,7 @@ def test_what_stands_before_an_answer_does_not_matter_to_the_short_form() -> Non
 def test_a_refusal_shows_the_end_of_what_was_rendered() -> None:
     render = template(lambda message: f"{message['content']}\n", head=lambda _: "x" * 500)
     last_only = probe(lambda messages, prompt: render(messages[-1:], prompt), {})
-    assert "leaves out what was said before" in last_only.refusal
+    assert "drops earlier messages" in last_only.refusal
     assert last_only.refusal.endswith(repr("x" * 144 + "Hello\nassistant:"))
 
 

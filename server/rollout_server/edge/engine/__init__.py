@@ -1,1 +1,1 @@
-"""Inference engines as samplers: OpenAI-compatible endpoints, vLLM and SGLang. They know nothing of rollouts, masks or turns."""
+"""Samplers for inference engines: vLLM, SGLang and OpenAI-compatible endpoints. Engines know no rollouts, turns or masks."""

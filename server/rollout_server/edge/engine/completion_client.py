@@ -1,4 +1,4 @@
-"""One turn's completion: by messages, by messages with the prompt's ids (SGLang), or by ids and back (vLLM)."""
+"""Request one turn's completion: from messages, from messages with prompt ids (SGLang), or from ids (vLLM)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rollout_server.edge.trainer.retry import Fetched
 from rollout_server.runtime.ports import CompletionRequest, Tool
 
 _SCALE_OUT: Final = (
-    "token mode needs the routes that vLLM serves with --enable-scale-out, and `completions.model` to be a name it serves; message "
-    "mode needs no such routes"
+    "token mode needs the routes that vLLM serves with --enable-scale-out, and a `completions.model` that vLLM serves; "
+    "message mode does not need these routes"
 )
 
 
@@ -30,45 +30,45 @@ _VERSION = "/v1"
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """The URLs of one engine. `base` is what OpenAI's clients call the base URL."""
+    """The URLs of one engine. `base` is the base URL in the sense of OpenAI's clients."""
 
     base: str
 
     @classmethod
     def of(cls, url: str) -> Routes:
-        """A URL with a path is the base itself; one without gets the path that every engine serves by default."""
+        """Return the routes for a target URL. A URL with a path is the base URL; otherwise the default path `/v1` is added."""
         return cls(url if urlsplit(url).path.strip("/") else f"{url}{_VERSION}")
 
     @property
     def chat(self) -> str:
-        """The URL of chat completions, which every OpenAI-compatible engine serves."""
+        """Chat completions; every OpenAI-compatible engine serves this route."""
         return f"{self.base}/chat/completions"
 
     @property
     def generate(self) -> str:
-        """vLLM: ids in, ids out. It stands beside the OpenAI routes, not under them."""
+        """vLLM: generate ids from ids. This route is next to the OpenAI routes, not under `/v1`."""
         return f"{self.base.removesuffix(_VERSION)}/inference/v1/generate"
 
     @property
     def derender(self) -> str:
-        """vLLM: sampled ids to the message that they are."""
+        """vLLM: parse sampled ids to a message."""
         return f"{self.chat}/derender"
 
 
 class CompletionClient(Protocol):
-    """Completes the conversation of one rollout, which only grows."""
+    """Request the completions of one rollout, whose conversation only grows."""
 
     async def complete(
         self, messages: Sequence[Message], request: CompletionRequest, prompt: Tokens | None = None
     ) -> tuple[ChatCompletion, int]:
-        """The completion of the conversation, and the requests that were sent for it. Raises `RolloutFailed`.
+        """Return the completion and the number of requests sent for it. Raises `RolloutFailed`.
 
-        `prompt` is how the conversation was rendered here, in token mode.
+        `prompt`: the token ids of the conversation, in token mode.
         """
 
 
 class Chat:
-    """Chat completions: the engine reads the answer's calls and thoughts. Given a prompt, SGLang renders nothing."""
+    """Chat completions: the engine parses tool calls and reasoning. Given `prompt`, SGLang does not render the messages."""
 
     def __init__(self, access: Access, spec: Spec, tools: Sequence[Tool]) -> None:
         self._access = access
@@ -80,7 +80,7 @@ class Chat:
     async def complete(
         self, messages: Sequence[Message], request: CompletionRequest, prompt: Tokens | None = None
     ) -> tuple[ChatCompletion, int]:
-        """Requests a chat completion; see `CompletionClient.complete`."""
+        """Request a chat completion; see `CompletionClient.complete`."""
 
         async def fetch() -> Fetched:
             return await self._fetch(messages, request, prompt)
@@ -89,15 +89,15 @@ class Chat:
         return parsed, attempts
 
     def read(self, body: bytes, turn: int) -> ChatCompletion:
-        """An answer. Raises `RolloutFailed`."""
+        """Parse a response. Raises `RolloutFailed`."""
         return read_completion(body, turn, self._most_calls)
 
     def body(self, messages: Sequence[Message], request: CompletionRequest) -> bytes:
-        """The request, for whoever has to read the answer to another one."""
+        """Return the request body. vLLM's derender route needs it to parse a completion that was generated from ids."""
         return self._encode(messages, request, self._access.limits.of(self._target))
 
     async def _fetch(self, messages: Sequence[Message], request: CompletionRequest, prompt: Tokens | None) -> Fetched:
-        """Asks; where the engine speaks of the other name for `max_tokens`, once more with that one."""
+        """Post; if the engine rejects `max_tokens` and names the other parameter, post once more with that one."""
         limit = self._access.limits.of(self._target)
         first = await post(self._access, self._url, self._encode(messages, request, limit, prompt), request)
         if limit == OTHER_LIMIT or request.sampling.max_tokens is None:
@@ -116,7 +116,7 @@ class Chat:
 
 
 class Generation:
-    """vLLM's token routes: it generates from the ids it is sent, and its own parsers then read the message in what it sampled."""
+    """vLLM's token routes: generate from ids, then let vLLM's own parsers convert the sampled ids to a message."""
 
     def __init__(self, access: Access, spec: Spec, tools: Sequence[Tool]) -> None:
         self._access = access
@@ -127,9 +127,9 @@ class Generation:
     async def complete(
         self, messages: Sequence[Message], request: CompletionRequest, prompt: Tokens | None = None
     ) -> tuple[ChatCompletion, int]:
-        """As `CompletionClient` says; a prompt is needed. Raises ValueError without one."""
+        """See `CompletionClient.complete`. Raises ValueError if `prompt` is None."""
         if prompt is None:
-            raise ValueError("ids are needed to generate from")
+            raise ValueError("prompt must not be None: vLLM's generate route takes token ids")
         writer = self._writer
         generation = encode_request(request.asked.turn, lambda: writer.generation(prompt, request.sampling))
 

@@ -1,4 +1,4 @@
-"""What an engine said instead of an answer, and what a person can do about it."""
+"""Failures for an engine's error responses, with advice on what to do."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _CONTEXT: Final = re.compile(
 _HINTS: Final = {
     401: "the key is `credentials.completions_bearer`",
     403: "the key is `credentials.completions_bearer`",
-    404: "does `completions.url` lead to the engine, and is `completions.model` a name it serves (GET /v1/models lists them)?",
-    405: "does `completions.url` lead to the engine?",
+    404: "check that `completions.url` is the engine's URL, and `completions.model` a name it serves (GET /v1/models lists them)",
+    405: "check that `completions.url` is the engine's URL",
 }
 _TOO_LONG: Final = (
-    "the conversation does not fit into the model's context; have the engine serve a longer one, or lower `sampling.max_tokens`, "
-    "`limits.turns` or what tools return"
+    "the conversation does not fit into the model's context; configure a longer context in the engine, or lower "
+    "`sampling.max_tokens`, `limits.turns` or the size of tool results"
 )
 
 
 def engine_failure(response: HttpResponse, turn: int, secrets: Sequence[str], hint: str = "") -> Failure:
-    """The failure of a turn that was answered with another status than 200, or an error. `hint` goes before that of the status."""
+    """Return the failure for a status other than 200, or for an error body. `hint` replaces the default hint of the status."""
     message = error_text(response, secrets)
     hint = hint or _HINTS.get(response.status, "")
     if exceeds_context(response):
@@ -42,13 +42,13 @@ def engine_failure(response: HttpResponse, turn: int, secrets: Sequence[str], hi
     elif response.status == 200:
         category, hint = Category.ENGINE_SERVER, "with an error in place of choices"
     else:
-        category, hint = Category.VALIDATION, "only 200 is an answer, and redirects are not followed"
+        category, hint = Category.VALIDATION, "a completion must have status 200, and redirects are not followed"
     text = f"turn {turn}: the engine answered {response.status}" + (f" ({hint})" if hint else "")
     return Failure(category, f"{text}: {message}" if message else text, turn, response.status)
 
 
 def is_error(response: HttpResponse) -> bool:
-    """Whether an answer is an error, whatever its status says: gateways in front of engines do that."""
+    """Return whether the body is an error object, regardless of the status: some proxies return errors with status 200."""
     if b'"choices"' in response.body or len(response.body) > _LOOKED_AT:
         return False
     try:
@@ -58,19 +58,19 @@ def is_error(response: HttpResponse) -> bool:
 
 
 def exceeds_context(response: HttpResponse) -> bool:
-    """The engine refuses because prompt and answer together are longer than what its model takes."""
+    """Return whether the engine refuses because prompt and completion together exceed the model's context."""
     return response.status in (400, 413, 422) and _CONTEXT.search(response.body[:_LOOKED_AT]) is not None
 
 
 def wants_other_limit(response: HttpResponse, other: str) -> bool:
-    """The engine refuses the request and speaks of the other name for the most tokens of an answer."""
+    """Return whether the engine refuses the request and names the other parameter for the maximum number of tokens."""
     return response.status in (400, 422) and other.encode() in response.body[:_LOOKED_AT]
 
 
 def abort_failure(turn: int, reason: str, attempts: int) -> Failure:
-    """The failure of a turn that the engine broke off each time."""
+    """Return the failure of a turn that the engine aborted in every attempt."""
     text = (
-        f"turn {turn}: the engine broke its answer off (finish_reason {reason!r}) in {attempts} attempts; was it being "
-        "paused, stopped or updated?"
+        f"turn {turn}: the engine aborted the completion (finish_reason {reason!r}) in {attempts} attempts; check whether it was "
+        "paused, stopped or updated"
     )
     return Failure(Category.ENGINE_SERVER, text, turn)

@@ -1,8 +1,8 @@
-"""What engines are sent.
+"""Request bodies for inference engines.
 
-Fields are those of the engines' own documentation: OpenAI's chat completions; for vLLM `return_token_ids` (0.10.2 and later); for
-SGLang `return_prompt_token_ids` and `return_meta_info` (0.5.13 and later) and `return_token_ids`, which is younger and tells the
-same without logprobs. Engines leave out what they do not know.
+The fields follow the engines' documentation: OpenAI's chat completions; for vLLM `return_token_ids` (0.10.2 and later); for
+SGLang `return_prompt_token_ids` and `return_meta_info` (0.5.13 and later), and `return_token_ids`, a newer field that returns
+the same ids without logprobs. Engines ignore fields that they do not know.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollout_server.runtime.ports import Tool
 
 LIMIT: Final = "max_tokens"
 OTHER_LIMIT: Final = "max_completion_tokens"
-"""What OpenAI calls the most tokens of an answer for models that reason, which refuse the older name."""
+"""OpenAI's name for `max_tokens` with reasoning models, which reject the older name."""
 
 _TRUE: Final = msgspec.Raw(b"true")
 _ASKED: Final = MappingProxyType(
@@ -41,24 +41,24 @@ _TAIL: Final = 64
 
 
 class LimitNames:
-    """How engines were found to call the most tokens of an answer, by address and model. The oldest are forgotten."""
+    """The name of the `max_tokens` parameter that each engine accepts, by URL and model. The oldest entries are dropped."""
 
     def __init__(self) -> None:
         self._other: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def of(self, target: Target) -> str:
-        """The name to use."""
+        """Return the parameter name to use."""
         return OTHER_LIMIT if (target.url, target.model) in self._other else LIMIT
 
     def remember_other(self, target: Target) -> None:
-        """This engine takes the other name."""
+        """Record that this engine accepts the other name."""
         self._other[target.url, target.model] = None
         while len(self._other) > _KEPT:
             self._other.popitem(last=False)
 
 
 class ChatWriter:
-    """Writes the chat completion requests of one rollout."""
+    """Write the chat completion requests of one rollout."""
 
     def __init__(self, spec: Spec, tools: Sequence[Tool]) -> None:
         self._own = _own_members(spec, tools)
@@ -68,9 +68,9 @@ class ChatWriter:
     def body(
         self, messages: Sequence[Message], sampling: Sampling, limit: str = LIMIT, input_ids: Tokens | None = None
     ) -> bytes:
-        """The body for a conversation that extends the one written before. Raises `WrongParameter`.
+        """Return the body for a conversation that extends the previous one. Raises `WrongParameter`.
 
-        `limit` is the name of the most tokens of an answer. `input_ids`: SGLang is to take them for its prompt.
+        `limit` is the name of the `max_tokens` parameter. `input_ids`: token ids that SGLang uses as the prompt.
         """
         logprobs = {"logprobs": _TRUE} if self._reports and sampling.logprobs is not False else {}
         more = b"" if input_ids is None else b',"input_ids":' + _json(input_ids)
@@ -78,21 +78,22 @@ class ChatWriter:
 
 
 class TokenWriter:
-    """Writes the bodies of vLLM's token routes: from ids to ids, and from those to a message."""
+    """Write the bodies of vLLM's token routes: generate ids from ids, and convert ids to a message."""
 
     def __init__(self, model: str) -> None:
         self._model = json.dumps(model).encode()
 
     def generation(self, prompt: Tokens, sampling: Sampling) -> bytes:
-        """Asks for what follows the prompt. Raises `WrongParameter`."""
-        own = {} if sampling.logprobs is False else {"logprobs": msgspec.Raw(b"0")}  # of the sampled token alone
-        # What else vLLM's chat completions take is ignored among the parameters of its sampler.
+        """Return the body that requests a completion of the prompt. Raises `WrongParameter`."""
+        # vLLM's SamplingParams: `logprobs` is the number of alternatives besides the sampled token, so 0 returns the token's own.
+        own = {} if sampling.logprobs is False else {"logprobs": msgspec.Raw(b"0")}
+        # SamplingParams ignores the parameters of vLLM's chat completions that it does not know.
         parameters = engine_parameters(replace(sampling, logprobs=None), own).encode()
         members = b',"return_token_ids":true,"sampling_params":{', parameters, b'},"token_ids":', _json(prompt), b"}"
         return b"".join((b'{"model":', self._model, *members))
 
     def rendering(self, prompt: Tokens, generated: bytes, chat: bytes) -> bytes:
-        """Asks for the message in an answer, `generated`, to the request `chat`. Of the prompt its end is all that is looked at."""
+        """Return the body that requests the message of `generated`, the response to `chat`. Only the prompt's end is needed."""
         return b"".join(
             (
                 b'{"model":' + self._model + b',"prompt_tokens":' + str(len(prompt)).encode(),
@@ -103,7 +104,7 @@ class TokenWriter:
 
 
 def _own_members(spec: Spec, tools: Sequence[Tool]) -> Mapping[str, msgspec.Raw]:
-    """The members that are ours to set and the same in each turn, as JSON."""
+    """Return the members that this server sets, which are the same in each turn, as JSON."""
     dialect = spec.completions.dialect
     own = {"model": msgspec.Raw(json.dumps(spec.completions.model).encode())}
     own |= dict.fromkeys(_ASKED[dialect], _TRUE)

@@ -1,8 +1,8 @@
-"""Answers of engines: chat completions, with ids and logprobs where each engine has them.
+"""Parse responses of inference engines: chat completions with token ids and logprobs.
 
-vLLM (`return_token_ids`): `prompt_token_ids` beside the choices, `token_ids` and `logprobs.content[].logprob` in the choice.
-SGLang (`return_prompt_token_ids`, `return_token_ids`, `return_meta_info`): `prompt_token_ids`, `token_ids` and
-`meta_info.output_token_logprobs`, a list of [logprob, id, text], in the choice. One reader takes both, whoever the engine is.
+vLLM (`return_token_ids`): `prompt_token_ids` next to `choices`; `token_ids` and `logprobs.content[].logprob` in the choice.
+SGLang (`return_prompt_token_ids`, `return_token_ids`, `return_meta_info`): all in the choice: `prompt_token_ids`, `token_ids`
+and `meta_info.output_token_logprobs`, a list of [logprob, id, text]. One parser accepts both forms from any engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Sampled: TypeAlias = tuple[float | None, _TokenId, msgspec.Raw]
 """Logprob, id and text of a token, as SGLang lists them."""
 
 _LONGEST_WORD = 256
-"""Characters."""
+"""Maximum characters of `finish_reason` and of the weights' version."""
 _NULL = msgspec.Raw(b"null")
 
 
@@ -68,10 +68,15 @@ class _Metadata(msgspec.Struct):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """What an engine sampled.
+    """The tokens that an engine sampled.
 
-    `token_ids` and `reported`, its prompt, are None where it sends none; `logprobs` is as long as `token_ids`, or None where there
-    are none that fit; `usage` counts prompt and completion tokens; `policy_version` is its word for its weights.
+    Args:
+        finish_reason: as reported.
+        token_ids: generated token ids, int; None if not sent.
+        reported: token ids of the prompt, int; None if not sent.
+        logprobs: one float per generated token; None unless there is a finite one for each.
+        usage: (prompt tokens, completion tokens); None if not sent.
+        policy_version: the version of the weights, as reported; "" if unknown.
     """
 
     finish_reason: str
@@ -82,7 +87,10 @@ class Sampled(msgspec.Struct, frozen=True):
     policy_version: str
 
     def completion(self, message: Message, tool_calls: int, finish_reason: str) -> ChatCompletion:
-        """With the message that was read in it. Who read that may know better why it ended, as of calls."""
+        """Return the completion with its parsed message.
+
+        `finish_reason` comes from the parser of the message, which knows more than the sampler (`tool_calls`).
+        """
         return ChatCompletion(
             message=message,
             tool_calls=tool_calls,
@@ -102,12 +110,12 @@ _metadata_decoder = msgspec.json.Decoder(_Metadata | None)
 
 
 def read_sampled(body: bytes, turn: int) -> Sampled:
-    """An answer without a message: ids alone. Raises `RolloutFailed` with VALIDATION, naming turn and field."""
+    """Parse a response that contains only ids. Raises `RolloutFailed` (VALIDATION) with the turn and the field."""
     return _sampled(_parse(body, turn))
 
 
 def read_completion(body: bytes, turn: int, most_calls: int) -> ChatCompletion:
-    """A chat completion. Raises `RolloutFailed` with VALIDATION, naming turn and field."""
+    """Parse a chat completion. Raises `RolloutFailed` (VALIDATION) with the turn and the field."""
     parsed = _parse(body, turn)
     raw = parsed.choices[0].message
     if bytes(raw) == b"null":
@@ -121,8 +129,8 @@ def read_completion(body: bytes, turn: int, most_calls: int) -> ChatCompletion:
 
 
 def malformed_response(turn: int, what: str) -> RolloutFailed:
-    """The failure of a turn whose answer cannot be used."""
-    return RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: the engine's answer is malformed: {what}", turn))
+    """Return the failure of a turn whose response cannot be used."""
+    return RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: the engine's response is malformed: {what}", turn))
 
 
 def _parse(body: bytes, turn: int) -> _EngineBody:
@@ -158,7 +166,10 @@ def _sampled(parsed: _EngineBody) -> Sampled:
 
 
 def _logprobs(ids: Sequence[int], listed: Sequence[_Sampled] | None, raw: msgspec.Raw) -> Logprobs | None:
-    """One for each id, or None: those listed with the ids, if they are of the same ids, else those of OpenAI's form."""
+    """Return one logprob per id, or None.
+
+    SGLang's list is used if its ids equal `ids`, otherwise OpenAI's form.
+    """
     if listed is not None and [token for _, token, _ in listed] == list(ids):
         values: Sequence[float | None] = [value for value, _, _ in listed]
     else:
@@ -183,7 +194,7 @@ def _usage(raw: msgspec.Raw) -> tuple[int, int] | None:
 
 
 def _weights(raw: msgspec.Raw) -> str:
-    """SGLang says which weights answered; others have other metadata, or none."""
+    """Return the version of the weights, which SGLang reports; other engines send other metadata or none."""
     try:
         found = _metadata_decoder.decode(raw)
     except msgspec.DecodeError:

@@ -1,8 +1,10 @@
-"""The samplers of rollouts whose answers come from an inference engine.
+"""Samplers of rollouts whose completions come from an inference engine.
 
-In message mode the engine renders, and the prompt that it reports is the truth, as with any trainer: history that it tokenises in
-another way than it sampled it shows as drift. In token mode this side renders, sends ids, and nothing that was sampled is ever
-tokenised again. The engine's own parsers read the messages in either mode.
+- Message mode: the engine renders, and the prompt ids that it reports are the truth, as with any trainer. If the engine
+  tokenizes the history differently from what it sampled, that is drift.
+- Token mode: this server renders and sends ids, so sampled tokens are never tokenized again.
+
+In both modes the engine's own parsers produce the messages.
 """
 
 from __future__ import annotations
@@ -35,21 +37,21 @@ _REPORTS = {
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """What all samplers of inference engines share."""
+    """The shared resources of all samplers of inference engines."""
 
     access: Access
     tokenizers: Tokenizers
     forms: FormCache = field(default_factory=FormCache)
 
     def open(self, spec: Spec, tools: Sequence[Tool], *, tokens: bool) -> Sampler:
-        """The sampler of one rollout. `tokens`: this side renders."""
+        """Return the sampler of one rollout. `tokens`: use token mode."""
         if not tokens:
             return MessageSampler(self, spec, tools)
         return TokenSampler(self, spec, tools)
 
 
 class MessageSampler:
-    """The engine renders. Where the rollout names a tokenizer its prompts are predicted here, and compared with what it reports."""
+    """Message mode. If the rollout names a tokenizer, prompts are predicted here and compared with the reported ones."""
 
     def __init__(self, engines: Engines, spec: Spec, tools: Sequence[Tool]) -> None:
         self._engines = engines
@@ -60,7 +62,7 @@ class MessageSampler:
         self._missed = False
 
     async def sample(self, request: CompletionRequest) -> Answered:
-        """Asks and checks. Raises `RolloutFailed`."""
+        """Request a completion and check it. Raises `RolloutFailed`."""
         messages = request.messages[: request.asked.messages]
         renderer = await self._open()
         rendered = None if renderer is None else await _predict(renderer, messages, request)
@@ -80,7 +82,7 @@ class MessageSampler:
         return replace(answered, predicted=predicted, around=around)
 
     def fork(self, fork: Fork) -> MessageSampler:
-        """Engines remember nothing: any conversation may begin, with any tools. A branch goes on from what was predicted here."""
+        """Return the sampler of a forked conversation. Engines keep no state, so its tools may differ."""
         other = MessageSampler(self._engines, self._spec, self._tools if fork.tools is None else fork.tools)
         other._missed = self._missed
         if fork.origin.kind is SegmentKind.BRANCH and self._renderer is not None:
@@ -103,16 +105,16 @@ class MessageSampler:
             yield from rendering_warnings(rendered, turn)
         if completion.token_ids is not None and (completion.reported is not None or self._renderer is not None):
             if completion.reported is None:
-                text = "the engine sent no prompt_token_ids; prompt and environment tokens are our rendering"
+                text = "the engine sent no prompt_token_ids; prompt and environment tokens are this server's rendering"
                 yield "unverified", f"turn {turn}: {text}"
         elif since is not None and not self._missed:
             self._missed = True
             missing = "token_ids" if completion.token_ids is None else "prompt_token_ids"
-            yield "tokens_unknown", f"turn {turn}: the engine sent no {missing}, which it was asked for; {since}"
+            yield "tokens_unknown", f"turn {turn}: the engine sent no {missing}, although they were requested; {since}"
 
 
 class TokenSampler:
-    """This side renders: what follows the last answer is added to the ids that the engine has seen and sampled."""
+    """Token mode: the prompt is the ids of the ledger plus the environment's ids, which this server renders."""
 
     def __init__(self, engines: Engines, spec: Spec, tools: Sequence[Tool]) -> None:
         self._engines = engines
@@ -123,7 +125,7 @@ class TokenSampler:
         self._renderer: Renderer | None = None
 
     async def sample(self, request: CompletionRequest) -> Answered:
-        """Renders, asks and checks. Raises `RolloutFailed`."""
+        """Render, request a completion and check it. Raises `RolloutFailed`."""
         messages = request.messages[: request.asked.messages]
         if self._renderer is None:
             self._renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools)
@@ -139,7 +141,7 @@ class TokenSampler:
         return replace(completion_record(request, completion, attempts, elapsed, warnings), predicted=predicted)
 
     def fork(self, fork: Fork) -> TokenSampler:
-        """A branch goes on from the ids that are held; any other conversation begins with nothing."""
+        """Return the sampler of a forked conversation. A branch continues from the tokens so far; any other fork starts empty."""
         other = TokenSampler(self._engines, self._spec, self._tools if fork.tools is None else fork.tools)
         if fork.origin.kind is SegmentKind.BRANCH:
             other._renderer = self._renderer and self._renderer.fork()
@@ -153,20 +155,22 @@ def _warnings(
     yield from completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn, vocabulary)
     yield from rendering_warnings(rendered, turn)
     if completion.reported is None:
-        text = "the engine does not repeat the ids that it was sent, so nothing proves that it generated from them"
+        text = "the engine does not return the prompt ids that it was sent, so the prompt cannot be verified"
         yield "unverified", f"turn {turn}: {text}"
 
 
 async def _predict(renderer: Renderer, messages: Sequence[Message], request: CompletionRequest) -> Rendered:
-    """The turn as it is expected. That it cannot be rendered here is a failure, though the engine might render it."""
+    """Render the expected prompt. If this server cannot render it, the turn fails, even if the engine could render it."""
     try:
         return await renderer.predict(messages, request.last, request.last_messages)
     except RolloutFailed as failed:
-        text = f"{failed.failure.message}; without `tokenizer` the engine's own rendering is taken as it is"
+        text = f"{failed.failure.message}; without `tokenizer` the engine's own rendering is used unchecked"
         raise RolloutFailed(replace(failed.failure, message=text)) from None
 
 
 def _missing_ids(turn: int, dialect: Dialect) -> Failure:
     since = _REPORTS.get(dialect, "")
-    text = f"turn {turn}: the engine sent no ids of its answer, and in token mode nothing can follow it without them; {since}"
+    text = (
+        f"turn {turn}: the engine sent no ids of its completion, and token mode cannot continue without them; {since}"
+    )
     return Failure(Category.VALIDATION, text, turn)

@@ -1,8 +1,8 @@
-"""Asking an engine, and asking again.
+"""Send requests to an engine, with retries.
 
-An engine keeps no record of what it was asked, so a request that is sent twice generates twice and spoils nothing: the last answer
-counts, and no other turn follows from the one before. Retries follow the asynchronous dialect's rule, without its warning (D8), and
-an answer that the engine broke off is asked for again as well.
+An engine keeps no state between requests. A repeated request generates a second completion and has no other side effect: the
+last completion counts, and no later turn builds on a discarded one. Retries follow the rule of the asynchronous HTTP API,
+without its warning (D8). A completion that the engine aborted is requested again too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest
 
 _BROKEN_OFF: Final = ("abort", "error")
-"""Finish reasons of vLLM and SGLang for an answer that is not whole: the engine was paused, updated or in trouble."""
+"""Finish reasons of vLLM and SGLang for an incomplete completion: the engine was paused, updated or had an error."""
 
 _PASSING: Final = (408, 429)
 
@@ -32,7 +32,7 @@ _PASSING: Final = (408, 429)
 class _ParsedResponse(Protocol):
     @property
     def finish_reason(self) -> str:
-        """Why generation ended, as the engine writes it, such as "stop", "length" or "abort"."""
+        """The engine's `finish_reason`, such as "stop", "length" or "abort"."""
 
 
 _A = TypeVar("_A", bound=_ParsedResponse)
@@ -40,7 +40,7 @@ _A = TypeVar("_A", bound=_ParsedResponse)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What leads to engines, shared by all rollouts."""
+    """The shared HTTP client, retry policy and known parameter names of all engines."""
 
     client: HttpClient
     retries: RetryPolicy
@@ -48,20 +48,20 @@ class Access:
 
 
 async def post(access: Access, url: str, body: bytes, request: CompletionRequest) -> Fetched:
-    """Posts until there is an answer of any status. Raises `RolloutFailed` where there is none."""
+    """Post with retries and return the response, of any status. Raises `RolloutFailed` if there is none."""
     fetch = CompletionFetch(
         HttpRequest(url, body, turn_headers(request), is_known=request.last is not None),
         request.asked.turn,
         request.deadline,
         who="the engine",
-        unreachable="is it running, and does completions.url name its host and port?",
+        unreachable="check that it is running, and that completions.url names its host and port",
         again_on=_PASSING,
     )
     return await fetch_with_retries(access.client, fetch, access.retries)
 
 
 def response_body(fetched: Fetched, request: CompletionRequest, hint: str = "") -> bytes:
-    """The body of an answer. Raises `RolloutFailed` for a refusal; `hint` says what a person can do about it."""
+    """Return the body of a successful response. Raises `RolloutFailed` for an error; `hint` says what to do about it."""
     if fetched.response.status != 200 or is_error(fetched.response):
         raise RolloutFailed(engine_failure(fetched.response, request.asked.turn, request.credentials.secrets(), hint))
     return fetched.response.body
@@ -73,7 +73,7 @@ async def finished_response(
     fetch: Callable[[], Awaitable[Fetched]],
     read: Callable[[bytes, int], _A],
 ) -> tuple[_A, bytes, int]:
-    """An answer that came to its end, its body, and the requests that were sent for it. Raises `RolloutFailed`."""
+    """Return a completion that was not aborted, its body, and the number of requests sent for it. Raises `RolloutFailed`."""
     turn, attempts, failures = request.asked.turn, 0, 0
     while True:
         fetched = await fetch()
@@ -89,7 +89,7 @@ async def finished_response(
 
 
 def encode_request(turn: int, write: Callable[[], bytes]) -> bytes:
-    """The request that `write` makes. Raises `RolloutFailed` for a parameter that no engine could read."""
+    """Return the body that `write` makes. Raises `RolloutFailed` for a parameter of the wrong type."""
     try:
         return write()
     except WrongParameter as error:

@@ -1,4 +1,5 @@
-"""Tokenizers and chat templates: what a conversation looks like in tokens.
+"""Tokenizers and chat templates: render a conversation to token ids.
 
-Importing it loads neither transformers nor a tokenizer; that happens in a thread, when a rollout names one.
+Importing this package imports neither transformers nor a tokenizer. Both are loaded in a thread, when a rollout names a
+tokenizer.
 """

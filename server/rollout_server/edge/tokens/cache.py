@@ -1,4 +1,4 @@
-"""The tokenizers of this server: each is loaded once and shared."""
+"""Cache of loaded tokenizers: each tokenizer is loaded once and shared by all rollouts that use it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _Key: TypeAlias = tuple[str, str]
 
 
 class Tokenizers:
-    """Loads tokenizers and keeps those used last. Lives on one event loop; its threads do the work.
+    """Load tokenizers and keep the most recently used ones. One instance belongs to one event loop.
 
-    Loading has threads of its own: a slow download must not hold up the rendering of rollouts that run.
+    Loading and rendering have separate thread pools, so that a slow download does not delay the rendering of running rollouts.
     """
 
     def __init__(self, settings: LoaderSettings) -> None:
         if settings.cache_size < 1 or settings.threads < 1:
-            raise ValueError("cache_size and threads are at least 1")
+            raise ValueError("cache_size and threads must be at least 1")
         self._settings = settings
         self._loaders = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokens-load")
         self._renderers = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokens-render")
@@ -40,10 +40,12 @@ class Tokenizers:
         self._loading: dict[_Key, asyncio.Future[LoadedTokenizer]] = {}
 
     async def load(self, name: TokenizerName) -> LoadedTokenizer:
-        """The tokenizer of that name and revision, loaded if need be.
+        """Return the tokenizer with this name and revision; load it if it is not cached.
 
-        All who ask at the same time share one load, which goes on when one of them is cancelled. A load that failed is not
-        remembered. Raises `RolloutFailed` (TOKENIZER) with what to do about it.
+        Concurrent callers share one load. The load continues when one of its callers is cancelled. A failed load is not cached.
+        A mapped name (`LoaderSettings.directories`) ignores its revision.
+
+        Raises `RolloutFailed` (TOKENIZER) with a text that says what to do.
         """
         key = (name.name, "" if name.name in self._settings.directories else name.revision)
         if key in self._kept:
@@ -56,19 +58,19 @@ class Tokenizers:
         return await asyncio.shield(self._loading[key])
 
     async def load_named(self) -> None:
-        """Loads the tokenizers that the settings name, as many as are kept. Logs which cannot be loaded: others may be.
+        """Load the tokenizers that the settings name, up to the size of the cache. Log the ones that fail, and continue.
 
-        Called before a server is ready: importing transformers and loading a tokenizer take seconds, which the first rollout
-        would wait for.
+        The server calls this before it reports ready. Importing transformers and loading a tokenizer take seconds, which the
+        first rollout would otherwise wait for.
         """
         for name, directory in list(self._settings.directories.items())[: self._settings.cache_size]:
             try:
                 await self.load(TokenizerName(name))
-            except RolloutFailed as error:  # whose text goes to callers, and names no directory
+            except RolloutFailed as error:  # its text is meant for callers and does not contain the directory
                 _log.error("%s (%s); rollouts that name it will fail", error, directory)
 
     async def close(self) -> None:
-        """Waits for what is being rendered. Loads are left to themselves: they may hang in the network."""
+        """Wait for renderings that are running. Loads are abandoned, because they may block on the network."""
         self._loaders.shutdown(wait=False)
         await asyncio.to_thread(self._renderers.shutdown)
 
@@ -93,19 +95,25 @@ class Tokenizers:
 async def open_renderer(
     tokenizers: Tokenizers, name: TokenizerName | None, tools: Sequence[Tool], form: RenderingForm | None = None
 ) -> Renderer:
-    """Loads the tokenizer if need be. `form` is how the trainer is known to render. Raises `RolloutFailed`."""
+    """Return a renderer for one rollout; load the tokenizer if it is not cached.
+
+    `form` is how the trainer is known to render and count. Raises `RolloutFailed` if the tokenizer cannot be loaded or a
+    template argument is refused.
+    """
     if name is None:
         raise RolloutFailed(
-            Failure(Category.TOKENIZER, "the rollout names no tokenizer, so its tokens cannot be rendered here")
+            Failure(
+                Category.TOKENIZER, "the rollout names no tokenizer, so the server cannot render it; set a tokenizer"
+            )
         )
     loaded = await tokenizers.load(name)
     switches = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
-    # In a thread: switches that were not seen before have the template probed anew.
+    # In a thread: template arguments that were not seen before make the constructor probe the template again.
     return await loaded.run(partial(Renderer, form=form), loaded, [as_function(tool) for tool in tools], switches)
 
 
 def as_function(tool: Tool) -> dict[str, JSON]:
-    """A tool as OpenAI writes function tools."""
+    """Return the tool in OpenAI's format for function tools."""
     parameters = parse_object(tool.parameters_json_schema)
     return {
         "type": "function",

@@ -1,9 +1,11 @@
-"""A tokenizer's chat template: rendered by transformers, or with less around it where that was seen to give the same text.
+"""Render a tokenizer's chat template, with transformers or directly with its compiled Jinja template.
 
-transformers 5 copies the whole conversation for each rendering, in case it holds more than JSON. Ours holds nothing else, and the
-sandbox lets templates call no method that changes a list or a dictionary and set no attribute of one. So templates are
-given the messages themselves. That the text is the same is no assumption about a version: it is compared when a tokenizer is
-loaded, and where it differs, or the library's parts are not there, transformers renders.
+transformers 5 deep-copies the whole conversation for each rendering, because it may hold values that are not JSON. The messages
+here are always JSON, and the Jinja sandbox lets a template neither call a method that changes a list or a dictionary nor set an
+attribute. So a template can be given the messages themselves.
+
+This shortcut does not rely on a version of transformers. When a tokenizer is loaded, both ways render sample conversations and
+the texts are compared. If they differ, or if the required internals of transformers are missing, transformers renders.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from rollout_server.edge.tokens.rendering_form import Fields
 from rollout_server.edge.tokens.sandbox import remember
 
 Options: TypeAlias = Mapping[str, Any]
-"""What `apply_chat_template` is given besides the messages; `tools` is among it, `tokenize` is not."""
+"""Arguments of `apply_chat_template` other than the messages. Includes `tools`, excludes `tokenize`."""
 _Render: TypeAlias = Callable[[Sequence[Fields], Options, datetime], str]
 _Compile: TypeAlias = Callable[[str], Any]
-"""Makes a `jinja2.Template` of a text."""
+"""Compiles a text to a `jinja2.Template`."""
 
 
 _MOST = 500
@@ -29,16 +31,20 @@ _LONGEST = 200
 
 @dataclass(frozen=True, slots=True)
 class Literals:
-    """Strings that are not empty, and integers of at least 2, in rising order."""
+    """Literals in the expressions of a template: non-empty strings, and integers of at least 2 in ascending order.
+
+    A template can search messages for these strings, or compare the number of messages with these integers (see
+    `ShortFormProof`).
+    """
 
     strings: frozenset[str] = frozenset()
     numbers: tuple[int, ...] = ()
 
 
 def literals(templates: Iterable[str], environment: Any) -> Literals | None:
-    """The literals of all templates; None where one has too many to look for in each message, or cannot be parsed.
+    """Return the literals of all templates. None if a template cannot be parsed, or if there are too many to search messages for.
 
-    `environment` is the `jinja2.Environment` that compiles them, because its extensions decide what can be parsed.
+    `environment` is the `jinja2.Environment` that compiles the templates: its extensions decide what can be parsed.
     """
     from jinja2 import TemplateError, nodes
 
@@ -54,23 +60,25 @@ def literals(templates: Iterable[str], environment: Any) -> Literals | None:
 
 
 class Templated(Protocol):
-    """The part of a transformers tokenizer that renders."""
+    """The part of a transformers tokenizer that renders chat templates."""
 
     @property
     def special_tokens_map(self) -> Mapping[str, object]:
-        """Special tokens by the names under which templates see them."""
+        """Special tokens by the variable names that templates use, such as `bos_token`."""
 
     def get_chat_template(self, chat_template: str | None = None, tools: list[Fields] | None = None) -> str:
-        """The template that is used with these tools."""
+        """Return the text of the template that is used with these tools."""
 
     def apply_chat_template(self, conversation: list[Fields], **options: object) -> str:
-        """The conversation as text, if `tokenize` is False."""
+        """Return the rendered conversation: a text if `tokenize` is False."""
 
 
-# transformers gives templates `strftime_now`, which tells its own time, and turns functions that are passed to templates into
-# text. So where transformers renders, a macro of that name goes in front of the template, which reads the dates from a table.
-# A format that the table lacks ends the rendering with an error that names it, and the next one has it. The empty expression
-# at the end keeps a line break with which the template may begin.
+# Templates such as those of gpt-oss and Mistral Small print the current date with `strftime_now(format)`. A rollout needs one date
+# for all its turns: otherwise the prompt changes at midnight and every later turn is drift. transformers passes its own
+# `strftime_now`, which reads the clock, and converts functions among the template arguments to text. So a macro of that name is put
+# in front of the template; it looks dates up in a table. If the table lacks a format, the macro raises an error that names the
+# format, and the rendering is repeated with the format added. The empty expression at the end keeps a leading line break of the
+# template, which the `-%}` of the macro would strip.
 _DATES: Final = "rollout_dates"
 _LACKS: Final = "no date yet in the format "
 _DATED: Final = (
@@ -83,7 +91,10 @@ _MOST_FORMATS: Final = 64
 
 
 class Templates:
-    """Renders conversations. Both methods raise whatever the template does; `date` is what it takes for now."""
+    """Render conversations with the chat template of one tokenizer.
+
+    `text` and `compared` raise whatever the template raises. `date` is the time that the template prints as the current time.
+    """
 
     def __init__(self, tokenizer: Templated) -> None:
         self._tokenizer = tokenizer
@@ -92,22 +103,22 @@ class Templates:
 
     @property
     def direct(self) -> bool:
-        """Whether conversations are rendered without transformers."""
+        """True if conversations are rendered without transformers."""
         return self._direct is not None
 
     def literals(self, templates: Sequence[str]) -> Literals | None:
-        """What stands in the expressions of these templates; None where that cannot be told."""
+        """Return the literals in the expressions of these templates. None if they cannot be determined."""
         return None if self._direct is None else self._direct.literals(templates)
 
     def text(self, messages: Sequence[Fields], options: Options, date: datetime) -> str:
-        """The conversation as its template writes it."""
-        # The library has something of its own to say about documents, and about no messages at all.
+        """Return the conversation as the chat template renders it."""
+        # transformers checks `documents` and rejects an empty conversation, so it handles both cases itself.
         if self._direct is None or not messages or "documents" in options:
             return self._by_library(messages, options, date)
         return self._direct.text(messages, options, date)
 
     def compared(self, messages: Sequence[Fields], options: Options, date: datetime) -> str:
-        """The same as transformers writes it. Where the direct way comes to something else, it is not taken again."""
+        """Return the text that transformers renders. If the direct rendering differs, disable direct rendering."""
         given = messages, options, date
         if self.direct and _outcome(self.text, *given) != _outcome(self._by_library, *given):
             self._direct = None
@@ -131,7 +142,7 @@ class Templates:
 
 
 class _Direct:
-    """Hands messages to a compiled template. `given` makes of each what the library would hand over."""
+    """Pass messages to a compiled template. `given` converts each message to the form that transformers would pass."""
 
     def __init__(self, tokenizer: Templated, compiles: _Compile, given: Callable[[Fields], Fields]) -> None:
         self._tokenizer = tokenizer
@@ -156,12 +167,13 @@ class _Direct:
         return str(self._template(template).render(variables))
 
     def literals(self, templates: Sequence[str]) -> Literals | None:
-        """As `Templates.literals`."""
+        """See `Templates.literals`."""
         return literals(templates, self._compile("").environment)
 
     def _template(self, text: str) -> Any:
         known = self._compiled.get(text)
         if known is None:
+            # An overlay, because transformers may share its environment and `remember` replaces a method of it.
             environment = self._compile(text).environment.overlay()
             remember(environment)
             known = self._compiled[text] = environment.from_string(text)
@@ -183,7 +195,11 @@ def _without_nulls(message: Fields) -> Fields:
 
 
 def _with_reasoning(message: Fields) -> Fields:
-    """With what the model thought under each name by which templates read it."""
+    """Return the message with its reasoning under every key that templates read.
+
+    Some versions of transformers do this, because templates disagree about the key: Qwen3 reads `reasoning_content`, gpt-oss
+    `thinking`.
+    """
     if _NAMES_OF_REASONING.isdisjoint(message):
         return message
     thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
@@ -214,7 +230,11 @@ _SHOWN: Final = "{{ [messages, tools, documents, add_generation_prompt] | tojson
 
 
 def _find(tokenizer: Templated, by_library: _Render) -> _Direct | None:
-    """The direct way that gives a template what the library gives it; None where there is none."""
+    """Return a direct renderer whose output equals that of transformers on the sample. None if there is none.
+
+    What transformers does to a message before it renders (drop nulls, copy the reasoning to other keys) depends on its version.
+    Each combination is tried, so no version number is checked.
+    """
     compiles = _compiler(tokenizer)
     if compiles is None:
         return None
@@ -229,7 +249,7 @@ def _find(tokenizer: Templated, by_library: _Render) -> _Direct | None:
 
 
 def _compiler(tokenizer: Templated) -> _Compile | None:
-    """What transformers makes templates with; None for tokenizers that render in a way of their own."""
+    """Return the function with which transformers compiles templates. None if the tokenizer overrides `apply_chat_template`."""
     from transformers import PreTrainedTokenizerBase
     from transformers.utils import chat_template_utils
 
@@ -241,7 +261,7 @@ def _compiler(tokenizer: Templated) -> _Compile | None:
 
 
 def _outcome(render: _Render, messages: Sequence[Fields], options: Options, date: datetime) -> tuple[str, str]:
-    """The text, or what was raised."""
+    """Return the text and "", or "" and the error that was raised."""
     try:
         return render(messages, options, date), ""
     except Exception as error:  # templates are foreign code

@@ -1,4 +1,4 @@
-"""Where a prompt that a trainer reports differs from the one that was expected, as text that a person can compare."""
+"""Decoded text around the first token at which a reported prompt differs from the expected one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ _LONGEST = 200
 async def drift_excerpt(
     loaded: LoadedTokenizer, ledger: LedgerView, predicted: Prediction, reported: Tokens | None
 ) -> tuple[str, str]:
-    """Text around the first token that differs, expected and reported; both empty where none does, or no prompt is reported."""
+    """Return the text around the first differing token: (expected, reported).
+
+    Both are empty if the prompts are equal or if `reported` is None. Each excerpt covers 8 tokens before the difference and 16
+    from it on, and is cut to 200 characters.
+    """
     if reported is None:
         return "", ""
     expected = ledger.prefix() + predicted.closing + predicted.environment

@@ -1,9 +1,11 @@
-"""Encoding a text that grows: what did not change keeps its ids (docs/design.md, R5).
+"""Incremental encoding: re-encode only what changed in a growing text (docs/design.md, R5).
 
-A tokenizer looks for its added tokens first, from left to right, and encodes what lies between them each for itself. So an
-encoding falls apart at an added token: the ids before it depend on nothing behind it, and those from it on depend on nothing
-before it. An added token is only a sure place to cut while the longest of them, begun at the same character, would end
-before the first change: otherwise a longer one might be found there instead.
+A tokenizer first searches its added tokens from left to right, and then encodes each stretch between them separately. BPE does
+not merge across an added token. So the encoding splits at an added token: the ids before it do not depend on the text after it,
+and the ids from it on do not depend on the text before it.
+
+An added token is a safe split point only if the longest added token, starting at the same character, would still end before the
+first changed character. Otherwise the changed text could complete a longer added token at this place.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from rollout_server.core.ledger import Tokens, pack_tokens
 from rollout_server.core.segment import first_difference
 
 Backend: TypeAlias = Any
-"""A `tokenizers.Tokenizer`, which has no types."""
+"""A `tokenizers.Tokenizer`; the library has no type annotations."""
 
 
 class AddedToken(Protocol):
-    """A token that was added to a vocabulary by name."""
+    """An entry of a tokenizer's added vocabulary."""
 
     content: str
     special: bool
@@ -35,7 +37,14 @@ def _no_offsets() -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A text and its ids, with the places of its added tokens: `starts` in characters, `offsets` in ids, both rising."""
+    """A text, its token ids and the positions of its added tokens.
+
+    Args:
+        text: the encoded text.
+        ids: its token ids.
+        starts: the character index at which each added token begins, ascending.
+        offsets: the index of each added token in `ids`, ascending; as long as `starts`.
+    """
 
     text: str = ""
     ids: Tokens = field(default_factory=pack_tokens)
@@ -43,7 +52,7 @@ class Encoded:
     offsets: array[int] = field(default_factory=_no_offsets)
 
     def behind(self, token_id: int, start: int) -> Tokens | None:
-        """The ids behind the added token that begins at character `start`; None where it is not known to."""
+        """Return the ids after the added token `token_id` that begins at character `start`; None if it is not known to be there."""
         index = bisect_left(self.starts, start)
         if index == len(self.starts) or self.starts[index] != start or self.ids[self.offsets[index]] != token_id:
             return None
@@ -51,10 +60,11 @@ class Encoded:
 
 
 class GrowingEncoder:
-    """Encodes texts by what they have in common with the one before. `whole` encodes a text as it stands.
+    """Encode a text by reusing the ids that it shares with the text encoded before.
 
-    Only for tokenizers of the Rust library, which tell where in the text a token stands. Tokens that are looked for in the
-    normalised text are no places to cut: the search for them begins anew behind each one that is not.
+    Works only with tokenizers of the Rust library, which report the character range of each token. Added tokens with
+    `normalized=True` are not used as split points: the library searches them in the normalized text, and restarts the search
+    after each match.
     """
 
     def __init__(self, backend: Backend, added: Mapping[int, AddedToken]) -> None:
@@ -63,11 +73,11 @@ class GrowingEncoder:
         self._longest = max(map(len, self._cuts.values()), default=0)
 
     def whole(self, text: str) -> Encoded:
-        """Encodes a text from its start. Raises what the library raises."""
+        """Encode a text from its start. Raises what the library raises."""
         return self._behind(Encoded(), text, 0)
 
     def grown(self, before: Encoded, text: str) -> Encoded:
-        """The same as `whole(text)`, for the price of what `text` does not share with `before`."""
+        """Return `whole(text)`, but encode only the part of `text` that `before` does not share."""
         if text == before.text:
             return before
         safe = common_prefix(before.text, text) - self._longest
@@ -79,8 +89,8 @@ class GrowingEncoder:
         return self._behind(kept, text, before.starts[last])
 
     def _behind(self, kept: Encoded, text: str, start: int) -> Encoded:
-        """`kept` and the encoding of the text from `start` on."""
-        # A batch, because the library lets other threads run only then.
+        """Return `kept` extended by the encoding of `text[start:]`."""
+        # encode_batch, because only the batch call of the library releases the GIL.
         (encoding,) = self._backend.encode_batch([text[start:]], add_special_tokens=False)
         ids = pack_tokens(encoding.ids)
         starts, offsets = array("q", kept.starts), array("q", kept.offsets)
@@ -89,14 +99,19 @@ class GrowingEncoder:
             if content is None:
                 continue
             first, last = (start + offset for offset in encoding.token_to_chars(position))
-            if content in text[first:last]:  # else it was made of a text that only became the token's when normalised
+            # Otherwise the id came from a text that equals the added token only after normalization: not a split point.
+            if content in text[first:last]:
                 starts.append(first)
                 offsets.append(len(kept.ids) + position)
         return Encoded(text, kept.ids + ids, starts, offsets)
 
 
 def composes(encoder: GrowingEncoder, sample: str, encode: Callable[[str], Tokens]) -> bool:
-    """Whether encoding by parts gives what the tokenizer gives, seen at every added token of a sample."""
+    """Return whether encoding by parts gives the tokenizer's own result at every added token of `sample`.
+
+    A tokenizer with an unusual pre-tokenizer or post-processor may break the rule of this module, so the rule is tested on
+    load.
+    """
     whole = encoder.whole(sample)
     if whole.ids != encode(sample):
         return False
@@ -105,7 +120,7 @@ def composes(encoder: GrowingEncoder, sample: str, encode: Callable[[str], Token
 
 
 def common_prefix(a: str, b: str) -> int:
-    """How many characters at their start are the same."""
+    """Return the number of leading characters that both texts share."""
     if b.startswith(a):
         return len(a)
     return first_difference(a, b)

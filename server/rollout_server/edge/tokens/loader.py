@@ -1,7 +1,7 @@
-"""Where tokenizers come from: a directory, or the Hugging Face Hub and its cache. Everything here blocks.
+"""Load tokenizers from a directory, or from the Hugging Face Hub and its cache. All functions block.
 
-Failures are texts for the caller of a rollout, so they hold the name that was asked for and the setting that would help, but
-no path of this machine, no address and nothing of the libraries' own words.
+Error texts are returned to the caller who started the rollout. They contain the requested name and the setting that would help.
+They contain no path of this machine, no address and no text of the libraries.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from rollout_server.runtime.errors import RolloutFailed
 _HUB_SECONDS = 5.0
 _LONGEST_NAME = 200
 _NOT_HERE = (
-    "is not on this server, and the Hugging Face Hub was not there to be asked for it; check the name, give the server "
-    "a network, or map the name to a directory with its setting ROLLOUT_TOKENIZERS"
+    "is not on this server, and the Hugging Face Hub could not be reached; check the name, give the server "
+    "network access, or map the name to a directory with the server's setting ROLLOUT_TOKENIZERS"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderSettings:
-    """How tokenizers are found and kept.
+    """Settings for finding and caching tokenizers.
 
     Args:
-        cache_size: how many are kept when no rollout uses them, at least 1.
-        trust_remote_code: run Python code that comes with a tokenizer.
-        directories: local directories by the name that requests use; their revision is not looked at.
-        templates: files with chat templates, by the name that requests use.
-        allow_directories: let requests name directories themselves.
-        local_files_only: never ask the Hub; only what its cache holds.
-        threads: for loading, and as many for rendering.
+        cache_size: number of tokenizers to keep in memory, at least 1.
+        trust_remote_code: run Python code that is part of a tokenizer's repository.
+        directories: local directories by the name that requests use. Their revision is ignored.
+        templates: chat template files by the name that requests use.
+        allow_directories: allow requests to name a directory.
+        local_files_only: never contact the Hub; use only its local cache.
+        threads: number of threads for loading; rendering uses as many other threads.
     """
 
     cache_size: int = 5
@@ -51,21 +51,24 @@ class LoaderSettings:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer with a chat template, and the ids at which the model's `generation_config.json`, if there is one, stops."""
+    """A tokenizer with a chat template, and the stop ids of the model.
+
+    `ends` are the `eos_token_id` values of `generation_config.json`; empty if that file is missing.
+    """
 
     tokenizer: ChatTokenizer
     ends: Sequence[int] = ()
 
 
 def read_tokenizer(name: TokenizerName, settings: LoaderSettings) -> TokenizerFiles:
-    """Loads a tokenizer that has a chat template. Raises `RolloutFailed`."""
+    """Load a tokenizer that has a chat template. Raises `RolloutFailed` (TOKENIZER)."""
     shown = repr(name.name[:_LONGEST_NAME])
     directory = settings.directories.get(name.name)
     if directory is None and _is_directory(name.name):
         if not settings.allow_directories:
             raise _failed(
                 f"tokenizer {shown} names a directory, which requests may not do; map a name to the directory with the server's "
-                "setting ROLLOUT_TOKENIZERS, or allow directories with ROLLOUT_TOKENIZER_DIRECTORIES=true"
+                "setting ROLLOUT_TOKENIZERS, or allow directories in requests with ROLLOUT_TOKENIZER_DIRECTORIES=true"
             )
         directory = Path(name.name).expanduser()
     source, revision, local = str(directory), None, True
@@ -76,7 +79,7 @@ def read_tokenizer(name: TokenizerName, settings: LoaderSettings) -> TokenizerFi
             raise _failed(f"tokenizer {shown} {_NOT_HERE}")
     try:
         tokenizer = _load(source, revision, settings.trust_remote_code, local)
-    except Exception as error:  # transformers raises whatever its readers do
+    except Exception as error:  # transformers passes on the errors of many file readers
         raise _failed(f"tokenizer {shown} {_why(error, settings, directory is not None, local)}") from error
     return TokenizerFiles(
         _with_template(tokenizer, settings.templates.get(name.name), shown), _ends(source, revision, local)
@@ -92,14 +95,15 @@ def _is_directory(name: str) -> bool:
         return True
     try:
         return Path(name).exists()
-    except (OSError, ValueError):  # too long a name, or one with a null character
+    except (OSError, ValueError):  # the name is too long or contains a null character
         return False
 
 
 def _on_hub(name: TokenizerName, shown: str) -> bool:
-    """Whether the Hub knows the name; False if it cannot be asked. Raises `RolloutFailed` if it does not know it.
+    """Return whether the Hub knows the name; False if the Hub cannot be reached. Raises `RolloutFailed` if it does not know it.
 
-    Asking once with a short time limit comes first because the libraries retry each file of a tokenizer for half a minute.
+    This single request with a short timeout comes first, because the libraries retry each file of a tokenizer for half a
+    minute.
     """
     _quiet()
     from huggingface_hub import HfApi, errors
@@ -118,20 +122,23 @@ def _on_hub(name: TokenizerName, shown: str) -> bool:
             "server's setting ROLLOUT_TOKENIZERS does not map it to a directory"
         ) from None
     except errors.HfHubHTTPError:
-        return True  # it answers; what is wrong shows when the files are wanted
-    except Exception:  # each version of the library has another HTTP client with errors of its own
+        return True  # the Hub is reachable; reading the files will show the error
+    except Exception:  # versions of the library use different HTTP clients, each with its own exceptions
         return False
     return True
 
 
 def _is_cached(name: str, revision: str | None) -> bool:
-    """Whether the Hub's cache holds the tokenizer. Asked first, because transformers asks the Hub about names it does not find."""
+    """Return whether the Hub's local cache holds the tokenizer.
+
+    Checked first, because transformers contacts the Hub about names that it does not find in the cache.
+    """
     from huggingface_hub import errors, try_to_load_from_cache
 
     files = ("tokenizer_config.json", "tokenizer.json")
     try:
         return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in files)
-    except errors.HFValidationError:  # what cannot be a name on the Hub is in no cache of it
+    except errors.HFValidationError:  # not a valid Hub name, so it cannot be in the cache
         return False
 
 
@@ -146,12 +153,16 @@ def _load(source: str, revision: str | None, trust_remote_code: bool, local: boo
 
 
 def _ends(source: str, revision: str | None, local: bool) -> Sequence[int]:
-    """The ids at which the model stops; none where no file says so, or one that cannot be read."""
+    """Return the stop ids of `generation_config.json`; empty if the file is missing or unreadable.
+
+    `eos_token_id` there is an int or a list: gpt-oss lists `<|return|>` and `<|call|>`, GLM the tokens that begin the next
+    message.
+    """
     from transformers import GenerationConfig
 
     try:
         config = GenerationConfig.from_pretrained(source, revision=revision, local_files_only=local)
-    except Exception:  # as for tokenizers; the probe finds the stops that the template writes
+    except Exception:  # see read_tokenizer; without the file, the template probe finds the stop tokens
         return ()
     ends = config.eos_token_id
     return tuple(each for each in (ends if isinstance(ends, list) else [ends]) if isinstance(each, int))
@@ -160,7 +171,7 @@ def _ends(source: str, revision: str | None, local: bool) -> Sequence[int]:
 def _why(error: Exception, settings: LoaderSettings, mapped: bool, local: bool) -> str:
     if not settings.trust_remote_code and "trust_remote_code" in str(error):
         return (
-            "brings Python code of its own, which this server does not run; "
+            "needs Python code from its repository, which this server does not run; "
             "set TOKENIZER_TRUST_REMOTE_CODE=true on the server if you trust that code"
         )
     if local and not mapped and isinstance(error, OSError):
@@ -174,20 +185,18 @@ def _with_template(tokenizer: ChatTokenizer, template: Path | None, shown: str) 
         try:
             tokenizer.chat_template = template.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            reason = (
-                f"the chat template file that the setting ROLLOUT_TEMPLATES names for tokenizer {shown} cannot be read"
-            )
+            reason = f"tokenizer {shown}: the chat template file that the server's setting ROLLOUT_TEMPLATES names cannot be read"
             raise _failed(reason) from error
     if not tokenizer.chat_template:
         raise _failed(
-            f"tokenizer {shown} was loaded, but its chat template is missing; the server's setting ROLLOUT_TEMPLATES can map "
-            "the name to a file with the template that the trainer uses"
+            f"tokenizer {shown} has no chat template; set ROLLOUT_TEMPLATES on the server to map the name to a file with "
+            "the template that the trainer uses"
         )
     return tokenizer
 
 
 def _quiet() -> None:
-    """Imports the libraries without their remarks and progress bars. Leaves them alone if somebody else uses them already."""
+    """Import the libraries without log output and progress bars. Do nothing if another module imported transformers before."""
     if "transformers" in sys.modules:
         return
     root = logging.getLogger("transformers")

@@ -1,12 +1,16 @@
-"""One rollout's rendering: what our side expects the trainer to put in front of each answer, and to count there.
+"""Render one rollout: predict the tokens before each completion, and the length of the mask that the trainer expects.
 
-Two renderings are never mixed (docs/design.md, R6). The truth is what really stands between an answer and the next one, found
-by cutting the text behind the answer's stop token. The count is how much longer a full rendering of the conversation got,
-less what the model wrote; trainers of the masked HTTP dialect count so, also where templates rewrite what was said before,
-and a mask must have that length. Where the two differ there is drift.
+Two results are kept strictly apart (docs/design.md, R6):
 
-A count needs the whole conversation rendered in each turn, and what changed of it encoded. The truth alone is rendered behind a
-short history, as long as `ShortFormProof` has seen that this gives the same.
+- The truth: the token ids between a completion and the next one. They are found by cutting the rendered text after the
+  completion's stop token, and go into the ledger.
+- The count: the growth of the full rendering since the last turn, minus the number of generated tokens. Trainers of the
+  synchronous HTTP API count this way, even if the template rewrites earlier messages, and accept only a mask of this length.
+
+If the two differ, there is drift.
+
+The count needs a rendering of the whole conversation in each turn, and the encoding of what changed. The truth alone can be
+rendered after a short history, while `ShortFormProof` finds both results equal.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from rollout_server.edge.tokens.turn_boundary import (
 )
 from rollout_server.runtime.errors import RolloutFailed
 
-# Arguments of transformers' own, which a request must not set by naming a template variable like them.
+# Arguments of `apply_chat_template` itself. A request must not set them through template variables of the same name.
 _RESERVED = frozenset(
     {
         *("self", "conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt"),
@@ -48,14 +52,14 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What stands between the last answer and the next one.
+    """The predicted tokens between the last completion and the next one.
 
     Args:
-        predicted: the truth, in tokens; before the first answer the whole prompt is `environment`.
-        mask_length: the count; may be negative. None before the first answer and where the last one came without ids.
-        exact: False where the template gave no place to cut, so that `predicted` is the end of a full encoding.
-        unseen: the indices of messages behind the answer whose text the template does not show there.
-        short_form_dropped: in this turn the short form differed from the full rendering, so it is used no more.
+        predicted: the truth. In the first turn, `environment` is the whole prompt.
+        mask_length: the count; may be negative. None in the first turn, and if the last completion came without token ids.
+        exact: False if no turn boundary was found. `predicted` is then the tail of the full encoding, a guess.
+        unseen: indices of messages after the completion whose text the template does not show.
+        short_form_dropped: in this turn the short form differed from the full rendering, so the rollout stops using it.
     """
 
     predicted: Prediction
@@ -67,7 +71,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class _RenderedPrompt:
-    """A conversation that was rendered: its messages, parsed too, and its text and tokens."""
+    """A rendered conversation: its messages, their parsed form, and its text and token ids."""
 
     messages: tuple[Message, ...] = ()
     parsed: tuple[Fields, ...] = ()
@@ -75,18 +79,18 @@ class _RenderedPrompt:
 
     @property
     def length(self) -> int:
-        """In tokens."""
+        """Number of tokens."""
         return len(self.encoded.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class TurnToRender:
-    """A turn to render.
+    """The input of one rendering.
 
     Args:
         messages: the conversation of this turn.
-        last: the answer before, which is `messages[answered]`; None in the first turn.
-        answered: how many messages had been asked for then.
+        last: the previous completion, which is `messages[answered]`; None in the first turn.
+        answered: the number of messages in the prompt of the previous completion.
     """
 
     messages: tuple[Message, ...]
@@ -96,14 +100,14 @@ class TurnToRender:
 
 @dataclass(frozen=True, slots=True)
 class _EnvironmentText:
-    """The text between an answer and the next one. `stop` is the token in front of it; None where the template writes none."""
+    """The text between two completions. `stop` is the stop token before it; None if the template writes none."""
 
     text: str
     stop: StopToken | None
 
 
 class Renderer:
-    """Renders the conversation of one rollout, in the tokenizer's threads. What it remembers of texts only saves work."""
+    """Render the conversation of one rollout in the renderer threads. Cached texts save work and do not affect results."""
 
     def __init__(
         self,
@@ -114,10 +118,16 @@ class Renderer:
         form: RenderingForm | None = None,
         date: datetime | None = None,
     ) -> None:
-        """Tools as OpenAI writes function tools.
+        """Create a renderer for one rollout.
 
-        `form` is how the trainer is known to render. `date` is what templates that print it take for now, in all turns.
-        Raises `RolloutFailed` for template arguments that are not the template's.
+        Args:
+            loaded: the tokenizer.
+            tools: in OpenAI's format for function tools.
+            template_kwargs: template variables of the request.
+            form: how the trainer is known to render and count; None: the template's preferred form.
+            date: the time that templates print, the same in all turns; None: now.
+
+        Raises `RolloutFailed` (VALIDATION) if `template_kwargs` names an argument of transformers.
         """
         if reserved := sorted(_RESERVED & template_kwargs.keys()):
             reason = f"chat template arguments cannot be named {', '.join(reserved)}"
@@ -134,31 +144,31 @@ class Renderer:
         self._taught = False
 
     def fork(self) -> Renderer:
-        """The renderer of a conversation that goes on from here on its own."""
+        """Return a renderer for a conversation that branches off here."""
         other = copy(self)
         other._proof = self._proof.fork()
         return other
 
     async def predict(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
-        """Renders a turn: `TurnToRender` says what the arguments are.
+        """Render a turn: truth and count. See `TurnToRender` for the arguments.
 
         Raises:
-            Failed: VALIDATION for content that is not text, TOKENIZER where the template refuses the conversation.
+            RolloutFailed: VALIDATION for content that is not text, TOKENIZER if the template refuses the conversation.
         """
         return await self.loaded.run(self._predict, TurnToRender(tuple(messages), last, last_messages))
 
     async def append(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
-        """The truth of a turn without its count: where the template allows, at a cost that does not grow with the history.
+        """Render the truth of a turn without the count. With most templates the cost does not grow with the history.
 
-        Raises `RolloutFailed` as `predict` does, and (TOKENIZER) where the template gives no place to cut.
+        Raises `RolloutFailed` as `predict` does, and (TOKENIZER) if no turn boundary is found.
         """
         return await self.loaded.run(self._append, TurnToRender(tuple(messages), last, last_messages))
 
     async def learn(self, predicted: Prediction, reported: Tokens) -> Prediction:
-        """Compares the prompt that was predicted last with the one that the trainer reports for it.
+        """Compare the last predicted prompt with the one that the trainer reports.
 
-        Some trainers render without the tools, or with parsed arguments. If that explains a difference, later turns are
-        rendered so too. Returns the prediction, corrected where it was that of a whole prompt.
+        Some trainers render without tools, or with parsed arguments. If another form explains the difference, later turns use
+        that form. Returns the prediction, corrected if it was the prediction of a whole prompt.
         """
         if self._taught or reported == self._seen.encoded.ids:
             return predicted
@@ -167,14 +177,14 @@ class Renderer:
     async def counts(
         self, messages: Sequence[Message], last: Answered, last_messages: int
     ) -> Mapping[RenderingForm, int]:
-        """How many tokens trainers that render or count in another way find new, by form, each number once.
+        """Return the counts of trainers that render or count in another form; each number once, the most similar form first.
 
-        Forms that differ least come first. Raises `RolloutFailed` as `predict` does.
+        Raises `RolloutFailed` as `predict` does.
         """
         return await self.loaded.run(self._counts, TurnToRender(tuple(messages), last, last_messages))
 
     def adopt(self, form: RenderingForm) -> None:
-        """The trainer was found to render and count in this form."""
+        """Use this form from now on, because the trainer was found to render and count this way."""
         self.form, self._taught = form, True
         self._forget()
 
@@ -186,6 +196,7 @@ class Renderer:
         prompt = self._seen = self._prompt(turn.messages, self.form, before)
         if last is None:
             return Rendered(Prediction(pack_tokens(), prompt.encoded.ids))
+        # The last rendered prompt is not the last completion's (after a fork or a change of form): render that one again.
         if before.messages != turn.messages[: turn.answered]:
             text = self._render(prompt.parsed[: turn.answered], True)
             before = _RenderedPrompt(encoded=self.loaded.grow(prompt.encoded, text))
@@ -211,6 +222,7 @@ class Renderer:
             due = self._proof.due(fields, answered)
             short = self._short_turn(fields, answered)
         likely = None if short is None else self._environment(short)
+        # The environment quotes the made-up user message, so it depends on text that the real conversation does not have.
         if likely is not None and self._filler in likely.text:
             likely = None
         if short is not None and likely is not None and not due:
@@ -230,7 +242,7 @@ class Renderer:
         return replace(rendered, short_form_dropped=True)
 
     def _full_turn(self, turn: TurnToRender, fields: Sequence[Fields]) -> RenderedTurn:
-        """The whole conversation as text. The prompt of the last answer is known where the turn before was rendered in full."""
+        """Render the whole conversation. The text of the last prompt is reused if the previous turn was rendered in full."""
         known, prompt = self._text
         if known != turn.messages[: turn.answered]:
             prompt = self._render(fields[: turn.answered], True)
@@ -245,7 +257,7 @@ class Renderer:
         return Rendered(truth, unseen=unseen)
 
     def _environment(self, turn: RenderedTurn, hint: str | None = None) -> _EnvironmentText | None:
-        """What follows the last answer; None where its place cannot be told."""
+        """Return the text after the last completion; None if the boundary cannot be determined."""
         stop = self.loaded.probed.stop(calls=has_calls(turn.messages[turn.answered]))
         text = None if stop is None else environment_text(turn, stop.text, hint)
         if text is not None:
@@ -253,20 +265,21 @@ class Renderer:
         text = text_after_completion(turn)
         if text is None:
             return None
-        # In a template that has a stop, only another special token shows that the answer has ended. It is part of the environment:
-        # the first token of GLM's messages is also what ends the answer before.
+        # If the template has a stop token but none was found here, only another special token can prove that the completion ended.
+        # That token is part of the environment: in GLM's template the first token of a message also ends the completion before it.
         first = self.loaded.encode(text)[:1]
         return _EnvironmentText(text, None) if stop is None or (first and self.loaded.is_special(first[0])) else None
 
     def _prediction(self, found: _EnvironmentText, last: Answered, prompt: Encoded | None = None) -> Prediction | None:
-        """An environment in tokens, with the stop in front where the answer lacks it.
+        """Return the environment's token ids, with the stop token in `closing` if the completion lacks it.
 
-        It is encoded behind the stop, because there are tokens that strip what follows them. Where the encoding of `prompt` falls
-        apart at the stop, the ids are at its end.
+        The text is encoded after the stop token, because some added tokens strip the white space next to them (`rstrip` in
+        Phi-3). If the encoding of `prompt` splits at the stop token, the ids are taken from its end.
         """
         stop = found.stop
         if stop is None:
             ids = self.loaded.encode(found.text)
+            # GLM: the completion may already end with the special token that begins the next message. Do not add it twice.
             is_there = last.token_ids and last.token_ids[-1:] == ids[:1] and self.loaded.is_special(ids[0])
             return Prediction(pack_tokens(), ids[1:] if is_there else ids)
         start = 0 if prompt is None else len(prompt.text) - len(found.text) - len(stop.text)
@@ -277,13 +290,13 @@ class Renderer:
         return Prediction(self._closing(stop, last), ids[1:]) if ids[:1] == pack_tokens([stop.id]) else None
 
     def _likely(self, messages: Sequence[Fields], answered: int) -> str | None:
-        """The environment behind a short history, as a hint at what it is behind the whole one."""
+        """Return the environment after a short history, as a hint for the search in the full rendering."""
         stop = self.loaded.probed.stop(calls=has_calls(messages[answered]))
         turn = self._short_turn(messages, answered, checked=False) if self.loaded.probed.short_form else None
         return None if stop is None or turn is None else likely_environment(turn, stop.text)
 
     def _short_turn(self, messages: Sequence[Fields], answered: int, *, checked: bool = True) -> RenderedTurn | None:
-        """The turn behind a short history; None where the template refuses it. Unless `checked`, without the prompt's text."""
+        """Return the turn after a short history; None if the template refuses it. Unless `checked`, the prompt is not rendered."""
         short, at = shortened(messages, answered, self._filler)
         try:
             prompt = self._render(short[:at], True) if checked else ""
@@ -292,7 +305,7 @@ class Renderer:
             return None
 
     def _prompt(self, messages: tuple[Message, ...], form: RenderingForm, before: _RenderedPrompt) -> _RenderedPrompt:
-        """The conversation in a form. `before` is an earlier prompt, in any form."""
+        """Render the conversation in a form. `before` is an earlier prompt, in any form, whose encoding is reused."""
         if form.arguments is self.form.arguments:
             fields = self._fields(messages)
         else:
@@ -301,7 +314,7 @@ class Renderer:
         return _RenderedPrompt(messages, fields, self.loaded.grow(before.encoded, text))
 
     def _fields(self, messages: tuple[Message, ...]) -> tuple[Fields, ...]:
-        """The messages, parsed in our form: those that are known from the turn before are not parsed again."""
+        """Return the messages parsed in the current form; messages of the previous turn are not parsed again."""
         known, fields = self._parsed
         if messages[: len(known)] != known:
             fields = ()
@@ -317,7 +330,7 @@ class Renderer:
         return self.loaded.text(messages, self._framed(self.form), generation_prompt=generation_prompt)
 
     def _closing(self, stop: StopToken, last: Answered) -> Tokens:
-        """The stop, if the answer lacks one: it was cut, or the engine keeps stops to itself."""
+        """Return the stop token if the completion lacks it: it was cut at `max_tokens`, or the engine strips stop tokens."""
         if last.token_ids is None:
             return pack_tokens()
         cut = last.finish_reason == "length"
@@ -327,7 +340,7 @@ class Renderer:
     def _learn(self, predicted: Prediction, reported: Tokens) -> Prediction:
         seen = self._seen
         with_calls = any(map(has_calls, seen.parsed))
-        self._taught = with_calls  # a prompt with calls shows all that there is to see
+        self._taught = with_calls  # once a prompt with tool calls was compared, nothing is left to learn
         for form in self.form.others():
             if form.measure is not self.form.measure or (form.arguments is not self.form.arguments and not with_calls):
                 continue
@@ -360,7 +373,7 @@ class Renderer:
 
 def _no_turn_boundary() -> Failure:
     reason = (
-        "the chat template shows no place at which the last answer ends, so nobody can say which tokens follow it; "
-        "use message mode, or a template that closes answers with a special token"
+        "the chat template does not show where the last completion ends, so the environment's tokens are unknown; "
+        "use message mode, or a template that closes completions with a special token"
     )
     return Failure(Category.TOKENIZER, reason)

@@ -1,4 +1,4 @@
-"""How a trainer renders a conversation and counts what is new in it (docs/design.md, R6a)."""
+"""How a trainer renders a conversation and counts its new tokens (docs/design.md, R6a)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.runtime.errors import RolloutFailed
 
 Fields: TypeAlias = Mapping[str, JSON]
-"""A message, parsed."""
+"""A parsed message: a JSON object."""
 
 
 class Tools(Enum):
-    """What a trainer gives its template for tools. No tools can be said in two ways, which some templates render differently."""
+    """The `tools` argument that a trainer passes to its chat template.
+
+    `None` and an empty list both mean "no tools", but some templates (Llama 3) render them differently.
+    """
 
     TOLD = "told"
     NONE = "none"
@@ -25,14 +28,18 @@ class Tools(Enum):
 
 
 class Arguments(Enum):
-    """In which form a trainer gives its template the arguments of calls: as the text that came, or as the object it says."""
+    """The form in which a trainer passes tool call `arguments` to its template: the received JSON text, or the parsed object.
+
+    OpenAI's API carries `arguments` as a string. Some templates apply `tojson` to it and so encode a string a second time;
+    others accept only an object.
+    """
 
     RECEIVED = "received"
     PARSED = "parsed"
 
 
 class CountingMethod(Enum):
-    """What a trainer counts: how much longer its rendering got, or the tokens that it appended to those it kept."""
+    """How a trainer counts new tokens: by the growth of the full rendering, or by the tokens that it appended to its own."""
 
     RENDERED = "rendered"
     APPENDED = "appended"
@@ -40,14 +47,14 @@ class CountingMethod(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RenderingForm:
-    """How a trainer renders and counts."""
+    """The way in which a trainer renders and counts."""
 
     tools: Tools = Tools.TOLD
     arguments: Arguments = Arguments.RECEIVED
     measure: CountingMethod = CountingMethod.RENDERED
 
     def convert_tools(self, tools: Sequence[Fields]) -> Sequence[Fields] | None:
-        """What the template is given for tools, where the rollout has these."""
+        """Return the `tools` argument of the template, for a rollout with these tools."""
         match self.tools:
             case Tools.TOLD:
                 return tools or None
@@ -57,12 +64,12 @@ class RenderingForm:
                 return ()
 
     def with_other_arguments(self) -> RenderingForm:
-        """The form that differs in the arguments of calls only."""
+        """Return the form that differs only in `arguments`."""
         received = self.arguments is Arguments.RECEIVED
         return replace(self, arguments=Arguments.PARSED if received else Arguments.RECEIVED)
 
     def others(self) -> Iterator[RenderingForm]:
-        """All other forms, those that differ in one thing first."""
+        """Yield all other forms, ordered by the number of fields in which they differ."""
         forms = [
             RenderingForm(tools, arguments, measure)
             for measure in CountingMethod
@@ -81,13 +88,16 @@ class RenderingForm:
 
 
 def parsed(message: Message, index: int, arguments: Arguments) -> Fields:
-    """The message as a template is given it. Raises `RolloutFailed` (VALIDATION) for content that is not text."""
+    """Return the message as it is passed to a template.
+
+    Raises `RolloutFailed` (VALIDATION) for content that is not text.
+    """
     fields = message.fields()
     content = fields.get("content")
     for place, part in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(part, Mapping) or part.get("type") != "text":
             kind = str(part.get("type", "untyped"))[:40] if isinstance(part, Mapping) else type(part).__name__
-            reason = f"messages[{index}].content[{place}] is not text ({kind}): images and the like cannot be counted in tokens"
+            reason = f"messages[{index}].content[{place}] is not text ({kind}); only text content can be tokenized"
             raise RolloutFailed(Failure(Category.VALIDATION, reason))
     calls = fields.get("tool_calls")
     if arguments is Arguments.PARSED and isinstance(calls, list):
@@ -96,7 +106,7 @@ def parsed(message: Message, index: int, arguments: Arguments) -> Fields:
 
 
 def strings(value: JSON) -> Iterator[str]:
-    """All strings in a message, at any depth."""
+    """Yield all strings in a JSON value, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -108,7 +118,7 @@ def strings(value: JSON) -> Iterator[str]:
 
 
 def has_calls(fields: Fields) -> bool:
-    """Whether the message holds calls."""
+    """Return whether the message contains tool calls."""
     return bool(fields.get("tool_calls"))
 
 
@@ -119,7 +129,7 @@ def _with_object(call: JSON) -> JSON:
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return call
-    try:  # as the fronts of trainers do: NaN and the like, which JSON does not know, are read too
+    try:  # json.loads, as trainers' HTTP servers use it: it also reads NaN and Infinity, which are not JSON
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         return call

@@ -1,8 +1,8 @@
-"""The sandbox of chat templates, remembering what it decided.
+"""Cache the decisions of the Jinja sandbox that renders chat templates.
 
-At each `message.role` in a template Jinja's sandbox looks for an attribute of that name first, and decides anew whether the
-template may see what it found; that is most of what rendering a long conversation costs. For the values that conversations
-are made of it depends on nothing but their type and the name, so it is asked once for each of these.
+For each `message.role` in a template, Jinja's sandbox first looks for an attribute of that name, and then checks whether the
+template may access it. In a long conversation this is most of the rendering time. For the JSON types of a conversation the
+result depends only on the type of the value and the name, so it is computed once per (type, name).
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 Environment: TypeAlias = Any
-"""A `jinja2.Environment`. Jinja is not imported before a tokenizer is loaded."""
+"""A `jinja2.Environment`. Jinja is imported only when a tokenizer is loaded."""
 
-_KEY: Final = 1  # dictionaries have no such attribute, so it names one of their keys
-_MEMBER: Final = 2  # an attribute of all values of this type, which is shown as it is
-_STATE: Final = 3  # a loop or a namespace may be asked for it; what is found there has to be looked at
-_ASK: Final = 4
+_KEY: Final = 1  # dictionaries have no such attribute, so the name is a key
+_MEMBER: Final = 2  # an attribute that all values of this type have and that the sandbox returns unchanged
+_STATE: Final = 3  # an allowed attribute of a loop or a namespace; its value differs, so its type is checked each time
+_CALL: Final = 4  # not cacheable: call the sandbox each time
 _PLAIN: Final = (dict, list, str)
 _HARMLESS: Final = frozenset({str, int, float, bool, type(None), dict, list, tuple})
 _NAMES: Final = 1000
-"""More are not remembered: a template that formats texts of others with `str.format` looks up names that they wrote."""
+"""Size limit of the cache: a template that calls `str.format` on message texts looks up names that those texts contain."""
 _NOTHING: Final = object()
 
 
 def remember(environment: Environment) -> None:
-    """Makes a sandbox remember. One that decides in a way of its own is left as it is."""
+    """Cache the attribute lookups of a sandbox. A sandbox class that overrides these decisions is left unchanged."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
     decides = ("getattr", "is_safe_attribute")
@@ -34,8 +34,8 @@ def remember(environment: Environment) -> None:
 
 
 def _look_up(environment: Environment) -> Callable[[Any, str], Any]:
-    """`environment.getattr`, with a memory."""
-    ask, undefined = environment.getattr, environment.undefined
+    """Return a caching replacement for `environment.getattr`."""
+    original, undefined = environment.getattr, environment.undefined
     known: dict[tuple[type, str], int] = {}
     keys: set[str] = set()
 
@@ -43,15 +43,15 @@ def _look_up(environment: Environment) -> Callable[[Any, str], Any]:
         kind = type(value)
         if kind is dict and name in keys:
             return value[name] if name in value else undefined(obj=value, name=name)
-        answer = known.get((kind, name))
-        if answer == _MEMBER:
+        decision = known.get((kind, name))
+        if decision == _MEMBER:
             return getattr(value, name)
-        if answer == _STATE:
+        if decision == _STATE:
             found = getattr(value, name, _NOTHING)
             if type(found) in _HARMLESS:
                 return found
-        found = ask(value, name)
-        if answer is None and len(known) < _NAMES:
+        found = original(value, name)
+        if decision is None and len(known) < _NAMES:
             known[kind, name] = decided = _decided(environment, value, name, found)
             if decided == _KEY:
                 keys.add(name)
@@ -61,14 +61,14 @@ def _look_up(environment: Environment) -> Callable[[Any, str], Any]:
 
 
 def _decided(environment: Environment, value: Any, name: str, found: Any) -> int:
-    """How the sandbox came to what it `found`, if that is the same for all values of the type."""
+    """Classify how the sandbox resolved `found`; `_CALL` unless the decision holds for all values of this type."""
     from jinja2.runtime import LoopContext
     from jinja2.utils import Namespace
 
     if type(value) in _PLAIN:
         if not hasattr(value, name):
-            return _KEY if type(value) is dict else _ASK
+            return _KEY if type(value) is dict else _CALL
         member = getattr(value, name)
-        return _MEMBER if type(found) is type(member) and found == member else _ASK
-    asked = isinstance(value, LoopContext | Namespace) and environment.is_safe_attribute(value, name, None)
-    return _STATE if asked else _ASK
+        return _MEMBER if type(found) is type(member) and found == member else _CALL
+    allowed = isinstance(value, LoopContext | Namespace) and environment.is_safe_attribute(value, name, None)
+    return _STATE if allowed else _CALL

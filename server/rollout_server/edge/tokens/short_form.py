@@ -1,9 +1,9 @@
-"""A short conversation that ends as a long one does, and when a rollout has to prove it again (docs/design.md, R2).
+"""Render the environment after a short history, and decide when a rollout must verify that result (docs/design.md, R2 and D23).
 
-What a template writes behind an answer nearly always depends on the system message, the tools, the last question and the answer
-itself, and not on all that was said before. So the environment can be rendered behind a short history, at a cost that does not grow
-with the conversation. Nothing guarantees this: a template may count messages, or look for a word in an early one. A short form is
-therefore only used while it was compared, in the same rollout, with the full rendering of a conversation of the same shape.
+The text that a template writes after a completion usually depends only on the system message, the tools, the last user message
+and the completion. So the environment can be rendered after a short conversation, at a cost that does not grow with the
+history. A template may break this: it may count messages, or search early messages for a word. A short form is therefore used
+only after it was compared, in the same rollout, with the full rendering of a conversation of the same shape.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _EVERY: Final = 16
 _MANY: Final = 3
 
 Kind: TypeAlias = tuple[object, ...]
-"""What a template can see of a message without looking at its text."""
+"""The properties of a message that a template can test without reading its text."""
 
 
 def short_history(roles: Sequence[str], answered: int) -> list[int]:
-    """The indices of the messages before the answer that are kept: the leading system messages and the last user message."""
+    """Return the indices of the messages kept before the completion: leading system messages and the last user message."""
     leading = 0
     while leading < answered and roles[leading] in _SYSTEM:
         leading += 1
@@ -39,9 +39,11 @@ def short_history(roles: Sequence[str], answered: int) -> list[int]:
 
 
 def shortened(messages: Sequence[Fields], answered: int, filler: str) -> tuple[list[Fields], int]:
-    """The kept history, the answer and all that follows it, and the index of the answer in this list.
+    """Return the short conversation, and the index of the completion in it.
 
-    A history without a user message gets one with the text `filler`, because many templates refuse to start with an answer.
+    The short conversation is the kept history, the completion (`messages[answered]`) and all messages after it. If the history
+    has no user message, one with the text `filler` is added, because many templates refuse a conversation that starts with the
+    assistant.
     """
     roles = [str(message.get("role")) for message in messages[:answered]]
     kept = [messages[index] for index in short_history(roles, answered)]
@@ -51,14 +53,20 @@ def shortened(messages: Sequence[Fields], answered: int, filler: str) -> tuple[l
 
 
 class ShortFormProof:
-    """Follows one conversation and says when its short form has to be compared with the full rendering before it is used.
+    """Decide for one conversation when its short form must be compared with the full rendering before use.
 
-    That is so in the first two turns with an environment, whenever the conversation has a shape that was not compared yet, and in
-    every 16th turn. The shape is what a template can depend on without growing with each turn: the kinds of the answer and of the
-    messages behind it, the kinds of messages that the short history drops, which strings of the template's own occur in messages of
-    which role among these, behind the answer and in the user message that is kept, and which of its numbers the count of messages
-    has passed. The strings of tool results only count when they come for the first time: their contents change in each turn. Of
-    those in dropped system and user messages the order counts in which they came last, because the last one may be a switch.
+    A comparison is due in the first two turns with an environment, for each new shape of the conversation, and in every 16th
+    turn. The shape contains what a template can depend on without growing in each turn:
+
+    - the kinds of the completion and of the messages after it;
+    - the kinds of the messages that the short history drops;
+    - which string literals of the template occur in which role: among the dropped messages, after the completion, and in the
+      kept user message;
+    - which integer literals of the template the number of messages has reached or passed.
+
+    Literals in tool results count only when they occur for the first time, because the content of tool results changes in each
+    turn. For dropped system and user messages the order of last occurrence also counts, because a template may obey the last
+    one of several switches (such as `/think` and `/no_think`).
     """
 
     def __init__(self, literals: Literals) -> None:
@@ -77,42 +85,44 @@ class ShortFormProof:
         self._since = 0
 
     def due(self, messages: Sequence[Fields], answered: int) -> bool:
-        """Whether the short form of this turn has to be compared. To be called once for each turn behind an answer.
+        """Return whether the short form of this turn must be compared. Call this exactly once per turn that follows a completion.
 
-        `messages` is the whole conversation, and `answered` the index of the last answer in it.
+        Args:
+            messages: the whole conversation.
+            answered: the index of the last completion in it.
         """
         self._turns, self._since = self._turns + 1, self._since + 1
-        answer, following = messages[answered], messages[answered + 1 :]
+        completion, following = messages[answered], messages[answered + 1 :]
         self._add_features(self._dropped, self._newly_dropped(messages, answered))
         self._add_features(self._following, following)
         self._looked_at = answered
-        # Up to a number, at it and beyond it: a template may compare in any way.
+        # Below, equal to or above each number: a template may use any comparison operator.
         numbers, count = self._literals.numbers, len(messages)
         passed = bisect_left(numbers, count), bisect_right(numbers, count)
-        said = frozenset(
+        following_literals = frozenset(
             word for message in following if message.get("role") != "tool" for word in self._literals_in(message)
         )
         self._shape = (
             passed,
             self._order(),
             self._asked,
-            said,
-            _kind(answer, None),
-            tuple(_kind(message, answer) for message in following),
+            following_literals,
+            _kind(completion, None),
+            tuple(_kind(message, completion) for message in following),
         )
         return self._turns <= _FIRST_TURNS or self._since >= _EVERY or self._shape not in self._proved
 
     def equal(self) -> None:
-        """The short form of this turn was the same as the full one."""
+        """Record that the short form of this turn equals the full rendering."""
         self._proved.add(self._shape)
         self._since = 0
 
     def differs(self) -> None:
-        """It was not: this rollout uses it no more."""
+        """Record that they differ: the rollout stops using the short form."""
         self.usable = False
 
     def fork(self) -> ShortFormProof:
-        """The proof of a conversation that goes on from here on its own."""
+        """Return an independent copy for a forked conversation."""
         other = copy(self)
         other._dropped, other._following = set(self._dropped), set(self._following)
         other._latest = dict(self._latest)
@@ -120,7 +130,7 @@ class ShortFormProof:
         return other
 
     def _newly_dropped(self, messages: Sequence[Fields], answered: int) -> Iterator[Fields]:
-        """The messages that a short history kept in the turn before, or did not know, and does not keep any more."""
+        """Yield the messages that the short history of this turn drops for the first time."""
         for index in range(self._looked_at, answered):
             message = messages[index]
             if index == self._leading and message.get("role") in _SYSTEM:
@@ -136,12 +146,12 @@ class ShortFormProof:
                 yield message
 
     def _order(self) -> tuple[frozenset[tuple[str, str]], ...]:
-        """The strings of dropped system and user messages in the order in which they came last."""
+        """Return the literals of dropped system and user messages, ordered by their last occurrence."""
         latest = sorted(self._latest.items(), key=itemgetter(1))
         return tuple(frozenset(word for word, _ in group) for _, group in groupby(latest, key=itemgetter(1)))
 
     def _add_features(self, seen: set[object], messages: Iterable[Fields]) -> None:
-        """Adds what is in the messages. What was proved before was proved for a conversation without anything new in this place."""
+        """Add the features of the messages. A new feature invalidates all proofs, which were made for conversations without it."""
         found = {feature for message in messages for feature in self._features(message)}
         if not found <= seen:
             seen |= found
@@ -153,15 +163,18 @@ class ShortFormProof:
         yield from ((kind[0], word) for word in self._literals_in(message))
 
     def _literals_in(self, message: Fields | None) -> frozenset[str]:
-        """The template's strings that occur in a message."""
+        """Return the template's string literals that occur in the message."""
         texts = [] if message is None else list(strings(message))
         return frozenset(word for word in self._literals.strings if any(word in text for text in texts))
 
 
-def _kind(message: Fields, answer: Fields | None) -> Kind:
-    """Role, kinds of content and reasoning, calls and names of fields; of a tool result also whether `answer` called it."""
+def _kind(message: Fields, completion: Fields | None) -> Kind:
+    """Return role, kinds of content and reasoning, tool calls and field names.
+
+    For a tool result, also whether `completion` made the call.
+    """
     calls = message.get("tool_calls")
-    linked = answer is not None and message.get("tool_call_id") in _call_ids(answer)
+    linked = completion is not None and message.get("tool_call_id") in _call_ids(completion)
     thoughts = tuple(_content_kind(message.get(name)) for name in _REASONING)
     arguments = tuple(_arguments_kind(call) for call in (calls if isinstance(calls, list) else [])[:_MANY])
     return (
@@ -188,6 +201,6 @@ def _arguments_kind(call: JSON) -> str:
     return f"{type(arguments).__name__}{min(len(arguments), 1) if isinstance(arguments, str | Mapping) else ''}"
 
 
-def _call_ids(answer: Fields) -> Sequence[JSON]:
-    calls = answer.get("tool_calls")
+def _call_ids(completion: Fields) -> Sequence[JSON]:
+    calls = completion.get("tool_calls")
     return [call.get("id") for call in (calls if isinstance(calls, list) else []) if isinstance(call, Mapping)]

@@ -1,4 +1,4 @@
-"""What a chat template does with answers, found by rendering a few when its tokenizer is loaded."""
+"""Probe a chat template: render a few conversations when its tokenizer is loaded, and see how it closes completions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rollout_server.edge.tokens.short_form import shortened
 from rollout_server.edge.tokens.turn_boundary import Render, RenderedTurn, environment_text, new_mark
 from rollout_server.runtime.errors import RolloutFailed
 
-_SAID = "Qf7xSaidByTheModel"
-_ASKED: Fields = {"role": "user", "content": "Hello"}
-_ANSWERED: Fields = {"role": "assistant", "content": _SAID}
-_CALL_ID = "a1b2c3d4"  # nine letters and digits with its number, which is all that Mistral's templates take
+_CONTENT = "Qf7xSaidByTheModel"
+_USER: Fields = {"role": "user", "content": "Hello"}
+_ASSISTANT: Fields = {"role": "assistant", "content": _CONTENT}
+_CALL_ID = "a1b2c3d4"  # with a number appended, 9 characters: Mistral's templates refuse ids of another length
 _LONGEST_EXAMPLE = 160
 _LONGEST_COUNT = 32
 _NO_LITERALS: Final = Literals()
@@ -27,12 +27,16 @@ _VALUE: Final[Fields] = {"value": {"type": "string", "description": "What to loo
 _PARAMETERS: Final[Fields] = {"type": "object", "properties": _VALUE, "required": ["value"]}
 _LOOK: Final[Fields] = {"name": "look", "description": "Looks at something.", "parameters": _PARAMETERS}
 TOOL: Final[Fields] = {"type": "function", "function": _LOOK}
-"""What the calls of the probe call. Some tokenizers have another template for conversations with tools."""
+"""The tool that the probe's conversations call. Some tokenizers have a separate template for conversations with tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopToken:
-    """The special token that a template writes after an answer. `opens_next`: only where another message follows."""
+    """The special token that a template writes after a completion.
+
+    `opens_next` is True if the token also begins the next message and appears only if there is one. GLM works this way: a
+    completion ends with `<|user|>` or `<|observation|>`.
+    """
 
     text: str
     id: int
@@ -41,15 +45,15 @@ class StopToken:
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What was found.
+    """Result of the probe.
 
     Args:
-        final: what closes an answer without tool calls; None where no special token does.
-        calls: what closes one with tool calls; some templates use another token there.
-        arguments: the forms of tool call arguments with which the template does not raise.
-        short_form: in all that was tried, what follows an answer is the same behind a short history as behind the whole one.
-        inside: ids of special tokens that the template writes inside answers, such as those that end a call.
-        refusal: why rollouts cannot be rendered with this template, with an example; empty: they can.
+        final: the stop token of a completion without tool calls; None if no special token closes it.
+        calls: the stop token of a completion with tool calls. Some templates use a different one there (gpt-oss: `<|call|>`).
+        arguments: the forms of tool call arguments that the template accepts.
+        short_form: True if, in all probed conversations, the environment is the same after a short and after the full history.
+        inside: ids of special tokens that the template writes inside completions, such as the end of a tool call.
+        refusal: why the template cannot be used, with an example; empty if it can.
     """
 
     final: StopToken | None
@@ -61,16 +65,16 @@ class TemplateTraits:
 
     @property
     def stops(self) -> tuple[StopToken, ...]:
-        """What closes answers."""
+        """The stop tokens that exist."""
         return tuple(stop for stop in (self.final, self.calls) if stop is not None)
 
     @property
     def preferred(self) -> Arguments:
-        """The form of arguments that is used: as they come, unless the template takes objects only."""
+        """The form of arguments to use: as received, unless the template accepts only objects."""
         return Arguments.PARSED if self.arguments == {Arguments.PARSED} else Arguments.RECEIVED
 
     def stop(self, *, calls: bool) -> StopToken | None:
-        """What closes an answer."""
+        """Return the stop token of a completion with or without tool calls."""
         return self.calls if calls else self.final
 
 
@@ -81,27 +85,27 @@ def probe(
     tooled: Render | None = None,
     literals: Literals | None = _NO_LITERALS,
 ) -> TemplateTraits:
-    """Renders answers with and without tool calls (docs/design.md, R2, R3 and R6a).
+    """Render completions with and without tool calls (docs/design.md, R2, R3 and R6a).
 
     Args:
-        render: without tools.
+        render: renders without tools.
         special: texts of special tokens by id.
-        eos: the tokenizer's end token, which is often another one than templates close answers with.
-        tooled: with `TOOL`; None: as without.
-        literals: those of the template. None, where nobody knows them: no short form is tried.
+        eos: id of the tokenizer's `eos_token`. Templates often close completions with another token.
+        tooled: renders with `TOOL`; None: use `render`.
+        literals: literals of the template; None if unknown, in which case the short form is not used.
     """
     tooled = tooled or render
     refusal = _refusal(render)
-    if refusal and not _refusal(tooled):  # a template for conversations with tools only
+    if refusal and not _refusal(tooled):  # the template works only with tools
         render, refusal = tooled, ""
     closers = _Closers(special, eos)
-    final = closers.stop(render, [_ASKED, _ANSWERED], _ASKED)
-    rounds = {form: _round(1, form, _SAID) for form in Arguments}
-    texts = {form: _try(tooled, [_ASKED, *messages]) for form, messages in rounds.items()}
+    final = closers.stop(render, [_USER, _ASSISTANT], _USER)
+    rounds = {form: _round(1, form, _CONTENT) for form in Arguments}
+    texts = {form: _try(tooled, [_USER, *messages]) for form, messages in rounds.items()}
     accepted = frozenset(form for form, text in texts.items() if text is not None)
-    shown = [rounds[form] for form, text in texts.items() if _SAID in (text or "")]
+    shown = [rounds[form] for form, text in texts.items() if _CONTENT in (text or "")]
     opens_next = final is not None and final.opens_next
-    found = (closers.stop(tooled, [_ASKED, call], result, opens_next=opens_next) for call, result in shown)
+    found = (closers.stop(tooled, [_USER, call], result, opens_next=opens_next) for call, result in shown)
     calls = next((stop for stop in found if stop is not None), None) if shown else final
     first = TemplateTraits(final, calls, accepted, refusal=refusal)
     short = literals is not None and all(_short_form_holds(each, first, literals) for each in {render, tooled})
@@ -110,7 +114,7 @@ def probe(
 
 
 class _Closers:
-    """Finds what closes answers."""
+    """Find the stop token in rendered completions."""
 
     def __init__(self, special: Mapping[int, str], eos: int | None) -> None:
         self._stops = {text: StopToken(text, index) for index, text in special.items() if text}
@@ -119,21 +123,25 @@ class _Closers:
         self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def stop(
-        self, render: Render, said: Sequence[Fields], following: Fields, *, opens_next: bool = False
+        self, render: Render, conversation: Sequence[Fields], following: Fields, *, opens_next: bool = False
     ) -> StopToken | None:
-        """The special token with which a model ends what it `said`; None where it ends with none.
+        """Return the special token that ends the assistant message `conversation[-1]`; None if no special token ends it.
 
-        Behind what was said a template may write several, those that end a call and the one that ends the answer: they
-        are there whether something follows or not. `eos` is the last of them, if it is among them. Some models (GLM) end
-        with the token with which the next message begins; it is the first that stands in front of that message's content. With
-        `opens_next` that is known of final answers: then special tokens at the end of a call only end the call.
+        After a message a template may write several special tokens, whether or not another message follows. DeepSeek writes
+        `<｜tool▁calls▁end｜><｜end▁of▁sentence｜>` after tool calls: the first ends the calls, the second the completion. If `eos`
+        is among them, `eos` is the stop token; otherwise the last one that belongs to this message.
+
+        GLM has no such token. Its models stop with the token that begins the next message (`<|user|>`, `<|observation|>`),
+        which is the first special token before the content of `following`. If `opens_next` is True, final completions were
+        found to work this way, so special tokens directly after a tool call only end the call.
         """
-        text = _behind(_try(render, [*said, following]))
+        text = _behind(_try(render, [*conversation, following]))
         if text is None:
             return None
         found = list(self._any.finditer(text))
-        alone = _try(render, said, generation_prompt=False) or ""
+        alone = _try(render, conversation, generation_prompt=False) or ""
         ends = self._any.findall(_behind(alone) or "")
+        # Special tokens that follow the content with and without a next message belong to this message.
         own = [match[0] for match, end in takewhile(lambda pair: pair[0][0] == pair[1], zip(found, ends, strict=False))]
         if not own or opens_next:
             begins = text.find(str(following["content"]))
@@ -145,25 +153,26 @@ class _Closers:
                 return None
         if self._eos in own:
             return self._stops[self._eos]
-        closing = own[: max(1, len(ends) - len(self._any.findall(_opening(render, alone, said))))]
+        # Some templates write a generation prompt even if none is requested: its special tokens do not close this message.
+        closing = own[: max(1, len(ends) - len(self._any.findall(_opening(render, alone, conversation))))]
         return self._stops[closing[-1]]
 
 
-def _opening(render: Render, alone: str, said: Sequence[Fields]) -> str:
-    """The end of `alone` that may open another answer, though none was asked for."""
-    if alone != _try(render, said):
+def _opening(render: Render, alone: str, conversation: Sequence[Fields]) -> str:
+    """Return the generation prompt at the end of `alone` that the template writes although none was requested; else ""."""
+    if alone != _try(render, conversation):
         return ""
-    asked = _try(render, said[:-1]) or ""
-    return alone[len(alone) - common_prefix(asked[::-1], alone[::-1]) :]
+    prompt = _try(render, conversation[:-1]) or ""
+    return alone[len(alone) - common_prefix(prompt[::-1], alone[::-1]) :]
 
 
 def _behind(text: str | None) -> str | None:
-    """What stands behind what was said."""
-    return text.rpartition(_SAID)[2] if text is not None and _SAID in text else None
+    """Return the text after the last occurrence of the probe's content."""
+    return text.rpartition(_CONTENT)[2] if text is not None and _CONTENT in text else None
 
 
 def _short_form_holds(render: Render, probed: TemplateTraits, literals: Literals) -> bool:
-    """Whether every environment that is tried comes out the same behind a short history."""
+    """Return whether each probed environment is the same after a short history."""
     seen = [
         same
         for messages, answered in _histories(probed, literals)
@@ -173,7 +182,7 @@ def _short_form_holds(render: Render, probed: TemplateTraits, literals: Literals
 
 
 def _same(render: Render, messages: Sequence[Fields], answered: int, probed: TemplateTraits) -> bool | None:
-    """None where the template refuses the conversation, so that nothing was seen."""
+    """Return whether the environment is the same after a short history; None if the template refuses the conversation."""
     stop = probed.stop(calls="tool_calls" in messages[answered])
     turn = _rendered(render, messages, answered)
     if turn is None or stop is None:
@@ -183,24 +192,24 @@ def _same(render: Render, messages: Sequence[Fields], answered: int, probed: Tem
 
 
 def _inside(render: Render, probed: TemplateTraits, special: Mapping[int, str]) -> Iterator[int]:
-    """Special tokens between the prompt and the stop of an answer, in all kinds of answers."""
+    """Yield the special tokens between the prompt and the stop token, for completions with reasoning and with one or two calls."""
     call, result = _round(1, probed.preferred)
     thought: Fields = {"reasoning_content": "Let me see."}
     both: Fields = {**call, "tool_calls": [*_calls(call), *_calls(_round(2, probed.preferred)[0])]}
     second: Fields = {**result, "tool_call_id": f"{_CALL_ID}2"}
-    for answer, following in (
-        ({**_ANSWERED, **thought}, [_ASKED]),
+    for completion, following in (
+        ({**_ASSISTANT, **thought}, [_USER]),
         ({**call, **thought}, [result]),
         (both, [result, second]),
     ):
-        turn = _rendered(render, [_ASKED, answer, *following], 1)
-        stop = probed.stop(calls="tool_calls" in answer)
+        turn = _rendered(render, [_USER, completion, *following], 1)
+        stop = probed.stop(calls="tool_calls" in completion)
         text = None if turn is None or stop is None else environment_text(turn, stop.text)
         if turn is None or stop is None or text is None:
             continue
         end = len(turn.full) - len(text) - len(stop.text)
-        said = turn.full[common_prefix(turn.prompt, turn.full) : end]
-        yield from (index for index, token in special.items() if token and token in said)
+        written = turn.full[common_prefix(turn.prompt, turn.full) : end]
+        yield from (index for index, token in special.items() if token and token in written)
 
 
 def _calls(message: Fields) -> Sequence[JSON]:
@@ -214,29 +223,30 @@ def _rendered(render: Render, messages: Sequence[Fields], answered: int) -> Rend
 
 
 def _histories(probed: TemplateTraits, literals: Literals) -> Iterator[tuple[list[Fields], int]]:
-    """Conversations, and the index of the answer in each that is followed by an environment.
+    """Yield conversations with the index of the completion that an environment follows.
 
-    The last one is long: a template may count messages. It cannot count to more than the numbers that are written in it.
+    The last conversations are long, because a template may count messages. It can only compare the count with numbers that are
+    written in it, so the longest conversation exceeds the largest of those numbers.
     """
     system: Fields = {"role": "system", "content": "Be brief."}
-    thought: Fields = {**_ANSWERED, "reasoning_content": "Let me see."}
-    for start in ([_ASKED], [system, _ASKED], [_ASKED, thought, _ASKED]):
+    thought: Fields = {**_ASSISTANT, "reasoning_content": "Let me see."}
+    for start in ([_USER], [system, _USER], [_USER, thought, _USER]):
         rounds = [_round(number, probed.preferred) for number in (1, 2, 3)]
         rounds[1][0] = {**rounds[1][0], "content": "Let me look."}
         for messages in accumulate(rounds, initial=list(start)):
             if len(messages) > len(start):
                 yield messages, len(messages) - 2
-            yield [*messages, _ANSWERED, _ASKED], len(messages)
+            yield [*messages, _ASSISTANT, _USER], len(messages)
     most = max((number for number in literals.numbers if number <= _LONGEST_COUNT), default=1)
-    for rounds in ([_round(1, probed.preferred)], [[_ANSWERED, _ASKED]]):
+    for rounds in ([_round(1, probed.preferred)], [[_ASSISTANT, _USER]]):
         for count in range(1, most + 4):
-            messages = [_ASKED, *rounds[0] * count]
+            messages = [_USER, *rounds[0] * count]
             yield messages, len(messages) - 2
 
 
-def _round(number: int, form: Arguments, said: str = "x") -> list[Fields]:
-    """A call and its result."""
-    arguments: JSON = f'{{"value": "{said}"}}' if form is Arguments.RECEIVED else {"value": said}
+def _round(number: int, form: Arguments, content: str = "x") -> list[Fields]:
+    """Return a tool call and its result."""
+    arguments: JSON = f'{{"value": "{content}"}}' if form is Arguments.RECEIVED else {"value": content}
     call: JSON = {
         "id": f"{_CALL_ID}{number}",
         "type": "function",
@@ -250,14 +260,14 @@ def _round(number: int, form: Arguments, said: str = "x") -> list[Fields]:
 
 def _refusal(render: Render) -> str:
     try:
-        render([_ASKED], True)
-        text = render([_ASKED, _ANSWERED, _ASKED], True)
+        render([_USER], True)
+        text = render([_USER, _ASSISTANT, _USER], True)
     except RolloutFailed as failed:
-        return f"{failed.failure.message} (tried with {_ASKED['content']!r} from a user, an answer, and the same again)"
-    if _SAID in text:
+        return f"{failed.failure.message} (tried with {_USER['content']!r} from a user, a completion, and the message again)"
+    if _CONTENT in text:
         return ""
     shown = text[-_LONGEST_EXAMPLE:]
-    return f"the chat template leaves out what was said before: {_SAID!r}, said by the model, is not in {shown!r}"
+    return f"the chat template drops earlier messages: the completion {_CONTENT!r} is missing in {shown!r}"
 
 
 def _try(render: Render, messages: Sequence[Fields], *, generation_prompt: bool = True) -> str | None:

@@ -1,4 +1,4 @@
-"""A tokenizer with its chat template, as it was loaded."""
+"""A loaded tokenizer together with its chat template."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SWITCHES = 64
 
 
 class ChatTokenizer(Templated, Protocol):
-    """The part of a transformers tokenizer that is used here."""
+    """The part of a transformers tokenizer that this package uses."""
 
     eos_token_id: int | None
     is_fast: bool
@@ -40,23 +40,23 @@ class ChatTokenizer(Templated, Protocol):
         """Added tokens by id."""
 
     def __len__(self) -> int:
-        """How many tokens there are, added ones included."""
+        """Return the number of tokens, including added ones."""
 
     def encode(self, text: str, **options: object) -> list[int]:
-        """The ids of a text."""
+        """Return the token ids of a text."""
 
     def decode(self, token_ids: list[int], **options: object) -> str:
-        """The text of ids."""
+        """Return the text of token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What surrounds the messages of a rollout and stays the same in all its turns.
+    """The template's inputs other than the messages. They stay the same in all turns of a rollout.
 
     Args:
-        tools: as OpenAI writes function tools; None and an empty list are not the same to every template.
-        template_kwargs: what the template is given besides.
-        date: what the template takes for now.
+        tools: in OpenAI's format for function tools. Some templates render None and an empty list differently.
+        template_kwargs: further template variables.
+        date: the time that the template prints as the current time.
     """
 
     tools: Sequence[Fields] | None = None
@@ -65,42 +65,43 @@ class Frame:
 
 
 class LoadedTokenizer:
-    """Turns conversations into text and text into ids. Shared by rollouts and threads.
+    """Render conversations to text and encode text to token ids. Shared by rollouts and threads.
 
-    `text`, `encode` and `grow` take milliseconds to seconds of a core: on the event loop they are called through `run`. The
-    tokenizer must not be given to others, who could set truncation on it.
+    `text`, `encode` and `grow` use milliseconds to seconds of CPU time. Call them through `run` from the event loop. No other
+    code may hold the tokenizer: it could enable truncation on it.
     """
 
     def __init__(self, name: str, tokenizer: ChatTokenizer, executor: Executor, ends: Sequence[int] = ()) -> None:
-        """Looks at what the template does with answers, by rendering a few.
+        """Probe the template by rendering a few conversations.
 
-        `ends` are the ids with which the model's generation config says that answers end, besides the tokenizer's `eos_token`.
+        `ends` are the stop ids of the model's generation config, in addition to the tokenizer's `eos_token`.
         """
         self.name = name
         self._tokenizer = tokenizer
         self._executor = executor
-        # The Rust tokenizers may be shared by threads; nothing is known about those in Python.
+        # Rust tokenizers are thread-safe. Python tokenizers give no such guarantee, so a lock serializes them.
         self._turn: AbstractContextManager[object] = nullcontext() if tokenizer.is_fast else Lock()
         added = tokenizer.added_tokens_decoder
         self._special = {index: token.content for index, token in added.items() if token.special}
-        # A truncation that was saved with a tokenizer is switched off by its first use: here, before it is shared.
+        # `tokenizer.json` may enable truncation. The first call of `encode` disables it; do that before threads share the object.
         self.encode("")
         self._templates = Templates(tokenizer)
         self._eos = tokenizer.eos_token_id
         self._ends = frozenset(ends)
         self.vocabulary = max(len(tokenizer), max(added, default=-1) + 1)
-        """How many ids there are: all tokens have smaller ones."""
+        """Size of the vocabulary: every token id is smaller."""
         self.literals = self._templates.literals(_texts(tokenizer.chat_template))
         self.probed = self._probed({})
-        self._switched: dict[str, LoadedTokenizer] = {}  # the last used is last
+        self._switched: dict[str, LoadedTokenizer] = {}  # least recently used first
         self._switching = Lock()
         self._growing = self._make_growing(added)
 
     def switched(self, template_kwargs: Mapping[str, JSON]) -> LoadedTokenizer:
-        """The same tokenizer, looked at anew with these switches of its template: they may change how answers are closed."""
+        """Return this tokenizer, probed with these template variables: they may change how completions are closed."""
         if not template_kwargs:
             return self
         key = json.dumps(template_kwargs, sort_keys=True)
+        # The lock protects the table only: a probe takes long, and two threads that probe the same variables do no harm.
         with self._switching:
             known = self._switched.pop(key, None)
         if known is None:
@@ -114,40 +115,49 @@ class LoadedTokenizer:
         return known
 
     async def run(self, work: Callable[..., _T], *arguments: object) -> _T:
-        """Calls `work` in a thread of the tokenizers. A caller who is cancelled leaves at once; the work is finished unseen."""
+        """Call `work` in a renderer thread.
+
+        If the caller is cancelled, it returns at once; the thread finishes the work and the result is dropped.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     def text(self, messages: Sequence[Fields], frame: Frame, *, generation_prompt: bool = True) -> str:
-        """The conversation as its template writes it. Raises `RolloutFailed` with the template's own reason where it refuses."""
+        """Return the conversation as the chat template renders it.
+
+        Raises `RolloutFailed` (TOKENIZER) with the template's own reason if the template refuses the conversation.
+        """
         return self._rendered(self._templates.text, messages, frame, generation_prompt)
 
     def encode(self, text: str) -> Tokens:
-        """The ids of a text as it stands: added tokens are recognised, none are put in front, nothing is cut.
+        """Return the ids of a text. Added tokens are recognised; nothing is prepended (no BOS) and nothing is truncated.
 
-        Raises `RolloutFailed` for halves of surrogate pairs, which no tokenizer can encode.
+        Raises `RolloutFailed` (VALIDATION) for unpaired surrogates, which no tokenizer can encode.
         """
         with self._turn, _surrogates_refused():
             return pack_tokens(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def grow(self, before: Encoded, text: str) -> Encoded:
-        """The ids of a text that shares much with one encoded before. Raises `RolloutFailed` as `encode` does."""
+        """Return the encoding of a text, reusing the ids it shares with `before`. Raises `RolloutFailed` as `encode` does."""
         if self._growing is None:
             return before if before.text == text else Encoded(text, self.encode(text))
         with _surrogates_refused():
             return self._growing.grown(before, text)
 
     def decode(self, ids: Tokens) -> str:
-        """The text of ids, for people."""
+        """Return the text of ids, for display."""
         with self._turn:
             return self._tokenizer.decode(list(ids))
 
     def ends_completion(self, token_id: int, *, cut: bool) -> bool:
-        """Whether an answer that ends with this token is closed. `cut`: it ended because it had reached its longest length.
+        """Return whether a completion whose last token is `token_id` is closed. `cut`: it was cut at `max_tokens`.
 
-        The tokens that the template writes behind answers close one, and so do those at which the model's generation config stops:
-        gpt-oss ends final answers with one that the template then replaces. Where no config is known, any special token closes an
-        answer that was not cut, except those that the template writes inside answers, such as one that ends a call. No other token
-        can stand for one that also says whose message comes next.
+        A stop token of the template closes a completion, and so do `eos_token` and the stop ids of the generation config.
+        gpt-oss needs the latter: a final completion ends with `<|return|>`, which the template replaces with `<|end|>` in the
+        history.
+
+        Without a generation config, any special token closes a completion that was not cut, except the tokens that the template
+        writes inside completions, such as the end of a tool call. This fallback is off if a stop token also begins the next
+        message (GLM), because no other token can say which role comes next.
         """
         stops = self.probed.stops
         if token_id == self._eos or token_id in self._ends or any(token_id == stop.id for stop in stops):
@@ -157,7 +167,7 @@ class LoadedTokenizer:
         return token_id in self._special and token_id not in self.probed.inside
 
     def is_special(self, token_id: int) -> bool:
-        """Whether this is an added token that no text of a message is meant to contain."""
+        """Return whether the id is a special added token, which message text should not contain."""
         return token_id in self._special
 
     def _probed(self, template_kwargs: Mapping[str, JSON]) -> TemplateTraits:
@@ -178,15 +188,15 @@ class LoadedTokenizer:
         options = {**frame.template_kwargs, "tools": tools, "add_generation_prompt": generation_prompt}
         try:
             return render(messages, options, frame.date)
-        except Exception as error:  # templates are foreign code: whatever one raises is a refusal
+        except Exception as error:  # templates are third-party code: any exception means that the template refuses
             reason = " ".join(str(error).split()) or type(error).__name__
-            line = getattr(error, "lineno", None)  # that of an error in the template's own text
+            line = getattr(error, "lineno", None)  # set for syntax errors in the template
             reason += "" if line is None else f" (line {line} of the template)"
             text = f"the chat template of tokenizer {self.name!r} refuses the conversation: {reason}"
             raise RolloutFailed(Failure(Category.TOKENIZER, text[:_LONGEST_REASON])) from error
 
     def _make_growing(self, added: Mapping[int, AddedToken]) -> GrowingEncoder | None:
-        """None for tokenizers without the Rust library, and for those that turn out not to encode part by part."""
+        """Return None for tokenizers without the Rust library, and for those that fail the test of `composes`."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None) if self._tokenizer.is_fast else None
         if backend is None:
             return None
@@ -207,5 +217,7 @@ def _surrogates_refused() -> Iterator[None]:
     try:
         yield
     except (TypeError, UnicodeEncodeError) as error:
-        reason = "the conversation holds half of a surrogate pair (\\ud800 to \\udfff), which has no tokens"
+        reason = (
+            "the conversation contains an unpaired surrogate (\\ud800 to \\udfff), which cannot be tokenized; remove it"
+        )
         raise RolloutFailed(Failure(Category.VALIDATION, reason)) from error

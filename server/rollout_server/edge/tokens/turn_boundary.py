@@ -1,19 +1,25 @@
-"""Where the last answer ends in a rendered conversation, which is where the environment begins (docs/design.md, R1).
+"""Find the turn boundary: the place in a rendered conversation where the last completion ends (docs/design.md, R1).
 
-The stop token behind the answer cannot be looked for from the end: tool output may contain its text. Nor can the first one behind
-the prompt always be taken: the answer may contain it, and a template may rewrite what stood before. So there are three ways to look
-for it, and the cheap ones come first:
+The environment begins after the stop token of the last completion. Finding that token is not trivial:
 
-- the first stop behind what the prompt and the full rendering have in common;
-- backward: the conversation is rendered once more with a mark in the first message after the answer, and the last stop before that
-  mark is taken. The mark must not have changed anything before that place, or the template looks at what stands around it; then
+- the last stop token in the text may be in a tool result, because tool output can contain `<|im_end|>`;
+- the first one after the prompt may be in the completion's content or arguments;
+- the template may rewrite earlier messages (Qwen3 drops their thinking), so the rendering need not start with the prompt.
+
+Three searches are combined, the cheap ones first:
+
+- first stop: the first stop token after the common prefix of the prompt and the full rendering;
+- backward: render again with a random mark in the first message after the completion, and take the last stop token before
+  the mark. The mark must not change any text before that stop token. If it does, the template depends on the marked place, and
   another place in the message is tried;
-- forward: it is rendered with a mark at the end of the answer's own text, and the first stop behind that place is taken. A template
-  may write a reminder between answer and environment and close it with the same stop: backward finds the reminder's, forward the
-  answer's.
+- forward: render again with a mark at the end of the completion's own text, and take the first stop token after it.
 
-Where the first two agree, and the answer does not say the stop itself, nothing but that one stop stands between answer and
-environment, and the third is not needed, unless earlier messages were rewritten: then both may have found the stop of one of those.
+A template may write a reminder between completion and environment and close it with the same stop token. Then backward finds
+the reminder's stop token and forward finds the completion's.
+
+If the first two searches agree and the completion does not contain the stop token's text, that stop token is the only one
+between completion and environment, and forward is skipped. Forward is still needed if earlier messages were rewritten, because
+then both searches may have found the stop token of an earlier message.
 """
 
 from __future__ import annotations
@@ -29,22 +35,22 @@ from rollout_server.edge.tokens.rendering_form import Fields, strings
 from rollout_server.runtime.errors import RolloutFailed
 
 Render: TypeAlias = Callable[[Sequence[Fields], bool], str]
-"""Renders messages, with a generation prompt or without."""
+"""Renders messages; the second argument says whether to add a generation prompt."""
 
 _NEAR = 64
-"""How many characters of syntax a template may write between an argument of a call and the next one."""
+"""Maximum number of characters of syntax that a template may write between two arguments of a tool call."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedTurn:
-    """A conversation as a template writes it.
+    """A conversation and its renderings.
 
     Args:
         render: renders other messages in the same way.
         messages: the conversation.
-        answered: the index of the last answer in it.
-        full: the conversation with a generation prompt.
-        prompt: the messages before the answer with a generation prompt.
+        answered: the index of the last completion in `messages`.
+        full: the conversation, rendered with a generation prompt.
+        prompt: the messages before the completion, rendered with a generation prompt.
     """
 
     render: Render
@@ -54,19 +60,22 @@ class RenderedTurn:
     prompt: str
 
     def with_message(self, index: int, message: Fields) -> str | None:
-        """The full rendering with another message in one place; None where the template refuses it."""
+        """Return the full rendering with one message replaced; None if the template refuses it."""
         return _try(self.render, [*self.messages[:index], message, *self.messages[index + 1 :]], True)
 
 
 def new_mark() -> str:
-    """A word that no conversation and no template contains. It stands behind most others in any order of words."""
+    """Return a random string that no conversation and no template contains.
+
+    It begins with "zq" and so sorts after almost any word: a template may sort the keys of arguments.
+    """
     return f"zq{secrets.token_hex(8)}"
 
 
 def environment_text(turn: RenderedTurn, stop: str, hint: str | None = None) -> str | None:
-    """What the full rendering holds behind the stop of the last answer; None where that place cannot be told.
+    """Return the text after the stop token of the last completion in the full rendering; None if it cannot be determined.
 
-    `hint` is a text that is likely to be the environment. It saves renderings where it is.
+    `hint` is the probable result. If it is right, no further renderings are needed.
     """
     start = common_prefix(turn.prompt, turn.full)
     first = _first_stop(turn.full, stop, max(0, start - len(stop) + 1))
@@ -74,45 +83,48 @@ def environment_text(turn: RenderedTurn, stop: str, hint: str | None = None) -> 
         first = _first_stop(turn.full, stop, first - len(stop) + 1)
     if first is None:
         return None
-    plain = not any(stop in said for said in strings(turn.messages[turn.answered]))
-    # Where the template has rewritten what stands before the answer, the first stop may be that of an earlier message.
+    plain = not any(stop in text for text in strings(turn.messages[turn.answered]))
+    # If the template has rewritten text before the completion, the first stop token may belong to an earlier message.
     rewritten = stop in turn.prompt[start:]
     if hint is not None and turn.full[first:] == hint and plain and not rewritten:
         return hint
     text = _behind_last_stop(turn, stop)
     if text is None or (end := len(turn.full) - len(text)) <= start:
-        return None  # the stop of an earlier message: templates may leave an answer open where they close others
+        return None  # the stop token of an earlier message: a template may close only some completions
     if end == first and plain and not rewritten:
         return text
-    said = _completion_end(turn, calls_only=not plain)
-    # What stands behind the completion may begin as the mark's own syntax does, so this place may be within its stop.
-    closed = None if said is None else _first_stop(turn.full, stop, max(0, said - len(stop) + 1))
+    written = _completion_end(turn, calls_only=not plain)
+    # The text after the completion may begin like the syntax around the mark, so `written` may lie inside the stop token.
+    closed = None if written is None else _first_stop(turn.full, stop, max(0, written - len(stop) + 1))
     return turn.full[closed:] if closed is not None and start < closed <= end else None
 
 
 def likely_environment(turn: RenderedTurn, stop: str) -> str | None:
-    """What follows the last stop before the first message behind the answer: a guess, to be used as `environment_text`'s hint."""
+    """Return the text after the last stop token before the environment's first message.
+
+    This is a guess, used as the `hint` of `environment_text`.
+    """
     return _behind_last_stop(turn, stop)
 
 
 def text_after_completion(turn: RenderedTurn) -> str | None:
-    """What the full rendering holds behind the text of the answer, for templates that close it with no token of their own.
+    """Return the text of the full rendering after the completion's content, for templates that write no stop token.
 
-    None where the answer ends with something else than its text.
+    None if the rendered completion does not end with its content.
     """
-    answer = turn.messages[turn.answered]
-    content = answer.get("content")
-    if not isinstance(content, str) or answer.get("tool_calls"):
+    completion = turn.messages[turn.answered]
+    content = completion.get("content")
+    if not isinstance(content, str) or completion.get("tool_calls"):
         return None
     mark = new_mark()
-    text = turn.with_message(turn.answered, {**answer, "content": content + mark})
+    text = turn.with_message(turn.answered, {**completion, "content": content + mark})
     if text is None or (at := text.find(mark)) < 0 or text[:at] != turn.full[:at]:
         return None
     return turn.full[at:] if text[at + len(mark) :] == turn.full[at:] else None
 
 
 def unseen_messages(turn: RenderedTurn, environment: str) -> Sequence[int]:
-    """The indices of messages behind the answer whose text the environment does not hold in any spelling."""
+    """Return the indices of messages after the completion whose text does not occur in the environment in any spelling."""
     return [
         index
         for index in range(turn.answered + 1, len(turn.messages))
@@ -122,13 +134,13 @@ def unseen_messages(turn: RenderedTurn, environment: str) -> Sequence[int]:
 
 
 def _first_stop(text: str, stop: str, start: int) -> int | None:
-    """The end of the first stop that begins at `start` or later."""
+    """Return the end of the first stop token that begins at `start` or later."""
     found = text.find(stop, start)
     return None if found < 0 else found + len(stop)
 
 
 def _behind_last_stop(turn: RenderedTurn, stop: str) -> str | None:
-    """What follows the last stop before the first message behind the answer that the template shows."""
+    """Return the text after the last stop token before the first message that the template shows after the completion."""
     mark = new_mark()
     for index in range(turn.answered + 1, len(turn.messages)):
         shown = False
@@ -136,7 +148,9 @@ def _behind_last_stop(turn: RenderedTurn, stop: str) -> str | None:
             text = turn.with_message(index, marked)
             shown = shown or mark in (text or "")
             found = _before_mark(text, mark, range(1), stop, turn.full)
-            if found is None:  # a template may look for the same message elsewhere in the conversation (Mistral)
+            # Mistral's template prints the tools before every message that equals the last user message. A mark in one message
+            # breaks that equality and moves the tools, so all messages equal to this one are marked together.
+            if found is None:
                 same = [marked if message == turn.messages[index] else message for message in turn.messages]
                 numbers = range(same[:index].count(marked), same.count(marked))
                 found = _before_mark(_try(turn.render, same, True), mark, numbers, stop, turn.full)
@@ -144,18 +158,20 @@ def _behind_last_stop(turn: RenderedTurn, stop: str) -> str | None:
                 return found
         if shown:
             return None
-    # Nothing was added, or only system messages that are not shown. A model that sees no tool result cannot go on.
-    said, added = turn.messages[: turn.answered + 1], turn.messages[turn.answered + 1 :]
+    # No message was added, or only system messages that the template does not show (many show only a leading one). Any other
+    # hidden message means that no boundary can be claimed: a model that does not see a tool result cannot continue.
+    answered, added = turn.messages[: turn.answered + 1], turn.messages[turn.answered + 1 :]
     if any(message.get("role") not in ("system", "developer") for message in added):
         return None
-    return _generation_prompt(turn, stop) if not added or _try(turn.render, said, True) == turn.full else None
+    return _generation_prompt(turn, stop) if not added or _try(turn.render, answered, True) == turn.full else None
 
 
 def _before_mark(text: str | None, mark: str, numbers: range, stop: str, full: str) -> str | None:
-    """What `full` holds after the last stop before a mark in `text`: before the first of `numbers`, counted from 0.
+    """Return the text of `full` after the last stop token before a mark in `text`.
 
-    The mark stands in as many messages as `numbers` has ends. Where a template shows it more often, it quotes a message, and
-    nobody knows which one is the quotation: then the answer must be the same for all of them, or it is None.
+    `numbers` selects marks by their index: `numbers.stop` messages contain the mark, and the mark at `numbers.start` is the one
+    in the environment. If the template shows more marks than that, it quotes a message, and the quotation cannot be identified.
+    Then all candidates must give the same result; otherwise the result is None.
     """
     parts = [] if text is None else text.split(mark)
     shown = len(parts) - 1
@@ -167,76 +183,77 @@ def _before_mark(text: str | None, mark: str, numbers: range, stop: str, full: s
 
 
 def _generation_prompt(turn: RenderedTurn, stop: str) -> str | None:
-    """What follows an answer after which nothing was said."""
-    behind = text_after_completion(turn)
-    if behind is not None:
-        _, closed, found = behind.partition(stop)
+    """Return the text after a completion that no message follows."""
+    after = text_after_completion(turn)
+    if after is not None:
+        _, closed, found = after.partition(stop)
         return found if closed else None
-    said = turn.messages[: turn.answered + 1]
-    text = _after_stop(_try(turn.render, said, False), stop, turn.full)
+    answered = turn.messages[: turn.answered + 1]
+    text = _after_stop(_try(turn.render, answered, False), stop, turn.full)
     if text is None:
         return None
-    # It may be the stop of an earlier message: there are templates that close the last of all in another way.
-    before, end = _try(turn.render, said[:-1], False) or "", len(turn.full) - len(text)
+    # The stop token may belong to an earlier message: some templates close the very last message differently (gpt-oss).
+    before, end = _try(turn.render, answered[:-1], False) or "", len(turn.full) - len(text)
     if before.startswith(turn.full[:end]):
         return None
     if turn.full.startswith(before):
         return text
-    said_end = _completion_end(turn, calls_only=False)
-    return text if said_end is not None and said_end <= end else None
+    written = _completion_end(turn, calls_only=False)
+    return text if written is not None and written <= end else None
 
 
 def _completion_end(turn: RenderedTurn, *, calls_only: bool) -> int | None:
-    """A place in the full rendering where the answer's own text has ended; None where the template does not tell.
+    """Return a position in the full rendering at or after the end of the completion's own text; None if it cannot be determined.
 
-    `calls_only`: of an answer with calls only their end counts, because they contain the stop and may stand behind the rest.
+    `calls_only`: for a completion with tool calls, use only the end of the calls. The calls contain the stop token's text and
+    may be rendered after the content.
     """
     mark = new_mark()
-    answer = turn.messages[turn.answered]
-    for marked, syntax in _marked_completions(answer, mark):
-        if calls_only and answer.get("tool_calls") and marked["tool_calls"] is answer["tool_calls"]:
+    completion = turn.messages[turn.answered]
+    for marked, syntax in _marked_completions(completion, mark):
+        if calls_only and completion.get("tool_calls") and marked["tool_calls"] is completion["tool_calls"]:
             break
         text = turn.with_message(turn.answered, marked)
-        if text is None or text.count(mark) != 1:  # a template that quotes the answer shows it elsewhere, too
+        if text is None or text.count(mark) != 1:  # more than one: the template quotes the completion elsewhere
             continue
         at = text.find(mark)
         place = common_prefix(text, turn.full)
         same_end = common_prefix(text[::-1], turn.full[::-1])
-        # Else the mark changed something before the answer, or more than spaces gave way to it.
+        # Otherwise the mark changed text before the completion, or replaced more than white space.
         if at - syntax <= place and not turn.full[place : len(turn.full) - same_end].strip():
             return place
     return None
 
 
-def _marked_completions(answer: Fields, mark: str) -> Iterator[tuple[Fields, int]]:
-    """The answer with the mark at the end of what a template writes last: the last call, the content, the reasoning.
+def _marked_completions(completion: Fields, mark: str) -> Iterator[tuple[Fields, int]]:
+    """Yield the completion with the mark at the end of a part that a template may write last: last call, content or reasoning.
 
-    The number says how many characters of the template's own may come with the mark, in front of it.
+    The number is the maximum length of template syntax that may be added in front of the mark.
     """
-    calls = answer.get("tool_calls")
+    calls = completion.get("tool_calls")
     if isinstance(calls, list) and calls and isinstance(call := calls[-1], Mapping):
         function = call.get("function")
         if isinstance(function, Mapping):
             changed: JSON = {**call, "function": {**function, "arguments": _with_mark(function.get("arguments"), mark)}}
-            yield {**answer, "tool_calls": [*calls[:-1], changed]}, _NEAR
-    content = answer.get("content")
+            yield {**completion, "tool_calls": [*calls[:-1], changed]}, _NEAR
+    content = completion.get("content")
     if content is None or isinstance(content, str):
-        yield {**answer, "content": (content or "").rstrip() + mark}, 0 if content else _NEAR
+        yield {**completion, "content": (content or "").rstrip() + mark}, 0 if content else _NEAR
     elif isinstance(content, list) and content and isinstance(part := content[-1], Mapping):
         last = str(part.get("text", "")).rstrip()
-        yield {**answer, "content": [*content[:-1], {**part, "text": last + mark}]}, 0 if last else _NEAR
+        yield {**completion, "content": [*content[:-1], {**part, "text": last + mark}]}, 0 if last else _NEAR
     for name in ("reasoning_content", "reasoning", "thinking"):
-        if isinstance(text := answer.get(name), str):
-            yield {**answer, name: text.rstrip() + mark}, 0 if text else _NEAR
+        if isinstance(text := completion.get(name), str):
+            yield {**completion, name: text.rstrip() + mark}, 0 if text else _NEAR
 
 
 def _with_mark(arguments: JSON, mark: str) -> JSON:
-    """The arguments with the mark behind all others, also where a template sorts them."""
+    """Return the arguments with the mark after all others, also if a template sorts them."""
     return {**arguments, mark: 0} if isinstance(arguments, Mapping) else f"{arguments or ''}".rstrip() + mark
 
 
 def _shows(turn: RenderedTurn, index: int, length: int) -> bool:
-    """Whether a mark in the message's text shows in the environment, which has about this length."""
+    """Return whether a mark in the message's text appears in the environment, whose length is about `length` characters."""
     mark = new_mark()
     texts = (turn.with_message(index, marked) or "" for marked in _marked(turn.messages[index], mark, ""))
     return any((at := text.rfind(mark)) >= 0 and at >= len(text) - length - 2 * len(mark) for text in texts)
@@ -259,7 +276,7 @@ def _try(render: Render, messages: Sequence[Fields], generation_prompt: bool) ->
 
 
 def _after_stop(text: str | None, stop: str, full: str) -> str | None:
-    """What `full` holds after the last stop of `text`, if they are the same up to there."""
+    """Return the text of `full` after the last stop token of `text`; None unless both texts are equal up to there."""
     if text is None or (found := text.rfind(stop)) < 0:
         return None
     end = found + len(stop)
@@ -267,7 +284,7 @@ def _after_stop(text: str | None, stop: str, full: str) -> str | None:
 
 
 def _marked(message: Fields, mark: str, stop: str) -> Iterator[Fields]:
-    """The message with the mark in its text, at several places."""
+    """Yield the message with the mark at several places of its text."""
     content = message.get("content")
     if isinstance(content, str):
         yield from ({**message, "content": text} for text in _mark_positions(content, mark, stop))
@@ -279,7 +296,7 @@ def _marked(message: Fields, mark: str, stop: str) -> Iterator[Fields]:
 
 
 def _mark_positions(text: str, mark: str, stop: str) -> Iterator[str]:
-    """The text with the mark in front, in the middle and at the end, as long as no stop comes before it."""
+    """Yield the text with the mark at the start, in the middle and at the end, but not after a stop token in the text itself."""
     for at in sorted({0, len(text) // 2, len(text)}):
         if not stop or stop not in text[:at]:
             yield text[:at] + mark + text[at:]

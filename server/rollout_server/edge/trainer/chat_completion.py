@@ -1,7 +1,7 @@
-"""OpenAI-style chat completions, as both HTTP dialects have them: the synchronous one with response_mask.
+"""OpenAI-style chat completions of both HTTP APIs. Only the synchronous HTTP API has `response_mask`.
 
-The request's history only grows, so its bytes are kept and new messages are added to them. The answer's message is taken as
-the slice of text that it is.
+The message history of a rollout only grows, so its serialized bytes are kept and new messages are appended. The completion's
+message is kept as the exact slice of the received JSON text.
 """
 
 from __future__ import annotations
@@ -47,11 +47,19 @@ class _ChatUsage(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
-    """A completion of a trainer or an engine, checked.
+    """A checked completion of a trainer or an engine.
 
-    `token_ids` and `reported`, its prompt, are None where none were sent; `logprobs` is as long as `token_ids`, or None where there
-    are none that fit; `usage` counts prompt and completion tokens, where the other side does; `policy_version` is its word for its
-    weights. Over HTTP nothing comes beside the tokens.
+    Args:
+        message: the assistant message, verbatim.
+        tool_calls: number of tool calls in it.
+        finish_reason: as reported; "" if missing.
+        token_ids: generated token ids, int; None if not sent.
+        reported: token ids of the prompt, int; None if not sent.
+        logprobs: one float per generated token; None unless there is a finite one for each.
+        usage: (prompt tokens, completion tokens); None if not sent.
+        policy_version: the version of the weights, as reported; "" if unknown.
+        planes: further values per token; empty over HTTP.
+        extra_json: further data as JSON text; empty over HTTP.
     """
 
     message: Message
@@ -72,9 +80,9 @@ _logprobs_decoder = msgspec.json.Decoder(list[float])
 
 
 class RequestWriter:
-    """Writes the requests of one rollout. `rollout_id` is None for an endpoint that knows nothing of rollouts.
+    """Write the request bodies of one rollout. `rollout_id` is None for an endpoint that does not use rollout ids.
 
-    `parameters` are the members beside it and the messages: how the model samples, and what else the turn says.
+    `parameters` are the JSON members besides rollout id and messages: the sampling parameters and further members of the turn.
     """
 
     def __init__(self, rollout_id: str | None) -> None:
@@ -83,12 +91,15 @@ class RequestWriter:
         self._messages = 0
 
     def masked(self, messages: Sequence[Message], parameters: str, mask_length: int | None) -> bytes:
-        """The body for a conversation that extends the one written before. `mask_length` None or 0 is a null mask."""
+        """Return the body for a conversation that extends the previous one.
+
+        The mask is `mask_length` zeros; None or 0 gives `null`.
+        """
         mask = b"[" + b"0," * (mask_length - 1) + b"0]" if mask_length else b"null"
         return self.plain(messages, parameters, b',"response_mask":' + mask)
 
     def plain(self, messages: Sequence[Message], parameters: str, more: bytes = b"") -> bytes:
-        """The same without a mask. `more` is a further member, with a comma before it."""
+        """Return the body without a mask. `more` is a further member with a leading comma."""
         members = parameters.encode(), b',"messages":[', self._written(messages), b"]", more
         return b"".join((self._head, *members, b"}"))
 
@@ -102,7 +113,7 @@ class RequestWriter:
 
 
 def parse_chat_completion(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
-    """Parses and checks an answer. Raises `RolloutFailed` with VALIDATION, naming turn and field."""
+    """Parse and check a completion. Raises `RolloutFailed` (VALIDATION) with the turn and the field."""
     try:
         check_values(body, ANSWER_VALUES)
         parsed = _decoder.decode(body)
@@ -119,7 +130,7 @@ def parse_chat_completion(body: bytes, turn: int, *, ids_needed: bool, most_call
         raise _malformed(turn, "`choices[0].message` is missing")
     if parsed.token_ids is None and ids_needed:
         raise _malformed(
-            turn, "`token_ids` is missing, so no mask can be made; the trainer must return the ids it sampled"
+            turn, "`token_ids` is missing, so no mask can be made; the trainer must return the sampled token ids"
         )
     try:
         message, calls = read_message(choice.message, most_calls)
@@ -137,7 +148,7 @@ def parse_chat_completion(body: bytes, turn: int, *, ids_needed: bool, most_call
 
 
 def read_message(raw: msgspec.Raw, most_calls: int) -> tuple[Message, int]:
-    """An answer's message, verbatim, and how many calls it holds. Raises `MalformedMessage`."""
+    """Return the completion's message, verbatim, and its number of tool calls. Raises `MalformedMessage`."""
     data = bytes(raw)
     check_message(data, most_calls)
     try:
@@ -147,14 +158,14 @@ def read_message(raw: msgspec.Raw, most_calls: int) -> tuple[Message, int]:
     fields = parse_object(text)
     message = Message.parsed(text, fields)
     if message.role != "assistant":
-        # Not repeated: what a trainer writes there may be the key that it was sent.
-        raise MalformedMessage('role is another than "assistant"')
+        # The error does not quote the role: a hostile trainer may put the API key there that it received.
+        raise MalformedMessage('role is not "assistant"')
     _check_content(fields)
     return message, len(tool_calls(fields))
 
 
 async def read_chat_completion(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
-    """The same; a large answer is parsed in a thread, so that other rollouts do not wait for it."""
+    """Call `parse_chat_completion`; a large body is parsed in a thread, so that the event loop is not blocked."""
     return await offload_response(
         lambda: parse_chat_completion(body, turn, ids_needed=ids_needed, most_calls=most_calls), len(body)
     )
@@ -175,7 +186,7 @@ def _usage(raw: msgspec.Raw) -> tuple[int, int] | None:
 
 
 def _logprobs(raw: msgspec.Raw, length: int) -> Logprobs | None:
-    """The logprobs, or None where they are absent, of another length or shape, or no 32-bit numbers."""
+    """Return the logprobs. None if they are missing, malformed, not finite as 32-bit floats, or not one per token."""
     try:
         values = _logprobs_decoder.decode(raw)
     except msgspec.DecodeError:
@@ -185,4 +196,6 @@ def _logprobs(raw: msgspec.Raw, length: int) -> Logprobs | None:
 
 
 def _malformed(turn: int, what: str) -> RolloutFailed:
-    return RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: the trainer's answer is malformed: {what}", turn))
+    return RolloutFailed(
+        Failure(Category.VALIDATION, f"turn {turn}: the trainer's completion is malformed: {what}", turn)
+    )

@@ -1,4 +1,4 @@
-"""A completion as the record of its turn, and the warnings about it, as (code, text)."""
+"""Convert a completion to the record of its turn, and derive the warnings about it as (code, text)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout_server.edge.wire.completion import Completion
 from rollout_server.runtime.ports import CompletionRequest
 
 _ROUNDING = 1e-3
-"""How far above 0 rounding may carry the logarithm of a probability."""
+"""Tolerance above 0 for logprobs: rounding in the trainer can make the log of a probability near 1 slightly positive."""
 
 
 def completion_record(
@@ -23,7 +23,7 @@ def completion_record(
     elapsed_ms: float,
     warnings: Iterable[tuple[str, str]] = (),
 ) -> Answered:
-    """What a trainer or an engine returned, and nothing that this side knows better."""
+    """Return the record of a completion. It holds only what the trainer or the engine reported."""
     return Answered(
         turn=request.asked.turn,
         message=completion.message,
@@ -49,36 +49,36 @@ def completion_warnings(
     turn: int,
     vocabulary: int | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Warnings about an answer: missing or impossible logprobs, more tokens than asked for, ids that the tokenizer does not have.
+    """Yield warnings about missing or positive logprobs, more tokens than requested, and ids outside the vocabulary.
 
-    `vocabulary` is the number of ids that the tokenizer has; None where the rollout has no tokenizer on this side.
+    `vocabulary` is the tokenizer's vocabulary size; None if the server has no tokenizer for the rollout.
     """
     if token_ids is None:
         return
-    length, asked = len(token_ids), sampling.max_tokens
+    length, limit = len(token_ids), sampling.max_tokens
     if logprobs is None and sampling.logprobs is not False:
-        text = f"turn {turn}: the trainer sent no logprobs, or not a finite one for each of its {length} tokens"
+        text = f"turn {turn}: the trainer did not send one finite logprob for each of its {length} tokens"
         yield "logprobs_missing", text
     if logprobs is not None and (highest := max(logprobs, default=0.0)) > _ROUNDING:
         index = list(logprobs).index(highest)
-        text = f"turn {turn}: logprobs[{index}] is {highest:g}, above 0, so it is not the logarithm of a probability"
+        text = f"turn {turn}: logprobs[{index}] is {highest:g}; the logarithm of a probability is at most 0"
         yield "logprobs_positive", text
-    if asked is not None and length > asked:
-        text = f"turn {turn}: the answer has {length} tokens, {asked} were asked for; it is kept whole"
+    if limit is not None and length > limit:
+        text = f"turn {turn}: the completion has {length} tokens, but max_tokens is {limit}; it is kept whole"
         yield "length_exceeded", text
     if vocabulary is not None and (largest := max(token_ids, default=0)) >= vocabulary:
         index = list(token_ids).index(largest)
         text = (
-            f"turn {turn}: token_ids[{index}] is {largest}, but the tokenizer has ids below {vocabulary} only; "
-            "the trainer may use another tokenizer than the rollout names"
+            f"turn {turn}: token_ids[{index}] is {largest}, but the tokenizer's ids are below {vocabulary}; "
+            "the trainer may use a different tokenizer than the rollout names"
         )
         yield "token_unknown", text
 
 
 def rendering_warnings(rendered: Rendered, turn: int) -> Iterator[tuple[str, str]]:
-    """Warnings about what our side rendered between the last answer and this turn's."""
+    """Yield warnings about the environment that the server rendered before this turn's completion."""
     if not rendered.exact:
-        text = f"turn {turn}: the chat template shows no place at which the last answer ends; environment tokens are a guess"
+        text = f"turn {turn}: the chat template does not show where the last completion ends; environment tokens are a guess"
         yield "rendering_inexact", text
     if rendered.unseen:
         names = ", ".join(f"messages[{index}]" for index in rendered.unseen)
@@ -89,7 +89,7 @@ def rendering_warnings(rendered: Rendered, turn: int) -> Iterator[tuple[str, str
         yield "environment_unseen", text
     if rendered.short_form_dropped:
         text = (
-            f"turn {turn}: what the chat template writes behind an answer depends on more of the history than a short form keeps, "
-            "so from here on each turn renders the whole conversation, which costs more as it grows"
+            f"turn {turn}: the environment depends on more of the history than the short form keeps, so each further turn "
+            "renders the whole conversation, which costs more as it grows"
         )
         yield "short_form_dropped", text

@@ -1,4 +1,4 @@
-"""How trainers were found to render and count, and what to try where one refused a mask."""
+"""Remember how trainers render and count, and choose the form to try after a refused mask."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _Key: TypeAlias = tuple[str, str, str]
 
 
 class FormCache:
-    """The forms of trainers, by endpoint and tokenizer. The least recently used are forgotten."""
+    """The known forms of trainers, by endpoint and tokenizer. When the cache is full, the form stored longest ago is dropped."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[_Key, RenderingForm] = OrderedDict()
 
     def of(self, spec: Spec) -> RenderingForm | None:
-        """How the trainer of a rollout was found to count; None where nothing was found."""
+        """Return the known form of the rollout's trainer; None if nothing is known."""
         return self._known.get(_key(spec))
 
     def remember(self, spec: Spec, form: RenderingForm) -> None:
-        """Notes the form for the rollouts to come."""
+        """Store the form for later rollouts."""
         key = _key(spec)
         self._known[key] = form
         self._known.move_to_end(key)
@@ -36,12 +36,15 @@ class FormCache:
 
 
 def refuses_mask(response: HttpResponse) -> bool:
-    """The trainer says 422 and speaks of a mask, so nothing was generated."""
+    """Return whether the response is a 422 that mentions a mask: the trainer refused the mask's length and generated nothing."""
     return response.status == 422 and b"mask" in response.body[:_LOOKED_AT].lower()
 
 
 def likeliest_form(counts: Mapping[RenderingForm, int], response: HttpResponse) -> RenderingForm | None:
-    """The form to try next: one whose number the trainer names, else the one that differs least. None where there is none."""
+    """Return the form to try next; None if there is none.
+
+    Prefer a form whose count appears in the trainer's error text; otherwise the most similar form.
+    """
     named = {int(digits) for digits in re.findall(rb"(?<![\w.])\d{1,9}(?![\w.]*\d)", response.body[:_LOOKED_AT])}
     return next((form for form, length in counts.items() if length in named), next(iter(counts), None))
 

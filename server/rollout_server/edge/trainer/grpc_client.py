@@ -1,7 +1,7 @@
-"""Asking a gRPC trainer: what is asked again, and what it means where it refuses (completion_service.proto, D8).
+"""Call a gRPC trainer: retries, and the meaning of its errors (completion_service.proto and docs/design.md, D8).
 
-A trainer serves CompletionService and is called here, or is a client itself and is asked over its own stream (`edge.stream`): the
-same words then come in another wrapping.
+A trainer either serves CompletionService and is called here, or is itself a client and receives the same messages over its own
+stream (`edge.stream`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SERVICE = "/osmosis.rollout.v1.CompletionService"
 _COMPLETE, _READ_LEDGER = f"{_SERVICE}/Complete", f"{_SERVICE}/ReadLedger"
 _CONNECT_SECONDS = 10.0
 LEDGER_SECONDS = 10.0
-"""How long a trainer may take to show a segment."""
+"""Deadline of ReadLedger."""
 _CATEGORIES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Category.RATE_LIMITED,
     grpc.StatusCode.UNAVAILABLE: Category.NETWORK,
@@ -49,42 +49,43 @@ _CATEGORIES = {
     grpc.StatusCode.ABORTED: Category.TOKEN_DRIFT,
 }
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-"""After these nobody knows whether the turn was generated."""
+"""After these it is unknown whether the turn was generated."""
 _NOT_TAKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
-"""With RetryInfo these say that nothing was generated."""
+"""With RetryInfo these mean that nothing was generated."""
 _TOO_LARGE = "message larger than max"
-"""What gRPC itself says of a message over a limit: an answer at this end, which was generated then, or a request at the other."""
+"""gRPC's own text for a message over the size limit: a response at this end (the turn was generated), or a request at the other."""
 
 
 class BaseUnknown(Exception):
-    """The trainer does not hold the base: it wants the whole history."""
+    """The trainer does not hold the base checkpoint and needs the whole history."""
 
 
 class ToolsUnknown(Exception):
-    """The trainer does not hold the tools that a digest names: it wants their list."""
+    """The trainer does not hold the tools with this digest and needs their list."""
 
 
 class LedgerMismatch(Exception):
-    """The trainer holds other tokens. `checkpoints` is what it holds after each turn."""
+    """The trainer holds other tokens than the server. `checkpoints` are the trainer's, one per turn."""
 
     def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
-        super().__init__("the digests differ")
+        super().__init__("the ledger digests differ")
         self.checkpoints = checkpoints
 
 
 TrainerTokens: TypeAlias = tuple[Tokens, Sequence[Author]]
-"""The tokens of a segment as a trainer holds them, and who wrote each."""
+"""The tokens of a segment as the trainer holds them, and the author of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """What a trainer says instead of an answer, in the words of CompletionService.
+    """An error that a trainer returns in place of a completion, as CompletionService defines it.
 
     Args:
-        text: its own words, not fit to be shown before secrets are taken out.
-        reason: its stable word for what is wrong, or empty.
-        retry_after: in how many seconds it wants to be asked again; None: it does not say.
-        mismatch: what it holds after each turn, where it holds something else; else None.
+        code: the gRPC status.
+        text: the trainer's message; redact secrets before showing it.
+        reason: the trainer's stable error reason; may be empty.
+        retry_after: seconds until the trainer accepts a retry; None if it does not say.
+        mismatch: the trainer's checkpoint after each turn if it holds other tokens; otherwise None.
     """
 
     code: grpc.StatusCode
@@ -95,16 +96,23 @@ class Rejection:
 
     @property
     def deferral(self) -> float | None:
-        """In how many seconds it wants to be asked again, having generated nothing."""
+        """Seconds until a retry, if the trainer generated nothing; otherwise None."""
         return self.retry_after if self.code in _NOT_TAKEN else None
 
 
 @dataclass(slots=True)
 class TurnCall:
-    """One turn's call, with what decides over its repetitions: `deadline` on the monotonic clock, credentials for the metadata.
+    """The call of one turn, with the state of its retries.
 
-    `failures` counts attempts that came to nothing, `refusals` those that the trainer put off, and `refused_until` says how long
-    those are waited for, from the first one on. `warnings` are (code, text), for the turn's record.
+    Args:
+        turn: the turn's number.
+        deadline: on the monotonic clock; None if the rollout has no time limit.
+        credentials: for the call's metadata.
+        attempts: number of attempts so far.
+        failures: failed attempts, which count against the retry limit.
+        refusals: attempts that the trainer deferred.
+        refused_until: monotonic time until which deferred attempts are repeated, measured from the first one.
+        warnings: (code, text) for the turn's record.
     """
 
     turn: int
@@ -118,21 +126,24 @@ class TurnCall:
 
 
 class TrainerClient(Protocol):
-    """A trainer that is asked, in whichever way."""
+    """A connection to one trainer, over either transport."""
 
     async def complete(self, request: Request, call: TurnCall) -> Response:
-        """Calls until there is a response.
+        """Call until there is a response.
 
         Raises `BaseUnknown`, `ToolsUnknown`, `LedgerMismatch`, `MalformedCompletion` or `RolloutFailed`.
         """
 
     async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> TrainerTokens | None:
-        """A segment as the trainer holds it; None where it does not tell."""
+        """Return the segment as the trainer holds it; None if the trainer does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcTrainerClient:
-    """Calls one trainer. `timeout` in seconds, for one attempt; `replays`: the trainer answers a repeated key from memory."""
+    """Call one trainer that serves CompletionService.
+
+    `timeout` is in seconds, per attempt. `replays`: the trainer returns the stored completion when a turn key is repeated.
+    """
 
     channels: Channels
     url: str
@@ -141,14 +152,14 @@ class GrpcTrainerClient:
     replays: bool
 
     async def complete(self, request: Request, call: TurnCall) -> Response:
-        """As `TrainerClient`."""
+        """See `TrainerClient`."""
         while True:
             call.attempts += 1
             try:
                 return await _once(self, request, call)
             except TargetRefused as error:
                 raise RolloutFailed(Failure(Category.VALIDATION, f"turn {call.turn}: {error}", call.turn)) from error
-            except OSError as error:  # no connection came about
+            except OSError as error:  # no connection was established, so nothing was generated
                 pause = _pause(call, self.retries, once_more=True)
                 if pause is None:
                     raise RolloutFailed(_unreachable(error, call)) from error
@@ -160,7 +171,7 @@ class GrpcTrainerClient:
             await asyncio.sleep(pause)
 
     async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> TrainerTokens | None:
-        """As `TrainerClient`."""
+        """See `TrainerClient`."""
         request = ledger_request(uid, segment_id).SerializeToString()
         try:
             async with self.channels.use(self.url) as channel:
@@ -172,14 +183,14 @@ class GrpcTrainerClient:
 
 
 def retry_pause(rejection: Rejection, call: TurnCall, retries: RetryPolicy) -> float | None:
-    """Seconds until a trainer is asked again that generated nothing, and counts it; None where it may not be."""
+    """Return the seconds until the retry of a call that the trainer deferred, and count it; None if no retry is allowed."""
     return _pause(call, retries, rejection, once_more=False)
 
 
 def rejection_error(rejection: Rejection, call: TurnCall, advice: str = "") -> Exception:
-    """What a rejection comes to that is not asked again: one of what `TrainerClient.complete` raises.
+    """Return the exception for a rejection that is not retried: one of those that `TrainerClient.complete` raises.
 
-    `advice` is what a person has to know beside the trainer's words, from its full stop on.
+    `advice` is appended to the trainer's message; it begins with its own punctuation.
     """
     if rejection.code is grpc.StatusCode.FAILED_PRECONDITION:
         unknown = {"BASE_UNKNOWN": BaseUnknown, "TOOLS_UNKNOWN": ToolsUnknown}.get(rejection.reason)
@@ -189,7 +200,9 @@ def rejection_error(rejection: Rejection, call: TurnCall, advice: str = "") -> E
         return LedgerMismatch(rejection.mismatch)
     deferral = rejection.deferral
     if deferral is not None:
-        advice = f". It generated nothing and wants to be asked again in {deferral:g} s, which is longer than the rollout waits"
+        advice = (
+            f". It generated nothing and defers the retry by {deferral:g} s, which is longer than the rollout waits"
+        )
     message = redact(rejection.text.encode("utf-8", "replace"), call.credentials.secrets())
     text = f"turn {call.turn}: the trainer answered {rejection.code.name}: {message}{advice}"
     category = _CATEGORIES.get(rejection.code, Category.TRAINER_CLIENT)
@@ -197,11 +210,11 @@ def rejection_error(rejection: Rejection, call: TurnCall, advice: str = "") -> E
 
 
 async def _once(client: GrpcTrainerClient, request: Request, call: TurnCall) -> Response:
-    """One attempt. OSError where no connection came about, so that nothing was generated."""
+    """Make one attempt. Raises OSError if no connection was established, so that nothing was generated."""
     left = client.timeout if call.deadline is None else min(client.timeout, call.deadline - time.monotonic())
     async with client.channels.use(client.url) as channel:
         await client.channels.connect(channel, min(_CONNECT_SECONDS, max(left, 0.001)))
-        # Bytes in and out: gRPC would parse the answer on the event loop, whatever its number of fields.
+        # Raw bytes: with a deserializer, gRPC would parse even a huge response on the event loop.
         complete: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_COMPLETE)
         metadata = _metadata(call.credentials.completions)
         response: bytes = await complete(request.SerializeToString(), metadata=metadata, timeout=max(left, 0.001))
@@ -215,10 +228,11 @@ def _rejection(error: grpc.aio.AioRpcError) -> Rejection:
 def _pause(
     call: TurnCall, retries: RetryPolicy, rejection: Rejection | None = None, *, once_more: bool
 ) -> float | None:
-    """Seconds until the turn may be asked for again, and counts why; None where it may not, or that is too late."""
+    """Return the seconds until the turn may be requested again, and count the attempt; None if no retry is allowed in time."""
     deferral = rejection.deferral if rejection is not None else None
     until = call.deadline
     if deferral is not None:
+        # A deferral of 0 s must not become a busy loop, so the pause also grows with the number of refusals.
         call.refusals += 1
         call.refused_until = until = call.refused_until or retries.refused_until(call.deadline)
         pause = max(deferral, min(1.0, 0.01 * 2.0 ** min(call.refusals, 8)))
@@ -241,24 +255,24 @@ def _too_large(rejection: Rejection) -> bool:
 
 
 def _advice(rejection: Rejection, client: GrpcTrainerClient) -> str:
-    """What a person has to know beside the trainer's words."""
+    """Return what the reader of the error needs in addition to the trainer's message."""
     if _too_large(rejection):
         return (
-            f". This side takes answers of up to {LARGEST_ANSWER} bytes; what a trainer's server takes is its "
-            "grpc.max_receive_message_length, 4 MiB unless it is set"
+            f". This server accepts responses of up to {LARGEST_ANSWER} bytes; a trainer's server accepts requests of up to its "
+            "grpc.max_receive_message_length, 4 MiB by default"
         )
     if rejection.code not in _LOST:
         return ""
     late = rejection.code is grpc.StatusCode.DEADLINE_EXCEEDED
     limit = f". An attempt may take {client.timeout:g} s (ROLLOUT_TRAINER_TIMEOUT_SECONDS)" if late else ""
-    again = ", and asking again did not help" if client.replays else ", so it is not asked for again"
-    return f"{limit}. The turn may have been generated{again}; only trainers that replay turn keys are asked twice"
+    again = ", and retries failed" if client.replays else ", so it is not retried"
+    return f"{limit}. The turn may have been generated{again}; only trainers that replay turn keys are retried"
 
 
 def _unreachable(error: OSError, call: TurnCall) -> Failure:
     text = (
-        f"turn {call.turn}: the trainer could not be reached in {call.attempts} attempts: {error}; is it running, and does the "
-        "target name its host and port?"
+        f"turn {call.turn}: the trainer could not be reached in {call.attempts} attempts: {error}; check that it is running, and "
+        "that the target names its host and port"
     )
     return Failure(Category.NETWORK, text, call.turn)
 

@@ -1,9 +1,10 @@
-"""The sampler for gRPC trainers: `grpc(s)://` targets, which serve CompletionService.
+"""The sampler for gRPC trainers: `grpc(s)://` targets that serve CompletionService.
 
-Only what is new travels, on a base that both sides hold. In token mode this side renders: it sends the ids that follow the last
-answer, the trainer generates from them, and each turn both sides compare digests over all tokens and their authors, so a
-difference shows in the turn in which it happens. In message mode the trainer renders, and the prompt that it sends back is
-the truth.
+Each request carries only what is new since a base checkpoint that both sides hold.
+
+- Token mode: this server renders and sends the ids that follow the last completion; the trainer generates from them. In each
+  turn both sides compare digests over all tokens and their authors, so a difference is found in the turn in which it occurs.
+- Message mode: the trainer renders. The prompt ids that it returns are the truth.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from rollout_server.runtime.ports import CompletionRequest, Fork, Tool
 
 @dataclass(frozen=True, slots=True)
 class CompletionTrainers:
-    """What all samplers of gRPC trainers share. `timeout` in seconds, for one attempt."""
+    """The shared resources of all samplers of gRPC trainers. `timeout` is in seconds, per attempt."""
 
     channels: Channels
     tokenizers: Tokenizers
@@ -64,14 +65,14 @@ class CompletionTrainers:
     timeout: float
 
     def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> CompletionSampler:
-        """The sampler of one rollout."""
+        """Return the sampler of one rollout."""
         target = spec.completions
         trainer = GrpcTrainerClient(self.channels, target.url, self.retries, self.timeout, target.replays_turn_keys)
         return CompletionSampler(trainer, self.tokenizers, uid, spec, tools)
 
 
 class CompletionSampler:
-    """Requests the completions of one conversation from one trainer."""
+    """Request the completions of one conversation from one trainer."""
 
     def __init__(
         self, trainer: TrainerClient, tokenizers: Tokenizers, uid: str, spec: Spec, tools: Sequence[Tool]
@@ -87,7 +88,7 @@ class CompletionSampler:
         self._policies: list[str] = []
 
     async def sample(self, request: CompletionRequest) -> Answered:
-        """Requests the completion and checks it. Raises `RolloutFailed`."""
+        """Request a completion and check it. Raises `RolloutFailed`."""
         messages = tuple(request.messages[: request.asked.messages])
         rendered = await self._render(request, messages) if in_token_mode(self._spec) else None
         delta = None if rendered is None else self._digest.predicted(request, rendered.predicted)
@@ -105,7 +106,7 @@ class CompletionSampler:
         return checked
 
     def fork(self, fork: Fork) -> CompletionSampler:
-        """A branch goes on from the ids that are held; any other conversation begins with nothing."""
+        """Return the sampler of a forked conversation. A branch continues from the tokens so far; any other fork starts empty."""
         builder = self._builder
         tools = builder.tools if fork.tools is None else fork.tools
         other = CompletionSampler(self._trainer, self._tokenizers, builder.uid, self._spec, tools)
@@ -115,7 +116,7 @@ class CompletionSampler:
         return other
 
     async def _render(self, request: CompletionRequest, messages: tuple[Message, ...]) -> Rendered:
-        """What the trainer is to generate from."""
+        """Render the environment tokens that the trainer continues from."""
         if self._renderer is None:
             self._renderer = await open_renderer(self._tokenizers, self._spec.tokenizer, self._builder.tools)
         return await self._renderer.append(messages, request.last, request.last_messages)
@@ -129,19 +130,19 @@ class CompletionSampler:
             return await read_completion(response, self._spec.limits.calls_read)
         except (BaseUnknown, ToolsUnknown) as unknown:
             what = "the whole history" if isinstance(unknown, BaseUnknown) else "the list of tools"
-            text = f"turn {turn}: the trainer asks for {what}, which it was sent under this turn key already"
+            text = f"turn {turn}: the trainer requests {what}, which was already sent under this turn key"
             raise RolloutFailed(Failure(Category.TRAINER_CLIENT, text, turn)) from None
         except LedgerMismatch as mismatch:
             spans = held_spans(request.ledger)
             raise RolloutFailed(await self._mismatch(request, spans, mismatch.checkpoints)) from None
         except MalformedCompletion as error:
-            text = f"turn {turn}: the trainer's answer is malformed: {error}"
+            text = f"turn {turn}: the trainer's completion is malformed: {error}"
             raise RolloutFailed(Failure(Category.VALIDATION, text, turn)) from None
 
     async def _send(
         self, request: CompletionRequest, messages: Sequence[Message], delta: PromptDelta | None, call: TurnCall
     ) -> Response:
-        """Sends what is new since the base, and once what the trainer says that it does not hold."""
+        """Send what is new since the base; send the whole history or the list of tools once if the trainer does not hold them."""
         base = self._digest.base(request)
         listed = base is None
         while True:
@@ -183,15 +184,15 @@ class CompletionSampler:
         completion: Completion,
         answered: Answered,
     ) -> Answered:
-        """Token mode: the prompt is what was sent, if the trainer's digests say so."""
+        """Token mode: the prompt is what this server sent, confirmed by the trainer's digests."""
         turn, ids = request.asked.turn, completion.token_ids
         if ids is None:
-            text = f"turn {turn}: `token_ids` is missing; a trainer in token mode returns the ids it sampled"
+            text = f"turn {turn}: `token_ids` is missing; a trainer in token mode must return the sampled token ids"
             raise RolloutFailed(Failure(Category.VALIDATION, text, turn))
         if not completion.shows_prompt and completion.after is None:
             text = (
-                f"turn {turn}: `prompt_checkpoint` and `after` are missing, so nothing proves what the trainer generated from; "
-                "in token mode it sends both"
+                f"turn {turn}: `prompt_checkpoint` and `after` are missing, so the trainer's prompt cannot be verified; "
+                "a trainer in token mode must send both"
             )
             raise RolloutFailed(Failure(Category.VALIDATION, text, turn))
         same = completion.reported is None or completion.reported == delta.tokens
@@ -204,49 +205,50 @@ class CompletionSampler:
         return replace(answered, predicted=predicted, reported=prompt, shared=request.ledger.tokens)
 
     async def _check_reported(self, request: CompletionRequest, completion: Completion, answered: Answered) -> Answered:
-        """Message mode: the prompt is what the trainer says it was."""
+        """Message mode: the prompt is what the trainer reports."""
         turn, ids, prompt = request.asked.turn, completion.token_ids, completion.reported
         if ids is None or prompt is None:
             return answered
         delta = self._digest.reported(request, prompt)
         if not self._digest.confirms(delta, turn, ids, completion.after, whole=self._whole):
             if self._digest.repeats is not None:
-                text = f"turn {turn}: the trainer sent prompt and answer of turn {self._digest.repeats} once more"
+                text = f"turn {turn}: the trainer repeated the prompt and completion of turn {self._digest.repeats}"
                 raise RolloutFailed(Failure(Category.TOKEN_DRIFT, text, turn))
             raise RolloutFailed(await self._mismatch(request, delta.segment(request, ids)))
         if not self._digest.unsure:
             return answered
-        text = f"turn {turn}: an earlier turn came without tokens, so the trainer's digest cannot be held against ours"
+        text = f"turn {turn}: an earlier turn came without tokens, so the trainer's digest cannot be verified"
         return replace(answered, notes=(*answered.notes, ("unverified", text)))
 
     async def _mismatch(
-        self, request: CompletionRequest, spans: Sequence[NewSpan], theirs: Sequence[Checkpoint] | None = None
+        self, request: CompletionRequest, spans: Sequence[NewSpan], checkpoints: Sequence[Checkpoint] | None = None
     ) -> Failure:
-        """Names the turn and the token from which on the trainer's tokens differ from the spans on this side."""
+        """Return the failure that names the turn and the first token at which the trainer's tokens differ from `spans`."""
         turn, segment_id = request.asked.turn, request.asked.segment_id
-        message = f"turn {turn}: the trainer holds other tokens than this side"
+        message = f"turn {turn}: the trainer holds other tokens than this server"
         ledger = await self._trainer.read_ledger(self._builder.uid, segment_id, request.credentials.completions)
         if ledger is None:
-            since = self._digest.first_mismatch(theirs) if theirs is not None else None
+            since = self._digest.first_mismatch(checkpoints) if checkpoints is not None else None
             where = f", since turn {since}" if since is not None else ""
-            return Failure(Category.TOKEN_DRIFT, f"{message}{where}; it does not show its ledger (ReadLedger)", turn)
+            return Failure(Category.TOKEN_DRIFT, f"{message}{where}; its ledger is not available (ReadLedger)", turn)
         ids, authors = ledger
         difference = await asyncio.to_thread(first_other_token, spans, ids, authors)
         if difference is None:
-            text = f"{message}, says its digest, but its ledger holds the same: it reckons digests in another way"
+            text = f"{message} according to its digest, but its ledger holds the same tokens: it computes digests differently"
             return Failure(Category.TOKEN_DRIFT, text, turn)
         index, since = difference
         secrets = request.credentials.secrets()
-        own = pack_tokens(token for span in spans for token in span.ids)
-        ours, other = [
+        expected = pack_tokens(token for span in spans for token in span.ids)
+        expected_text, trainer_text = [
             redact((await self._text(tokens[max(0, index - 4) : index + 8])).encode("utf-8", "replace"), secrets)
-            for tokens in (own, ids)
+            for tokens in (expected, ids)
         ]
-        text = f"{message}, since turn {since}, from token {index} on: here {ours}, there {other}"
+        where = f"since turn {since}, from token {index} on"
+        text = f"{message}, {where}: this server has {expected_text}, the trainer has {trainer_text}"
         return Failure(Category.TOKEN_DRIFT, text, turn)
 
     async def _text(self, ids: Tokens) -> str:
-        """Tokens as a person reads them. A trainer may show ids that no tokenizer has: those stay numbers."""
+        """Return tokens as readable text. A trainer may report ids that no tokenizer has; these are shown as numbers."""
         if self._renderer is None or any(token > MAX_TOKEN_ID for token in ids):
             return str(list(ids))
         loaded = self._renderer.loaded
@@ -267,12 +269,12 @@ class CompletionSampler:
             missing = "after" if completion.shows_prompt else "prompt_checkpoint"
             yield (
                 "unverified",
-                f"turn {turn}: the trainer sent no {missing}, so nobody knows whether it holds the same tokens",
+                f"turn {turn}: the trainer sent no {missing}, so it is unverified whether it holds the same tokens",
             )
         version = completion.policy_version
         if version in self._policies[:-1]:
             latest = self._policies[-1]
-            text = f"turn {turn}: policy {version!r} answered, although {latest!r} had answered before it"
+            text = f"turn {turn}: policy {version!r} generated this turn after {latest!r} had replaced it"
             yield "policy_stale", redact(text.encode("utf-8", "replace"), secrets)
         elif version and version not in self._policies:
             self._policies.append(version)

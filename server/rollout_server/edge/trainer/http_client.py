@@ -1,4 +1,4 @@
-"""The one HTTP client of the process."""
+"""The HTTP client of the process. All trainers and engines share it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from rollout_server.edge.trainer.response_limits import ANSWER_BYTES
 from rollout_server.runtime.ports import CompletionRequest
 
 _INFORMATIONAL = 16
-"""Responses of status 1xx that may come before the one that counts."""
+"""Maximum number of 1xx responses before the final one."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """How trainers are called.
+    """Settings of the HTTP client.
 
     Args:
         timeout: seconds for one completion.
-        connections: open at the same time; more requests wait for one.
-        keepalive: seconds that an idle connection is kept. Less than any trainer keeps it (uvicorn: 5), because a request
-            sent into a connection that is being closed can neither be answered nor safely repeated.
-        connect_attempts: how often a connection that is refused is tried, where nothing else may be repeated.
-        max_answer_bytes: the largest answer that is read.
-        resolver: how names become addresses; None: as the system does it.
-        tls: how https trainers are known; None: by the system's certificates.
-        quotes_strangers: error messages quote what a target answers that has not answered this rollout before. Turned off
-            where callers are unknown: they could name any service of the network as their trainer, and read its answers.
+        connections: maximum number of open connections; further requests wait for one.
+        keepalive: seconds that an idle connection stays open. It must be shorter than the server's own limit (uvicorn: 5): a
+            request sent into a connection that the server is closing is lost, and cannot be repeated safely.
+        connect_attempts: attempts to connect for requests that may not be repeated otherwise.
+        max_answer_bytes: maximum size of a response body.
+        resolver: resolves host names; None: the system's resolver.
+        tls: TLS context for https targets; None: the system's certificates.
+        quotes_strangers: error messages quote the response of a target that has not yet answered in this rollout. Turn this off
+            if callers are not trusted: a caller could name any internal service as the trainer, and read its responses.
     """
 
     timeout: float = 300.0
@@ -50,7 +50,7 @@ class HttpSettings:
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """What is posted. `timeout` in seconds; None: that of the settings. `is_known`: the target has answered before."""
+    """A POST request. `timeout` in seconds; None: use the settings. `is_known`: the target has answered before in this rollout."""
 
     url: str
     body: bytes = field(repr=False)
@@ -60,14 +60,14 @@ class HttpRequest:
 
     @property
     def host(self) -> str:
-        """Host and port, for messages. The rest of a URL is nobody's business."""
+        """Host and port for messages. The rest of the URL may contain secrets."""
         parsed = URL(self.url, encoded=True)
         return f"{parsed.host}:{parsed.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class HttpResponse:
-    """What came back. `retry_after` is in seconds, where a 429 or 503 says that the request was not taken."""
+    """A complete response. `retry_after` is in seconds, and only set for a 429 or 503 that refuses the request."""
 
     status: int
     body: bytes
@@ -78,16 +78,16 @@ class HttpResponse:
 
     @property
     def quotable(self) -> bytes:
-        """What of the body error messages may quote."""
+        """The part of the body that error messages may quote."""
         return self.body if self.may_be_quoted else b""
 
 
 class ConnectionRefused(Exception):
-    """No connection came about, so the request was not taken and may be repeated. The text is for a person."""
+    """No connection was established, so the request was not processed and may be repeated. The text is for people."""
 
 
 class ConnectionLost(Exception):
-    """The request may have been taken, but no whole answer came. The text is for a person."""
+    """The request may have been processed, but no complete response was received. The text is for people."""
 
     def __init__(self, text: str, *, timeout: bool = False) -> None:
         super().__init__(text)
@@ -95,19 +95,22 @@ class ConnectionLost(Exception):
 
 
 class TargetForbidden(Exception):
-    """This server's rules do not allow the address. The text is for a person."""
+    """The server's rules forbid the target's address. The text is for people."""
 
 
 class ResponseTooLarge(Exception):
-    """The answer is larger than what is read. The text is for a person."""
+    """The response exceeds the size limit. The text is for people."""
 
 
 class _Endless(aiohttp.ClientError):
-    """Informational responses come and come."""
+    """The server sends informational (1xx) responses without end."""
 
 
 class _Response(aiohttp.ClientResponse):
-    """Takes few informational responses. aiohttp takes any number, and without a pause while there are some in its buffer."""
+    """Limit the number of informational (1xx) responses.
+
+    aiohttp accepts any number, and reads those in its buffer without yielding to the event loop.
+    """
 
     async def start(self, connection: aiohttp.connector.Connection) -> Self:
         protocol, taken = connection.protocol, 0
@@ -131,9 +134,10 @@ class _Response(aiohttp.ClientResponse):
 
 
 class HttpClient:
-    """Posts JSON over aiohttp, whose pool does not slow down with the number of requests under way.
+    """POST JSON with aiohttp, whose connection pool stays fast with thousands of concurrent requests.
 
-    Its own exceptions tell a connection that never came about from one that broke, which decides what may be repeated.
+    The exceptions distinguish a connection that was never established from one that broke, because only the first may be
+    repeated freely.
     """
 
     def __init__(self, settings: HttpSettings) -> None:
@@ -141,7 +145,7 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, request: HttpRequest) -> HttpResponse:
-        """Posts once. Raises `ConnectionRefused`, `ConnectionLost`, `ResponseTooLarge` or `TargetForbidden`."""
+        """POST once. Raises `ConnectionRefused`, `ConnectionLost`, `ResponseTooLarge` or `TargetForbidden`."""
         try:
             return await self._post(request)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, UnicodeError) as error:
@@ -151,26 +155,26 @@ class HttpClient:
             raise ConnectionRefused(f"could not be reached ({type(error).__name__})") from error
         except TimeoutError as error:
             seconds = request.timeout or self.settings.timeout
-            raise ConnectionLost(f"no answer came within {seconds:g} s", timeout=True) from error
+            raise ConnectionLost(f"no response within {seconds:g} s", timeout=True) from error
         except _Endless as error:
             raise ResponseTooLarge(
-                f"more than {_INFORMATIONAL} informational responses came instead of an answer"
+                f"the target sent more than {_INFORMATIONAL} informational responses and no final one"
             ) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ConnectionLost(f"the answer did not arrive whole ({type(error).__name__})") from error
+            raise ConnectionLost(f"the response was incomplete ({type(error).__name__})") from error
 
     async def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     async def _post(self, request: HttpRequest) -> HttpResponse:
         session = self._open()
-        # Two rounds of the event loop, in which it takes note of pooled connections that were closed while it was busy.
+        # Yield to the event loop twice, so that it notices pooled connections that the other side closed while it was busy.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        # The URL was checked as it stands; encoding it again could make another one of it.
+        # The URL was checked in this exact form; encoding it again could change the target.
         url = URL(request.url, encoded=True)
         async with session.post(
             url, data=request.body, headers=request.headers, allow_redirects=False, timeout=self._timeout(request)
@@ -180,7 +184,7 @@ class HttpClient:
             async for chunk in response.content.iter_any():
                 size += len(chunk)
                 if size > self.settings.max_answer_bytes:
-                    raise ResponseTooLarge(f"the answer is larger than {self.settings.max_answer_bytes} bytes")
+                    raise ResponseTooLarge(f"the response is larger than {self.settings.max_answer_bytes} bytes")
                 chunks.append(chunk)
             key = response.headers.get("idempotency-key", "")
             quoted = request.is_known or self.settings.quotes_strangers
@@ -210,7 +214,7 @@ class HttpClient:
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:
-    """Seconds to wait before asking again, where the trainer says that it did not take the request."""
+    """Return the Retry-After of a 429 or 503 in seconds; None if it is missing or the status is another one."""
     if response.status not in (429, 503):
         return None
     text = response.headers.get("retry-after", "").strip()
@@ -223,12 +227,12 @@ def _retry_after(response: aiohttp.ClientResponse) -> float | None:
 
 
 def turn_headers(request: CompletionRequest) -> dict[str, str]:
-    """Of a completion: the same key on each attempt of a turn (D8)."""
+    """Return the headers of a completion request: the same Idempotency-Key for all attempts of a turn (D8)."""
     return keyed_headers(request.asked.turn_key, request.credentials.completions)
 
 
 def keyed_headers(key: str, credential: str) -> dict[str, str]:
-    """Of a request that may be repeated under its key; no Authorization where the credential is empty."""
+    """Return the headers of a request that may be repeated under its key; no Authorization if the credential is empty."""
     headers = {"content-type": "application/json", "idempotency-key": key}
     if credential:
         headers["authorization"] = f"Bearer {credential}"

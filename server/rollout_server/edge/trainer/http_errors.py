@@ -1,4 +1,4 @@
-"""What a trainer said instead of an answer, without the secrets it may repeat."""
+"""Error messages from a trainer's HTTP error response, with secrets redacted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.trainer.http_client import HttpResponse
 
 TRAINER_TEXT = 500
-"""How much of a trainer's own words goes into an error message."""
+"""Maximum length of the trainer's own text in an error message."""
 
 _LOOKED_AT = 256 * 1024
 _MEDIA_TYPE = re.compile(r"[a-z]{1,16}/[\w.+-]{1,48}")
 
 
 def response_failure(response: HttpResponse, turn: int, secrets: Sequence[str]) -> Failure:
-    """The failure of a turn that was answered with another status than 200."""
+    """Return the failure of a turn whose response has a status other than 200."""
     status = response.status
     text = error_text(response, secrets)
     message = f": {text}" if text else ""
@@ -31,14 +31,14 @@ def response_failure(response: HttpResponse, turn: int, secrets: Sequence[str]) 
         category = Category.TRAINER_CLIENT
     else:
         category = Category.VALIDATION
-        message = "; only 200 is an answer, and redirects are not followed"
+        message = "; a completion must have status 200, and redirects are not followed"
     return Failure(category, f"turn {turn}: the trainer answered {status}{message}", turn, status)
 
 
 def error_text(response: HttpResponse, secrets: Sequence[str]) -> str:
-    """The error message in an answer, without secrets; where there is none, what came instead, in numbers. Empty: nothing did.
+    """Return the error message of a response without secrets; otherwise its size and type; "" for an empty body.
 
-    Nothing else of a body is ever shown. Whoever names a target may not be allowed to read what answers there.
+    No other part of a body is shown. A caller who names a target may not be allowed to read that target's responses.
     """
     text = _message(response.quotable)
     if text:
@@ -46,12 +46,15 @@ def error_text(response: HttpResponse, secrets: Sequence[str]) -> str:
     if not response.body[:_LOOKED_AT].strip():
         return ""
     kind = f" of type {response.content_type}" if _MEDIA_TYPE.fullmatch(response.content_type) else ""
-    why = "are no JSON error, and are" if response.may_be_quoted else "are"
+    why = "are not a JSON error, and are" if response.may_be_quoted else "are"
     return f"{len(response.body)} bytes{kind} that {why} not shown"
 
 
 def _message(body: bytes) -> str:
-    """The text of `{"detail"}` (FastAPI), `{"error": {"message"}}` (OpenAI), `{"error"}` or `{"object": "error", "message"}`."""
+    """Return the text of a JSON error object.
+
+    Forms: `{"detail"}` (FastAPI), `{"error": {"message"}}` (OpenAI), `{"error"}` and `{"object": "error", "message"}`.
+    """
     if len(body) > _LOOKED_AT:
         return ""
     try:
@@ -62,18 +65,18 @@ def _message(body: bytes) -> str:
     message = fields.get("message") if fields.get("object") == "error" else fields.get("detail", error)
     if isinstance(error, Mapping):
         message = error.get("message")
-    if isinstance(message, list):  # FastAPI, of a request that it could not read
+    if isinstance(message, list):  # FastAPI's 422 for a request that fails validation
         message = "; ".join(str(each.get("msg", "")) for each in message if isinstance(each, Mapping))
     return message.strip() if isinstance(message, str) else ""
 
 
 def redact(body: bytes, secrets: Sequence[str]) -> str:
-    """The beginning of a text without the secrets that it may repeat, escaped or cut off."""
+    """Return the beginning of a text with secrets removed, including their JSON-escaped and URL-quoted forms."""
     window = body[:_LOOKED_AT].decode("utf-8", "replace")
-    # The longest first: one secret may be a part of another.
+    # The longest first, because one secret may contain another.
     for secret in sorted(secrets, key=len, reverse=True):
         for form in {secret, json.dumps(secret)[1:-1], quote(secret), quote(secret, safe="")}:
             window = window.replace(form, "[redacted]")
-    if secrets and len(body) > _LOOKED_AT:  # its end may be a part of one
+    if secrets and len(body) > _LOOKED_AT:  # the end of the window may contain the beginning of a secret
         window = window[: -6 * max(map(len, secrets))]
     return window.strip()[:TRAINER_TEXT]

@@ -1,4 +1,4 @@
-"""The sampler for trainers that count masks: `http(s)://` targets of the synchronous dialect."""
+"""The sampler for trainers that verify a response mask: `http(s)://` targets of the synchronous HTTP API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rollout_server.runtime.ports import CompletionRequest, Fork, Tool
 
 @dataclass(frozen=True, slots=True)
 class MaskedTrainers:
-    """What all samplers of the synchronous dialect share. `form` is assumed of trainers of which nothing is known."""
+    """The shared resources of all samplers of the synchronous HTTP API. `form` is the default for unknown trainers."""
 
     client: HttpClient
     tokenizers: Tokenizers
@@ -35,12 +35,12 @@ class MaskedTrainers:
     forms: FormCache = field(default_factory=FormCache)
 
     def open(self, spec: Spec, tools: Sequence[Tool]) -> MaskedSampler:
-        """The sampler of one rollout."""
+        """Return the sampler of one rollout."""
         return MaskedSampler(self, spec, tools)
 
 
 class MaskedSampler:
-    """Asks one trainer for the completions of one rollout, with a mask over what is new since its last answer."""
+    """Request the completions of one rollout. Each request has a mask over the tokens since the previous completion."""
 
     def __init__(self, trainers: MaskedTrainers, spec: Spec, tools: Sequence[Tool]) -> None:
         self._trainers = trainers
@@ -53,7 +53,7 @@ class MaskedSampler:
         self._requested = False
 
     async def sample(self, request: CompletionRequest) -> Answered:
-        """Renders, posts, checks. Raises `RolloutFailed`."""
+        """Render, post and check one turn. Raises `RolloutFailed`."""
         self._requested, turn = True, request.asked.turn
         renderer = await self._open()
         rendered = await _predict(request, renderer)
@@ -74,24 +74,24 @@ class MaskedSampler:
         return replace(record, predicted=predicted, mask_length=mask_length or None, around=around)
 
     def fork(self, fork: Fork) -> MaskedSampler:
-        """Raises `RolloutFailed`: such a trainer keeps one list of messages and tokens for a rollout, and masks count from its end.
+        """Raise `RolloutFailed`: such a trainer keeps one message list per rollout, and masks count from the end of that list.
 
-        Before the first turn it keeps none yet, so a conversation may take the place of the one that it has not seen.
+        A compaction before the first turn is allowed: the trainer has no list yet, so the conversation can still be replaced.
         """
         if fork.origin.kind is SegmentKind.COMPACTION and fork.tools is None and not self._requested:
             return MaskedSampler(self._trainers, self._spec, self._tools)
         text = (
             "the agent forked its conversation, but this rollout's trainer counts response_mask over a single one (POST /rollout). "
-            "Several conversations need a trainer that speaks gRPC, or one that derives masks itself (POST /v1/rollout/init)"
+            "For several conversations use a gRPC trainer, or one that derives masks itself (POST /v1/rollout/init)"
         )
         raise RolloutFailed(Failure(Category.VALIDATION, text))
 
     async def _fetch(
         self, request: CompletionRequest, renderer: Renderer, rendered: Rendered
     ) -> tuple[Fetched, int | None]:
-        """The answer, and the length of the mask it was given for.
+        """Return the response, and the length of the mask that was sent for it.
 
-        A trainer that refuses a mask has generated nothing, so it is asked once more with another count (R6a, D8).
+        A trainer that refuses a mask has generated nothing, so one retry with another count is safe (R6a, D8).
         """
         fetched = await self._post(request, rendered.mask_length)
         if fetched.response.status == 200:
@@ -130,16 +130,16 @@ def _warnings(
     warnings = list(completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn, vocabulary))
     warnings += rendering_warnings(rendered, turn)
     if completion.reported is None:
-        text = f"turn {turn}: the trainer sent no prompt_token_ids; prompt and environment tokens are our rendering"
+        text = f"turn {turn}: the trainer sent no prompt_token_ids; prompt and environment tokens are this server's rendering"
         warnings.append(("unverified", text))
     return tuple(warnings)
 
 
 async def _predict(request: CompletionRequest, renderer: Renderer) -> Rendered:
-    """The turn, counted as the trainer is taken to count.
+    """Render the turn, counted in the form that the trainer is believed to use.
 
-    Calls can be so much longer with their arguments as objects, or as they came, that only one of the two leaves room for a
-    mask. Then it is that one.
+    Tool calls can be much longer in one form of arguments than in the other, and the count of the other form may then be
+    negative. A negative count has no mask, so the form with a valid count is used.
     """
     messages = request.messages[: request.asked.messages]
     rendered = await renderer.predict(messages, request.last, request.last_messages)
@@ -159,14 +159,14 @@ def _failure(fetched: Fetched, request: CompletionRequest) -> Failure:
 
 def _mask_failure(failure: Failure, sent: int | None, counts: Mapping[RenderingForm, int]) -> Failure:
     lengths = ", ".join(str(length) for length in (sent, *counts.values()))
-    text = f"{failure.message}. Masks of two lengths were refused; the ways of counting known here give {lengths}"
+    text = f"{failure.message}. Masks of two lengths were refused; the known ways of counting give {lengths}"
     return replace(failure, message=text)
 
 
 def _negative_mask_failure(turn: int, length: int) -> Failure:
     text = (
-        f"turn {turn}: the conversation renders to {-length} tokens fewer than the trainer counted after its last answer. Its "
-        "tokenizer or template is another one than tokenizer_name says, or its template rewrites earlier messages; no mask "
-        "that such a trainer accepts exists, so nothing was sent"
+        f"turn {turn}: the conversation renders to {-length} tokens fewer than the trainer counted after its last completion. The "
+        "trainer's tokenizer or template is not the one of tokenizer_name, or the template rewrites earlier messages; the trainer "
+        "would accept no mask, so nothing was sent"
     )
     return Failure(Category.TOKEN_DRIFT, text, turn)

@@ -1,6 +1,6 @@
-"""The sampler for trainers that derive masks themselves: `http(s)://` targets of the asynchronous dialect.
+"""The sampler for trainers that derive masks themselves: `http(s)://` targets of the asynchronous HTTP API.
 
-Nothing is rendered on this side. The ledger is built from the ids that the trainer reports, and what it does not report is unknown.
+This sampler renders nothing. The ledger is built from the ids that the trainer reports; missing ids stay unknown.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from rollout_server.runtime.ports import CompletionRequest, Fork
 
 @dataclass(frozen=True, slots=True)
 class PlainTrainers:
-    """What all samplers of the asynchronous dialect share."""
+    """The shared resources of all samplers of the asynchronous HTTP API."""
 
     client: HttpClient
     retries: RetryPolicy
 
     def open(self, spec: Spec) -> PlainSampler:
-        """The sampler of one rollout."""
+        """Return the sampler of one rollout."""
         return PlainSampler(self, spec)
 
 
 class PlainSampler:
-    """Asks one trainer for the completions of one conversation."""
+    """Request the completions of one conversation from one trainer."""
 
     def __init__(self, trainers: PlainTrainers, spec: Spec) -> None:
         self._trainers = trainers
@@ -46,13 +46,13 @@ class PlainSampler:
         self._requested = False
 
     async def sample(self, request: CompletionRequest) -> Answered:
-        """Posts and checks. Raises `RolloutFailed`."""
+        """Post one turn and check the completion. Raises `RolloutFailed`."""
         self._requested, turn = True, request.asked.turn
         body = self._body(request)
         post = HttpRequest(self._url, body, turn_headers(request), is_known=request.last is not None)
         fetch = CompletionFetch(post, turn, request.deadline)
         started = time.monotonic()
-        # Where the trainer declares that it replays turns, asking again makes no sibling (D8).
+        # If the trainer declares that it replays turn keys, a retry cannot generate a second completion (D8).
         warn = None if self._spec.completions.replays_turn_keys else request.note
         fetched = await fetch_with_retries(self._trainers.client, fetch, self._trainers.retries, warn)
         elapsed = 1000 * (time.monotonic() - started)
@@ -65,15 +65,19 @@ class PlainSampler:
         )
 
     def fork(self, fork: Fork) -> PlainSampler:
-        """The trainer derives masks from what it was shown, so it takes any conversation, but it knows the agent's tools only."""
+        """Return the sampler of a forked conversation.
+
+        The trainer derives masks from the messages it receives, so any conversation is possible, but only with the agent's own
+        tools.
+        """
         if fork.tools is not None:
             text = (
-                "the agent forked a conversation with tools of its own, of which this trainer cannot be told: over HTTP it learns "
-                "the agent's tools once, when the rollout begins. Fork with the same tools, or use a trainer that speaks gRPC"
+                "the agent forked a conversation with different tools, but over HTTP the trainer receives the agent's tools only "
+                "once, when the rollout begins. Fork with the same tools, or use a gRPC trainer"
             )
             raise RolloutFailed(Failure(Category.VALIDATION, text))
         other = PlainSampler(self._trainers, self._spec)
-        # What takes the place of a conversation that the trainer has not seen is the first one to it.
+        # A compaction before the first request replaces a conversation that the trainer never saw: it is the first for the trainer.
         other._unnamed = self._requested or self._unnamed or fork.origin.kind is not SegmentKind.COMPACTION
         return other
 
@@ -93,16 +97,16 @@ class PlainSampler:
         if self._unnamed:
             self._unnamed = False
             text = (
-                f"turn {turn}: the agent's other conversation came under the same rollout_id, since this protocol has no word for "
-                "it; a trainer that derives masks from one growing history trains it wrongly"
+                f"turn {turn}: the agent's second conversation uses the same rollout_id, because this protocol cannot name it; "
+                "a trainer that derives masks from one growing history computes wrong masks for it"
             )
             warnings.append(("conversation_unnamed", text))
-        # A trainer that answers with the key replays it, so there is no second generation (docs/design.md, B).
+        # A trainer that echoes the key replays the stored completion, so there is no second generation (docs/design.md, B).
         replays = self._spec.completions.replays_turn_keys or fetched.response.replayed_key == key
         if fetched.siblings and not replays:
             text = (
-                f"turn {turn}: asked for {fetched.attempts} times; the trainer may have generated it "
-                f"{fetched.siblings + 1} times, of which the last answer counts"
+                f"turn {turn}: requested {fetched.attempts} times; the trainer may have generated it "
+                f"{fetched.siblings + 1} times, and the last completion counts"
             )
             warnings.append(("resampled", text))
         return tuple(warnings)

@@ -1,6 +1,7 @@
-"""How much an answer may hold, checked on its bytes: parsing it makes a Python object of every value, and holds the GIL meanwhile.
+"""Size limits of responses, checked on the raw bytes before parsing.
 
-Who answers is not under this server's control, so every answer, over HTTP and gRPC, passes here before it is parsed.
+Parsing creates a Python object per JSON value and holds the GIL meanwhile. Trainers and engines are not under this server's
+control, so every response, over HTTP and gRPC, is checked here first.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from rollout_server.core.limits import CALLS_READ
 from rollout_server.core.message import MalformedMessage, has_more_values
 
 ANSWER_BYTES: Final = 32 * 1024 * 1024
-"""Bytes of one answer: four times what a million prompt ids and as many characters of text take as JSON."""
+"""Bytes of one response: four times the JSON size of a million prompt ids and a million characters of text."""
 ANSWER_VALUES: Final = 2**21
-"""Values of one answer, token ids and logprobs included."""
+"""JSON values of one response, including token ids and logprobs."""
 MESSAGE_BYTES: Final = 2 * 1024 * 1024
-"""Bytes of an answer's message. It is rendered, and tokenizing takes some hundred bytes of memory for each of its bytes."""
+"""Bytes of a completion's message. Tokenizing the rendered message takes some hundred bytes of memory per byte."""
 MESSAGE_VALUES: Final = 2**16
-"""Values of an answer's message, which is parsed on the event loop again, by whoever reads it."""
+"""JSON values of a completion's message. Later readers parse it again on the event loop."""
 
 
 class _AnyObject(msgspec.Struct, gc=False):
-    """Any object. One without fields is the cheapest there is."""
+    """Any JSON object. A struct without fields is the cheapest target to decode to."""
 
 
 class _ToolCallList(msgspec.Struct):
@@ -34,32 +35,32 @@ _calls_decoder: Final = msgspec.json.Decoder(_ToolCallList)
 
 
 def check_values(data: bytes, most: int) -> None:
-    """Raises `MalformedMessage` for JSON of more than `most` values, without parsing it."""
+    """Raise `MalformedMessage` for JSON with more than `most` values, without parsing it."""
     if has_more_values(data, most):
-        raise MalformedMessage(f"it holds more than {most} values, which is the most that is read")
+        raise MalformedMessage(f"it contains more than {most} values; at most {most} are read")
 
 
 def check_message(data: bytes, most_calls: int) -> None:
-    """Raises `MalformedMessage` for a message that is too large, or holds more than `most_calls` tool calls."""
-    # The calls first: their number says more of what is wrong.
+    """Raise `MalformedMessage` for a message that is too large, or has more than `most_calls` tool calls."""
+    # The calls first, because their number makes the clearer error.
     if data.count(b"{") > most_calls:
         try:
             calls = _calls_decoder.decode(data).tool_calls or ()
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            calls = ()  # the parser says what is wrong
+            calls = ()  # the parser will report the error
         check_calls(len(calls), most_calls)
     check_size(len(data))
     check_values(data, MESSAGE_VALUES)
 
 
 def check_size(size: int) -> None:
-    """Raises `MalformedMessage` for a message of more bytes than are read of an answer."""
+    """Raise `MalformedMessage` for a message that has too many bytes."""
     if size > MESSAGE_BYTES:
         raise MalformedMessage(f"it has {size} bytes, at most {MESSAGE_BYTES} are read")
 
 
 def check_calls(calls: int, most: int) -> None:
-    """Raises `MalformedMessage` for more tool calls than are read of an answer."""
+    """Raise `MalformedMessage` for too many tool calls."""
     if calls > most:
         where = f"{CALLS_READ} times `limits.calls_per_turn`, which the request or the agent sets"
-        raise MalformedMessage(f"tool_calls holds {calls} calls, at most {most} are read: {where}")
+        raise MalformedMessage(f"tool_calls contains {calls} calls; at most {most} are read: {where}")

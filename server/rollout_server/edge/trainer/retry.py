@@ -1,4 +1,4 @@
-"""When a completion is asked for again. One rule for each dialect (D8, docs/design.md)."""
+"""Retry rules for completion requests over HTTP: one function per HTTP API (docs/design.md, D8)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from rollout_server.runtime.errors import RolloutFailed
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and how fast a completion is asked for again; seconds.
+    """Number and timing of retries. All times are in seconds.
 
     Args:
         count: retries after failures.
-        first, most: the wait before the first retry, which doubles with each one, and the longest wait.
-        refused: how long a completion is waited for that is refused with 429 or 503 and Retry-After, all of its refusals together.
+        first: delay before the first retry. It doubles with each retry.
+        most: maximum delay.
+        refused: total time to wait for a completion that is refused with 429 or 503 and Retry-After.
     """
 
     count: int = 3
@@ -36,34 +37,39 @@ class RetryPolicy:
     refused: float = 300.0
 
     def wait(self, failures: int) -> float:
-        """Seconds to wait after a failure that has so many before it."""
+        """Return the delay in seconds before the next retry, after `failures` earlier failures."""
         return min(self.most, self.first * 2.0**failures)
 
     def refused_until(self, deadline: float | None) -> float:
-        """Until when (monotonic seconds) a completion that is refused now for the first time is waited for."""
+        """Return the monotonic time at which retries after refusals end, if the first refusal is now."""
         until = time.monotonic() + self.refused
         return until if deadline is None else min(deadline, until)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionFetch:
-    """A completion to fetch: for which turn, and until when (monotonic seconds) waiting for the trainer makes sense.
+    """A completion request with its retry limits and the texts for its errors.
 
-    `who` and `unreachable` are for messages: who is asked, and what to look at where nobody answers. `again_on` are statuses as
-    passing as 5xx.
+    Args:
+        request: the HTTP request.
+        turn: the turn's number, for messages.
+        deadline: the last useful time for a response, on the monotonic clock; None: no limit.
+        who: the target's name in messages.
+        unreachable: advice in the message if the target cannot be reached.
+        again_on: further statuses that are retried like 5xx.
     """
 
     request: HttpRequest
     turn: int
     deadline: float | None = None
     who: str = "the trainer"
-    unreachable: str = "is it running, and does server_url name its host and port?"
+    unreachable: str = "check that it is running, and that server_url names its host and port"
     again_on: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """An answer, the requests that were sent for it, and how many of the earlier ones may have been answered as well."""
+    """A response, the number of requests sent for it, and how many earlier ones may have generated a completion too."""
 
     response: HttpResponse
     attempts: int
@@ -71,9 +77,9 @@ class Fetched:
 
 
 async def fetch_once(client: HttpClient, fetch: CompletionFetch) -> Fetched:
-    """Asks again only where the request provably was not taken: no connection, or 429 or 503 with Retry-After.
+    """Repeat a request only if it provably was not processed: no connection, or 429 or 503 with Retry-After.
 
-    For trainers that count masks: after a lost reply such a trainer has counted the turn. Raises `RolloutFailed`.
+    For trainers that verify masks: if a reply is lost, the trainer has already counted the turn. Raises `RolloutFailed`.
     """
     attempts = refusals = 0
     while True:
@@ -87,8 +93,8 @@ async def fetch_once(client: HttpClient, fetch: CompletionFetch) -> Fetched:
             await asyncio.sleep(0.1 * 2**refusals)
             continue
         except ConnectionLost as error:
-            once = ". The turn may have been generated, so it is not asked for again"
-            # In this protocol a call that timed out is a network error; "timeout" is the rollout's own time limit.
+            once = ". The turn may have been generated, so it is not retried"
+            # In this protocol a timed-out call is a network error; "timeout" means the rollout's own time limit.
             raise RolloutFailed(replace(_lost_failure(error, fetch, once), category=Category.NETWORK)) from error
         except (ResponseTooLarge, TargetForbidden) as error:
             raise RolloutFailed(_unusable_failure(error, fetch)) from error
@@ -100,31 +106,31 @@ async def fetch_once(client: HttpClient, fetch: CompletionFetch) -> Fetched:
 async def fetch_with_retries(
     client: HttpClient, fetch: CompletionFetch, retries: RetryPolicy, warn: Callable[[str, str], None] | None = None
 ) -> Fetched:
-    """Asks again after 5xx, timeouts and transport errors, and after 429 or 503 with Retry-After for `retries.refused` seconds.
+    """Retry after 5xx, timeouts and transport errors; also after 429 or 503 with Retry-After, for up to `retries.refused` seconds.
 
-    For the asynchronous dialect, whose trainers may know a repeated key. `warn` is called, with "resampled" and a text, for
-    each attempt that may have been answered before it is made again. Raises `RolloutFailed`.
+    For the asynchronous HTTP API, whose trainers may recognise a repeated Idempotency-Key. Before each retry of a request that
+    may have been processed, `warn` is called with "resampled" and a text. Raises `RolloutFailed`.
     """
     attempts = siblings = failures = 0
-    patient = None  # the errand with the time until which refusals are waited for, from the first one on
+    deferred = None  # the fetch, with the deadline for retries after refusals; it starts at the first refusal
     while True:
         attempts += 1
         response = await _attempt(client, fetch, attempts)
         if isinstance(response, HttpResponse):
-            if response.retry_after is not None and patient is None:
-                patient = replace(fetch, deadline=retries.refused_until(fetch.deadline))
-            if patient is not None and _is_worth_waiting(response, patient):
+            if response.retry_after is not None and deferred is None:
+                deferred = replace(fetch, deadline=retries.refused_until(fetch.deadline))
+            if deferred is not None and _is_worth_waiting(response, deferred):
                 await asyncio.sleep(pause(response, attempts))
                 continue
-            # A trainer that says when to come back, and says it too late, is not asked before that time either.
+            # A Retry-After beyond the deadline ends the fetch: the request is not repeated before that time.
             passing = response.status >= 500 or response.status in fetch.again_on
             if not passing or response.retry_after is not None or failures >= retries.count:
                 return Fetched(response, attempts, siblings)
         elif failures >= retries.count:
             raise RolloutFailed(response.failure)
         if isinstance(response, HttpResponse) or response.taken:
-            why = f"status {response.status}" if isinstance(response, HttpResponse) else "no whole answer"
-            text = f"turn {fetch.turn}: {why} on attempt {attempts}; asked again, so the turn may have been generated twice"
+            why = f"status {response.status}" if isinstance(response, HttpResponse) else "no complete response"
+            text = f"turn {fetch.turn}: {why} on attempt {attempts}; retrying, so the turn may be generated twice"
             if warn is not None:
                 warn("resampled", text)
             siblings += 1
@@ -134,7 +140,7 @@ async def fetch_with_retries(
 
 @dataclass(frozen=True, slots=True)
 class _FailedAttempt:
-    """No answer came; `taken` says that the request may have been taken nevertheless."""
+    """An attempt without a response. `taken` is True if the request may have been processed."""
 
     failure: Failure
     taken: bool
@@ -152,7 +158,7 @@ async def _attempt(client: HttpClient, fetch: CompletionFetch, number: int) -> H
 
 
 def pause(response: HttpResponse, attempts: int) -> float:
-    """Seconds until a request that was not taken is sent again: what the trainer says, and a little more each time."""
+    """Return the seconds until a refused request is sent again: Retry-After, or a minimum that grows with each attempt."""
     return max(response.retry_after or 0.0, min(1.0, 0.05 * 2.0 ** min(attempts, 8)))
 
 

@@ -1,4 +1,4 @@
-"""Sampling parameters as they go into the request of each HTTP dialect, and to inference engines."""
+"""Sampling parameters in the requests of both HTTP APIs and of inference engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from rollout_server.core.spec import Sampling
 
 _PROTOCOL_KEYS = frozenset({"rollout_id", "messages", "response_mask", "stream"})
-# One answer, whole, to the conversation as it is: a request for anything else could not be read.
+# These keys could request several completions or a stream, which this client cannot read, or change the conversation.
 _ENGINE_KEYS = frozenset({"messages", "tools", "stream", "stream_options", "n"})
 _NAMED = MappingProxyType(
     {
@@ -27,20 +27,24 @@ _raw_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class WrongParameter(ValueError):
-    """A parameter that no trainer could read. The text names it and says what is needed."""
+    """A sampling parameter of the wrong type. The text names the parameter and the required type."""
 
 
 def masked_parameters(sampling: Sampling) -> str:
-    """The members of the request's object, for the synchronous dialect: `stop` is there in any case, and extras replace nothing."""
+    """Return the parameters as JSON members, for the synchronous HTTP API.
+
+    `stop` is always present, and extras cannot replace named parameters.
+    """
     own = {*_PROTOCOL_KEYS, *_NAMED, "model"}
     extra = {key: value for key, value in _extra(sampling).items() if key not in own}
     return _members({"model": "default", **_set(sampling), "stop": list(sampling.stop) or None}, extra)
 
 
 def plain_parameters(sampling: Sampling) -> str:
-    """The same for the asynchronous dialect: what is null is left out, and extras may stand for parameters that are unset.
+    """Return the parameters as JSON members, for the asynchronous HTTP API.
 
-    Raises `WrongParameter` for an extra of a wrong type: `completion_params` are free-form there, so this is where they are read.
+    Unset parameters are omitted, and an extra may set a named parameter that is unset. Raises `WrongParameter` for an extra of
+    the wrong type: `completion_params` is free-form in that API, so its values are validated here.
     """
     named = _set(sampling)
     extra = {key: value for key, value in _extra(sampling).items() if key not in (*_PROTOCOL_KEYS, *named)}
@@ -50,9 +54,10 @@ def plain_parameters(sampling: Sampling) -> str:
 
 
 def engine_parameters(sampling: Sampling, own: Mapping[str, msgspec.Raw], limit: str = "max_tokens") -> str:
-    """The same for an inference engine: `own` are the members that its protocol sets, and nothing replaces them.
+    """Return the parameters as JSON members, for an inference engine.
 
-    `limit` is the name under which it takes the most tokens of an answer. Raises `WrongParameter` as above.
+    `own` are the members that the engine's protocol sets; nothing replaces them. `limit` is the engine's name for `max_tokens`.
+    Raises `WrongParameter` as `plain_parameters` does.
     """
     named = {limit if key == "max_tokens" else key: value for key, value in _set(sampling).items() if key not in own}
     extra = {key: value for key, value in _extra(sampling).items() if key not in (*_ENGINE_KEYS, *own, *named)}

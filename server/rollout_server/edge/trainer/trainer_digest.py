@@ -1,7 +1,7 @@
-"""The digest over what a gRPC trainer holds of a conversation, turn by turn.
+"""The ledger digest that a gRPC trainer should hold after each turn.
 
-Tokens, their authors and what a new prompt does to them are the rollout's ledger's alone (`core.ledger`), which samplers read. Kept
-here is what the ledger does not know: how the trainer reckons its digest.
+The tokens, their authors and the effect of a new prompt belong to the ledger (`core.ledger`), which samplers only read. This
+module adds what the ledger does not know: how the trainer computes its digest.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class PromptDelta:
     """The prompt of one turn.
 
     Args:
-        tokens: all of them.
-        spans: what is new in it: everything, where it opens a segment.
-        digest: over all of it.
-        prompt: the checkpoint that the trainer should have of it.
-        opens: it does not extend what the ledger holds.
+        tokens: all token ids of the prompt.
+        spans: the new spans; all of them if the prompt opens a segment.
+        digest: the digest over the whole prompt.
+        prompt: the checkpoint that the trainer should hold for it.
+        opens: True if the prompt does not extend the ledger and opens a segment.
     """
 
     tokens: Tokens
@@ -34,17 +34,17 @@ class PromptDelta:
     opens: bool = False
 
     def segment(self, request: CompletionRequest, ids: Tokens) -> list[NewSpan]:
-        """The whole segment, with the completion of this prompt."""
+        """Return all spans of the segment, including the completion `ids` of this prompt."""
         history = [] if self.opens else held_spans(request.ledger)
         return [*history, *self.spans, NewSpan(Author.MODEL, None, request.asked.turn, ids)]
 
 
 class TrainerDigest:
-    """The digest that the trainer of one conversation should have.
+    """The digest that the trainer of one conversation should hold.
 
-    A trainer that renders is not told who wrote what. Once a turn came without its tokens nobody here can reckon its digests,
-    because the ids of that completion are part of a prompt now, and nothing says which: then this is `unsure`, compares numbers of
-    tokens only, and hands the trainer's own digest back as the base.
+    In message mode the trainer does not know who wrote which token. After a turn without token ids, the server cannot compute
+    the trainer's digest: the ids of that completion are now somewhere in the prompt, at an unknown place. Then `unsure` is
+    True: only token counts are compared, and the trainer's own digest is sent back as the base.
     """
 
     def __init__(self) -> None:
@@ -55,17 +55,17 @@ class TrainerDigest:
         self._marks: dict[bytes, int] = {}
 
     def base(self, request: CompletionRequest) -> Checkpoint | None:
-        """What the trainer holds before a turn; None before its first completion, and where nobody here can tell."""
+        """Return the checkpoint that the trainer holds before a turn; None before its first completion, and if it is unknown."""
         if request.ledger.gap or request.last is None:
             return None
         return self._theirs if self.unsure else self._digest.checkpoint(request.last_messages + 1)
 
     def predicted(self, request: CompletionRequest, predicted: Prediction) -> PromptDelta:
-        """The prompt of a turn that this side rendered. It extends the ledger."""
+        """Return the prompt of a turn that this server rendered. It always extends the ledger."""
         return self._extended(request, predicted, request.ledger.prefix() + predicted.closing + predicted.environment)
 
     def reported(self, request: CompletionRequest, prompt: Tokens) -> PromptDelta:
-        """The prompt of a turn as the trainer reports it."""
+        """Return the prompt of a turn as the trainer reports it."""
         ledger = request.ledger
         if ledger.extends(prompt):
             return self._extended(request, Prediction(pack_tokens(), prompt[ledger.tokens :]), prompt)
@@ -80,7 +80,7 @@ class TrainerDigest:
         return _delta(request, prompt, (closing, rest), self._digest.copy())
 
     def add(self, delta: PromptDelta, turn: int, ids: Tokens) -> Checkpoint:
-        """Takes a prompt and its completion in. Returns what the trainer should hold now."""
+        """Add a prompt and its completion. Returns the checkpoint that the trainer should then hold."""
         self._digest = delta.digest
         self._digest.add(ids, Author.MODEL)
         after = self._digest.checkpoint(delta.prompt.messages + 1)
@@ -88,47 +88,52 @@ class TrainerDigest:
         return after
 
     def fork(self) -> TrainerDigest:
-        """That of a branch, which goes on from what is held now."""
+        """Return the digest of a branch that continues from the current tokens."""
         other = TrainerDigest()
         other.unsure, other._theirs = self.unsure, self._theirs
         other._digest, other._marks = self._digest.copy(), dict(self._marks)
         return other
 
-    def confirms(self, delta: PromptDelta, turn: int, ids: Tokens, theirs: Checkpoint | None, *, whole: bool) -> bool:
-        """Takes a reported prompt and its completion in. Returns whether the trainer's checkpoint can be that of the same tokens.
+    def confirms(
+        self, delta: PromptDelta, turn: int, ids: Tokens, checkpoint: Checkpoint | None, *, whole: bool
+    ) -> bool:
+        """Add a reported prompt and its completion. Returns whether the trainer's checkpoint is consistent with these tokens.
 
-        With `whole` the trainer was sent the history as if it knew nothing of it. It may then hold earlier completions as tokens of
-        anybody; that is its digest from there on. `repeats` is the turn whose prompt and completion came once more, if one did:
-        to take them for another turn would train the same tokens twice.
+        `whole`: the trainer was sent the whole history. It may then hold earlier completions as prompt tokens, which changes
+        its digest from there on.
+
+        `repeats` is set to the earlier turn with the same prompt and completion, if there is one. Accepting it as a new turn
+        would train the same tokens twice, so the result is then False.
         """
         earlier = dict(self._marks)
-        ours = self.add(delta, turn, ids)
-        self.repeats = earlier.get(ours.digest)
+        expected = self.add(delta, turn, ids)
+        self.repeats = earlier.get(expected.digest)
         if self.repeats is not None:
             return False
-        if agree(ours, theirs):
-            self._theirs, self.unsure = None, self.unsure and theirs is None
+        if agree(expected, checkpoint):
+            self._theirs, self.unsure = None, self.unsure and checkpoint is None
             return True
         if whole:
-            anew = LedgerDigest()
-            anew.add(delta.tokens, Author.OTHER)
-            anew.add(ids, Author.MODEL)
-            if agree(anew.checkpoint(ours.messages), theirs):
-                self._digest, self._theirs, self.unsure = anew, None, False
+            # Accept a digest in which all tokens before this completion are prompt tokens.
+            fresh = LedgerDigest()
+            fresh.add(delta.tokens, Author.OTHER)
+            fresh.add(ids, Author.MODEL)
+            if agree(fresh.checkpoint(expected.messages), checkpoint):
+                self._digest, self._theirs, self.unsure = fresh, None, False
                 return True
-        if theirs is not None:
-            self._theirs = Checkpoint(ours.messages, theirs.tokens, theirs.digest)
-        return self.unsure and theirs is not None and theirs.tokens == ours.tokens
+        if checkpoint is not None:
+            self._theirs = Checkpoint(expected.messages, checkpoint.tokens, checkpoint.digest)
+        return self.unsure and checkpoint is not None and checkpoint.tokens == expected.tokens
 
-    def first_mismatch(self, theirs: Sequence[Checkpoint]) -> int | None:
-        """The turn from which on a trainer's checkpoints differ from these; None where they do not tell."""
-        known = [self._marks[mark.digest] for mark in theirs if mark.digest in self._marks]
+    def first_mismatch(self, checkpoints: Sequence[Checkpoint]) -> int | None:
+        """Return the first turn after which the trainer's checkpoints differ; None if it cannot be determined."""
+        known = [self._marks[mark.digest] for mark in checkpoints if mark.digest in self._marks]
         later = [turn for turn in self._marks.values() if turn > max(known, default=0)]
         return min(later, default=None)
 
 
 def held_spans(ledger: LedgerView) -> list[NewSpan]:
-    """What a ledger holds, as a trainer is sent that holds nothing of it. Whom the author masks out is no trainer's concern."""
+    """Return the spans of a ledger for a trainer that holds none of them. Author masks are omitted: trainers do not need them."""
     ids = ledger.prefix()
     return [
         NewSpan(
@@ -138,20 +143,20 @@ def held_spans(ledger: LedgerView) -> list[NewSpan]:
     ]
 
 
-def agree(ours: Checkpoint, theirs: Checkpoint | None) -> bool:
-    """Whether a trainer's checkpoint, if it sent one, is of the same tokens."""
-    return theirs is None or (theirs.tokens, theirs.digest) == (ours.tokens, ours.digest)
+def agree(expected: Checkpoint, reported: Checkpoint | None) -> bool:
+    """Return whether a trainer's checkpoint, if it sent one, covers the same tokens."""
+    return reported is None or (reported.tokens, reported.digest) == (expected.tokens, expected.digest)
 
 
-def first_other_token(spans: Sequence[NewSpan], theirs: Tokens, authors: Sequence[Author]) -> tuple[int, int] | None:
-    """The first token that differs, or that another wrote, and the turn it belongs to. None where there is none."""
+def first_other_token(spans: Sequence[NewSpan], tokens: Tokens, authors: Sequence[Author]) -> tuple[int, int] | None:
+    """Return (index, turn) of the first token with another id or another author; None if all are equal."""
     index = 0
     for span in spans:
         for token in span.ids:
-            if index >= len(theirs) or theirs[index] != token or authors[index] is not span.author:
+            if index >= len(tokens) or tokens[index] != token or authors[index] is not span.author:
                 return index, span.turn
             index += 1
-    return (index, spans[-1].turn) if spans and len(theirs) > index else None
+    return (index, spans[-1].turn) if spans and len(tokens) > index else None
 
 
 def _delta(

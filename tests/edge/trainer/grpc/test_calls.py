@@ -77,7 +77,7 @@ async def test_one_that_never_knows_the_tools_is_told_so(client: AsyncClient) ->
         before_turn_three(trainer, [TOOLS_UNKNOWN] * 5)
         outcome = await roll(client, trainer)
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_TRAINER_CLIENT
-    assert "turn 3: the trainer asks for the list of tools, which it was sent" in outcome.failure.message
+    assert "turn 3: the trainer requests the list of tools, which was already sent" in outcome.failure.message
     assert [request.turn for request in trainer.requests] == [1, 2, 3, 3]
 
 
@@ -89,7 +89,7 @@ async def test_an_answer_that_is_too_large_is_not_generated_again(client: AsyncC
     async with serving(GrpcTrainer(ANSWER, lies={1: swell})) as trainer:
         outcome = await roll(client, trainer, replays=replays)
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_VALIDATION
-    assert f"answers of up to {LARGEST_ANSWER} bytes" in outcome.failure.message
+    assert f"responses of up to {LARGEST_ANSWER} bytes" in outcome.failure.message
     assert len(trainer.requests) == 1
 
 
@@ -108,7 +108,7 @@ async def test_a_trainer_that_wants_to_be_asked_after_the_end_is_not_asked(clien
     async with serving(GrpcTrainer(ANSWER, faults=[fault])) as trainer:
         outcome = await roll(client, trainer, limits={"time": 30})
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_RATE_LIMITED
-    assert "wants to be asked again in 3600 s, which is longer than the rollout waits" in outcome.failure.message
+    assert "defers the retry by 3600 s, which is longer than the rollout waits" in outcome.failure.message
     assert "may have been generated" not in outcome.failure.message
     assert len(trainer.requests) == 1
 
@@ -121,7 +121,7 @@ async def test_a_target_that_the_rules_refuse_is_not_asked_again() -> None:
         await caller.complete(pb.CompleteRequest(), call)
     assert (failed.value.failure.category, call.attempts) == (Category.VALIDATION, 1)
     assert "ROLLOUT_TARGETS do not allow" in failed.value.failure.message
-    assert "is it running" not in failed.value.failure.message
+    assert "check that it is running" not in failed.value.failure.message
     await lookup.close()
 
 
@@ -151,7 +151,7 @@ def long_version(request: pb.CompleteRequest, response: pb.CompleteResponse) -> 
 @pytest.mark.parametrize(
     ("lie", "named"),
     [
-        (no_proof, "nothing proves what the trainer generated from"),
+        (no_proof, "so the trainer's prompt cannot be verified"),
         (no_ids, "`token_ids` is missing"),
         (long_version, "policy_version: has 300 characters"),
     ],

@@ -377,7 +377,7 @@ async def test_over_http_tools_are_told_once(client: AsyncClient) -> None:
         url = spec_pb2.Target(url=trainer.url, dialect=spec_pb2.DIALECT_HTTP_PLAIN)
         outcome = await roll(client, url, "subagents")
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_VALIDATION
-    assert "tools of its own" in outcome.failure.message
+    assert "with different tools" in outcome.failure.message
 
 
 async def test_a_trainer_that_counts_masks_knows_one_conversation(client: AsyncClient) -> None:
@@ -385,5 +385,5 @@ async def test_a_trainer_that_counts_masks_knows_one_conversation(client: AsyncC
         url = spec_pb2.Target(url=trainer.url, dialect=spec_pb2.DIALECT_HTTP_MASKED)
         outcome = await roll(client, url, "branches", tokenizer="toy")
     assert (outcome.failure.category, outcome.failure.turn) == (outcome_pb2.FAILURE_CATEGORY_VALIDATION, 1)
-    assert "Several conversations need a trainer that speaks gRPC" in outcome.failure.message
+    assert "For several conversations use a gRPC trainer" in outcome.failure.message
     assert told(outcome) == [("0", MAIN, "", 1)]

@@ -122,7 +122,7 @@ async def test_another_digest_ends_the_rollout_on_its_turn(client: AsyncClient, 
     async with StrictTrainer(script=script) as trainer:
         outcome = await roll(client, trainer)
     assert (outcome.failure.category, outcome.failure.turn) == (DRIFT, 2)
-    assert outcome.failure.message.startswith("turn 2: the trainer holds other tokens than this side")
+    assert outcome.failure.message.startswith("turn 2: the trainer holds other tokens than this server")
     assert len(sent(trainer)) == 2
     (sample,) = samples(outcome)
     assert {span.turn for span in sample.spans or ()} == {1}
@@ -133,7 +133,7 @@ async def test_an_answer_that_comes_twice_is_not_trained_twice(client: AsyncClie
     async with StrictTrainer(script=script) as trainer:
         outcome = await roll(client, trainer)
     assert (outcome.failure.category, outcome.failure.turn) == (DRIFT, 2)
-    assert outcome.failure.message == "turn 2: the trainer sent prompt and answer of turn 1 once more"
+    assert outcome.failure.message == "turn 2: the trainer repeated the prompt and completion of turn 1"
     assert len(samples(outcome)) == 1
 
 

@@ -142,14 +142,14 @@ async def test_a_cut_at_any_message_is_resumed(server: Server, to_server: bool, 
 DRIFT = outcome_pb2.FAILURE_CATEGORY_TOKEN_DRIFT
 VALIDATION = outcome_pb2.FAILURE_CATEGORY_VALIDATION
 ENDS: dict[Lie, tuple[int, str]] = {
-    Lie.CHANGED_ID: (DRIFT, "turn 2: the trainer holds other tokens than this side"),
-    Lie.DROPPED_ID: (DRIFT, "turn 2: the trainer holds other tokens than this side"),
-    Lie.OTHER_TURN: (DRIFT, "turn 2: the trainer holds other tokens than this side"),
+    Lie.CHANGED_ID: (DRIFT, "turn 2: the trainer holds other tokens than this server"),
+    Lie.DROPPED_ID: (DRIFT, "turn 2: the trainer holds other tokens than this server"),
+    Lie.OTHER_TURN: (DRIFT, "turn 2: the trainer holds other tokens than this server"),
     Lie.REPLAYED_TURN: (DRIFT, "turn 2: "),
-    Lie.PROMPT_DIGEST: (DRIFT, "turn 2: the trainer holds other tokens than this side"),
-    Lie.AFTER_DIGEST: (DRIFT, "turn 2: the trainer holds other tokens than this side"),
+    Lie.PROMPT_DIGEST: (DRIFT, "turn 2: the trainer holds other tokens than this server"),
+    Lie.AFTER_DIGEST: (DRIFT, "turn 2: the trainer holds other tokens than this server"),
     Lie.OVERSIZED_ID: (VALIDATION, "is not a token id"),
-    Lie.NO_CHECKPOINTS: (VALIDATION, "so nothing proves"),
+    Lie.NO_CHECKPOINTS: (VALIDATION, "prompt cannot be verified"),
 }
 WARNS: dict[Lie, str] = {
     Lie.SHORT_LOGPROBS: "logprobs_missing",
@@ -218,7 +218,7 @@ async def test_a_changed_token_is_named_by_the_trainers_own_ledger(server: Serve
     ):
         outcome = await played(stream, start("r"))
     assert "since turn 2, from token" in outcome.failure.message
-    assert "here '" in outcome.failure.message
+    assert "this server has '" in outcome.failure.message
 
 
 @both_modes

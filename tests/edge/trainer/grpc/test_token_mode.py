@@ -108,7 +108,7 @@ async def test_one_that_never_knows_a_base_is_not_asked_for_ever(client: AsyncCl
         outcome = await roll(client, trainer)
     assert [request.HasField("base") for request in trainer.requests] == [False, True, False]
     assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_TRAINER_CLIENT
-    assert "turn 2: the trainer asks for the whole history, which it was sent" in outcome.failure.message
+    assert "turn 2: the trainer requests the whole history, which was already sent" in outcome.failure.message
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
@@ -198,7 +198,7 @@ async def test_a_lie_about_tokens_ends_the_rollout_on_its_turn(
     ):
         outcome, other = await roll(client, liar), await roll(client, honest)
     assert (outcome.failure.category, outcome.failure.turn) == (DRIFT, 3)
-    assert outcome.failure.message.startswith("turn 3: the trainer holds other tokens than this side")
+    assert outcome.failure.message.startswith("turn 3: the trainer holds other tokens than this server")
     assert len(liar.requests) == 3
     if shows and lie in (change_one, drop_one):
         assert "since turn 3, from token" in outcome.failure.message
@@ -216,8 +216,8 @@ async def test_where_both_part_is_named_with_its_text(client: AsyncClient, answe
 
         trainer.lies[2] = swap
         outcome = await roll(client, trainer)
-    assert "since turn 1, from token 3 on: here '" in outcome.failure.message
-    assert "', there '" in outcome.failure.message
+    assert "since turn 1, from token 3 on: this server has '" in outcome.failure.message
+    assert "', the trainer has '" in outcome.failure.message
 
 
 @pytest.mark.parametrize("field", ["prompt_checkpoint", "after"])

@@ -47,7 +47,7 @@ def check(body: bytes) -> ChatCompletion | str:
     except RolloutFailed as failed:
         failure = failed.failure
         assert (failure.category, failure.turn, failure.http_status) == (Category.VALIDATION, 7, None)
-        assert failure.message.startswith("turn 7: the trainer's answer is malformed: ")
+        assert failure.message.startswith("turn 7: the trainer's completion is malformed: ")
         assert len(failure.message) < 500
         return failure.message
     obeys(read, body)

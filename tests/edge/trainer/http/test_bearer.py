@@ -126,15 +126,18 @@ async def test_of_its_words_500_characters(trainers: MaskedTrainers, detail: obj
     [
         (b"", ""),
         (b" \n", ""),
-        (b"ami-id\nhostname\n", ": 16 bytes of type application/json that are no JSON error, and are not shown"),
-        (b'{"AccessKeyId": "AKIA"}', ": 23 bytes of type application/json that are no JSON error, and are not shown"),
+        (b"ami-id\nhostname\n", ": 16 bytes of type application/json that are not a JSON error, and are not shown"),
+        (
+            b'{"AccessKeyId": "AKIA"}',
+            ": 23 bytes of type application/json that are not a JSON error, and are not shown",
+        ),
         (
             b'{"detail": {"key": "AKIA"}}',
-            ": 27 bytes of type application/json that are no JSON error, and are not shown",
+            ": 27 bytes of type application/json that are not a JSON error, and are not shown",
         ),
-        (b'{"message": "AKIA"}', ": 19 bytes of type application/json that are no JSON error, and are not shown"),
-        (b'["AKIA"]', ": 8 bytes of type application/json that are no JSON error, and are not shown"),
-        (b"\xff\xfe broken", ": 9 bytes of type application/json that are no JSON error, and are not shown"),
+        (b'{"message": "AKIA"}', ": 19 bytes of type application/json that are not a JSON error, and are not shown"),
+        (b'["AKIA"]', ": 8 bytes of type application/json that are not a JSON error, and are not shown"),
+        (b"\xff\xfe broken", ": 9 bytes of type application/json that are not a JSON error, and are not shown"),
     ],
     ids=["empty", "blank", "text", "other_json", "no_text", "no_error", "list", "no_utf8"],
 )

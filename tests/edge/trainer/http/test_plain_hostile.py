@@ -117,7 +117,7 @@ BODIES: dict[str, Act] = {
 async def test_bodies_of_wrong_types_are_refused_once(plain: PlainTrainers, act: Act) -> None:
     category, text, attempts = await failure_of(plain, act)
     assert (category, attempts) == (Category.VALIDATION, 1)
-    assert "the trainer's answer is malformed" in text
+    assert "the trainer's completion is malformed" in text
 
 
 HARMLESS: dict[str, bytes] = {

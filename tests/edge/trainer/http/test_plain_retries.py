@@ -98,7 +98,7 @@ async def test_server_errors_are_asked_again(plain: PlainTrainers, status: int) 
     assert [f"status {status}" in text for _, text in asking.remarks] == [True, True]
     (note,) = (text for code, text in answered.notes if code == "resampled")
     assert "turn 1" in note
-    assert "asked for 3 times" in note
+    assert "requested 3 times" in note
     async with raw_trainer(answer(b'{"detail": "out of order"}', status)) as trainer:
         failure = await Asking(plain, trainer.url).failure()
         check_repeats(trainer, 4)
@@ -139,7 +139,7 @@ async def test_broken_json_is_final(plain: PlainTrainers, body: bytes) -> None:
         failure = await asking.failure()
         check_repeats(trainer, 1)
     assert (failure.category, asking.remarks) == (Category.VALIDATION, [])
-    assert failure.message.startswith("turn 1: the trainer's answer is malformed: ")
+    assert failure.message.startswith("turn 1: the trainer's completion is malformed: ")
 
 
 @one_loop
