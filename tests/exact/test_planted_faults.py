@@ -231,7 +231,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "the last stop is always taken",
             "turn_boundary",
-            "else _first_stop(turn.full, stop, max(0, said - len(stop) + 1))",
+            "else _first_stop(turn.full, stop, max(0, written - len(stop) + 1))",
             "else end",
         ),
     ),
@@ -253,7 +253,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "any text may follow an answer that is left open",
             "renderer",
-            "stop is None or (first and self.loaded.is_special(first[0]))",
+            "not ends or (first and self.loaded.is_special(first[0]))",
             "True",
         ),
     ),

@@ -100,10 +100,16 @@ class TurnToRender:
 
 @dataclass(frozen=True, slots=True)
 class _EnvironmentText:
-    """The text between two completions. `stop` is the stop token before it; None if the template writes none."""
+    """The text between two completions.
+
+    Args:
+        stop: the stop token before the text; None if the template writes none.
+        ends_completion: whether the first token of the text is also the stop token of the completion.
+    """
 
     text: str
     stop: StopToken | None
+    ends_completion: bool = False
 
 
 class Renderer:
@@ -268,7 +274,8 @@ class Renderer:
         # If the template has a stop token but none was found here, only another special token can prove that the completion ended.
         # That token is part of the environment: in GLM's template the first token of a message also ends the completion before it.
         first = self.loaded.encode(text)[:1]
-        return _EnvironmentText(text, None) if stop is None or (first and self.loaded.is_special(first[0])) else None
+        ends = stop is not None
+        return _EnvironmentText(text, None, ends) if not ends or (first and self.loaded.is_special(first[0])) else None
 
     def _prediction(self, found: _EnvironmentText, last: Answered, prompt: Encoded | None = None) -> Prediction | None:
         """Return the environment's token ids, with the stop token in `closing` if the completion lacks it.
@@ -280,7 +287,12 @@ class Renderer:
         if stop is None:
             ids = self.loaded.encode(found.text)
             # GLM: the completion may already end with the special token that begins the next message. Do not add it twice.
-            is_there = last.token_ids and last.token_ids[-1:] == ids[:1] and self.loaded.is_special(ids[0])
+            # A completion without ids is taken to have its stop token, as in `_closing`.
+            is_there = (
+                found.ends_completion
+                if last.token_ids is None
+                else last.token_ids[-1:] == ids[:1] != pack_tokens() and self.loaded.is_special(ids[0])
+            )
             return Prediction(pack_tokens(), ids[1:] if is_there else ids)
         start = 0 if prompt is None else len(prompt.text) - len(found.text) - len(stop.text)
         known = None if prompt is None else prompt.behind(stop.id, start)
