@@ -21,7 +21,7 @@ from rollout_gateway.rest.body import BODIES
 from rollout_gateway.rest.errors import uses_plain_errors
 from rollout_gateway.rest.event_routes import events_router
 from rollout_gateway.rest.rollout_routes import rollouts_router
-from rollout_gateway.rest.service_routes import add_docs, service_router
+from rollout_gateway.rest.service_routes import add_pages, service_router
 from rollout_gateway.settings import GatewaySettings
 
 _DESCRIPTION: Final = """Runs agent rollouts for the training of language models.
@@ -95,7 +95,7 @@ def create_app(
     )
     for router in (*plain, *dialects):
         app.include_router(router)
-    add_docs(app)
+    add_pages(app)
     is_plain = uses_plain_errors(route for router in dialects for route in router.routes)
     ErrorResponses(rollouts, keys, is_plain).install(app)
     app.add_middleware(RequestBoundary, is_plain=is_plain, meters=meters, limits=settings)
