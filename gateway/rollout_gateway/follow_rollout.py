@@ -1,4 +1,4 @@
-"""Following a rollout to its end, across broken calls to its server."""
+"""Following a rollout to its end. Broken calls to the rollout server are resumed."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,10 +12,10 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
 from rollout_gateway.calls import Calls, StreamEndedEarly
 
-#: Between the attempts to resume a call, in seconds: a channel finds a server that is back within 5 s.
+#: Seconds between attempts to resume a call. A channel reconnects to a restarted server within 5 s.
 PAUSES: Final = (0.05, 0.15, 0.5, 1.5, 5.0)
 
-# How the transport, or a server that restarts, breaks a stream off.
+# Statuses with which the transport or a restarting server breaks a stream.
 _BROKEN: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 Events = AsyncGenerator[event_pb2.RolloutEvent, None]
@@ -23,16 +23,16 @@ Events = AsyncGenerator[event_pb2.RolloutEvent, None]
 
 @dataclass(frozen=True, slots=True)
 class RolloutFollower:
-    """A wish to hear a rollout's events, on behalf of an HTTP client."""
+    """Follows the events of a rollout on behalf of an HTTP client."""
 
     calls: Calls
     asked: pb.WatchRolloutRequest
     pauses: tuple[float, ...] = PAUSES
 
     async def open(self) -> Events | None:
-        """The events, the first of them fetched already if it is there; None if the last one had been seen.
+        """Return the events, or None if the client has seen the last one. The first event is fetched if it is there already.
 
-        Raises grpc.aio.AioRpcError: as long as nothing was sent to the client, an error can be told as one.
+        Raises grpc.aio.AioRpcError: before the response has begun, an error can still become an HTTP status.
         """
         got = await self.calls.rpc.GetRollout(pb.GetRolloutRequest(uid=self.asked.uid))
         after, last = self.asked.after_sequence, got.rollout.last_sequence
@@ -42,14 +42,14 @@ class RolloutFollower:
         events = self.events()
         nothing_yet = after == last or (after < last and self.asked.detail == event_pb2.EVENT_DETAIL_OUTCOME)
         if nothing_yet and not finished:
-            # The first one may be long in coming, and the client is not to wait that long for its answer's head.
+            # The first event may take long. The client gets the response headers before it.
             return events
         return _chained(await anext(events), events)
 
     async def events(self) -> Events:
-        """The events to the end, each once, also where the call breaks and is made again.
+        """Yield the events to the end, each exactly once. A broken call is resumed after the last event.
 
-        Raises grpc.aio.AioRpcError, or StreamEndedEarly where the server keeps ending its stream without `finished`.
+        Raises grpc.aio.AioRpcError, or StreamEndedEarly if the server repeatedly ends its stream without `finished`.
         """
         last, broken = self.asked.after_sequence, 0
         while True:
@@ -70,7 +70,7 @@ class RolloutFollower:
                     raise
                 fault = error
             finally:
-                # On a stream only this cancels; it does nothing once the stream has ended.
+                # Leaving the iteration does not cancel a grpc.aio stream. Has no effect once the stream has ended.
                 call.cancel()
             if broken == len(self.pauses):
                 raise fault
