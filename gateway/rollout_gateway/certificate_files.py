@@ -40,7 +40,7 @@ def load_pair(context: ssl.SSLContext, pair: KeyPair) -> None:
     except OSError as error:
         if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
             raise ValueError(f"the key {pair.key} does not belong to the certificate {pair.cert}") from None
-        raise ValueError(f"{pair.key} contains no PEM key that can be read without a passphrase") from None
+        raise ValueError(f"{pair.key} contains no key in PEM format that can be read without a passphrase") from None
 
 
 def load_authorities(context: ssl.SSLContext, path: Path, what: str = "the authority's certificates") -> None:
@@ -49,7 +49,7 @@ def load_authorities(context: ssl.SSLContext, path: Path, what: str = "the autho
     try:
         context.load_verify_locations(path)
     except OSError:
-        raise ValueError(f"{path} contains no PEM certificate") from None
+        raise ValueError(f"{path} contains no certificate in PEM format") from None
 
 
 class Reloaded(Generic[_T]):

@@ -224,7 +224,7 @@ async def test_a_body_that_grows_too_large_is_refused_in_its_shape(plain: Plain)
 async def test_faults_of_ours_and_of_the_server_show_nothing(plain: Plain, caplog: pytest.LogCaptureFixture) -> None:
     plain.server.refusals["StartRollout"] = Refusal(Code.UNKNOWN, "KeyError: 'inside'", rich=False)
     reply = await plain.start(headers={"x-request-id": "look-me-up"})
-    text = "Internal server error; the log has it under the request id"
+    text = "Internal server error; find the cause in the log by the request id"
     error = {"code": "INTERNAL", "message": text, "request_id": "look-me-up", "fields": []}
     assert (reply.status_code, reply.json()) == (500, {"error": error})
     assert "inside" in caplog.text
