@@ -70,8 +70,8 @@ class _Script:
 def prepare(renderer: PlainRenderer, tools: Sequence[Mapping[str, Any]], turns: int, context: int) -> Conversation:
     """Prepare a conversation of `turns` completions whose prompts have `context` tokens on average.
 
-    If the conversation without padding is longer already, it gets no padding. Raises ValueError if the chat template rewrites
-    earlier turns, because the prepared ids would then not extend each other.
+    If the conversation is that long without padding, it gets none. Raises ValueError if the chat template rewrites earlier
+    turns, because a prompt would then not begin with the previous one.
     """
     bare = _render(renderer, tools, _script(turns, ""))
     missing = context - fmean(turn.prompt_tokens for turn in bare.turns.values())
@@ -80,8 +80,8 @@ def prepare(renderer: PlainRenderer, tools: Sequence[Mapping[str, Any]], turns: 
 
 def _script(turns: int, padding: str) -> _Script:
     numbers = [7 * step + 5 for step in range(1, turns + 1)]
-    asked = f"{padding}What is the sum of {', '.join(map(str, numbers))}?"
-    opening = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": asked}]
+    question = f"{padding}What is the sum of {', '.join(map(str, numbers))}?"
+    opening = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}]
     replies, results, total = [], [], numbers[0]
     for index, number in enumerate(numbers[1:], start=1):
         arguments = json.dumps({"a": total, "b": number})

@@ -24,7 +24,7 @@ class Meter:
 
     @classmethod
     async def at_rest(cls) -> Meter:
-        """Measure the background CPU several times. Takes the minimum, so that the correction is rather too small."""
+        """Measure the background CPU several times and take the minimum, so that it is not overestimated."""
         rests = []
         for _ in range(_LOOKS):
             began, clock = time.process_time(), time.monotonic()

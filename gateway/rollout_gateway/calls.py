@@ -106,7 +106,7 @@ class Calls:
                 elif item.event.HasField("finished"):
                     outcome = item.event.finished.outcome
         finally:
-            # Leaving the iteration does not cancel a grpc.aio stream. Has no effect once the stream has ended.
+            # Leaving the loop does not cancel a grpc.aio stream. After its end, cancel() has no effect.
             call.cancel()
         if outcome is None:
             raise StreamEndedEarly(uid)

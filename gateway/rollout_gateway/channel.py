@@ -31,7 +31,7 @@ _OPTIONS: Final = (
     # Keepalive also between calls: a connection that a router dropped silently would delay the next call by half a minute.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # Reconnect soon after a server is back (gRPC's default backoff grows to two minutes), and abandon silent attempts soon.
+    # Reconnect soon after a server is back (gRPC's default backoff grows to two minutes). Give up a silent attempt after 5 s.
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),
 )
@@ -96,7 +96,6 @@ def open_channel(
     It connects on the first call. grpcs means TLS, grpc means none; without a scheme, any of the other arguments enables TLS.
 
     Args:
-        address: the address of the server.
         ca: PEM file of the trusted authorities; the system's if None.
         pair: client certificate, for servers that require one.
         server_name: name in the server's certificate, if it differs from the host of the address.

@@ -26,36 +26,37 @@ class RolloutFollower:
     """Follows the events of a rollout on behalf of an HTTP client."""
 
     calls: Calls
-    asked: pb.WatchRolloutRequest
+    watch: pb.WatchRolloutRequest
     pauses: tuple[float, ...] = PAUSES
 
     async def open(self) -> Events | None:
-        """Return the events, or None if the client has seen the last one. The first event is fetched if it is there already.
+        """Return the event stream, or None if the client already has the last event of the rollout.
 
-        Raises grpc.aio.AioRpcError: before the response has begun, an error can still become an HTTP status.
+        If the next event exists already, it is fetched before this method returns. Raises grpc.aio.AioRpcError: at this time
+        the response has not begun, so an error can still become an HTTP status.
         """
-        got = await self.calls.rpc.GetRollout(pb.GetRolloutRequest(uid=self.asked.uid))
-        after, last = self.asked.after_sequence, got.rollout.last_sequence
+        got = await self.calls.rpc.GetRollout(pb.GetRolloutRequest(uid=self.watch.uid))
+        after, last = self.watch.after_sequence, got.rollout.last_sequence
         finished = got.rollout.state == pb.ROLLOUT_STATE_FINISHED
         if finished and after == last:
             return None
         events = self.events()
-        nothing_yet = after == last or (after < last and self.asked.detail == event_pb2.EVENT_DETAIL_OUTCOME)
+        nothing_yet = after == last or (after < last and self.watch.detail == event_pb2.EVENT_DETAIL_OUTCOME)
         if nothing_yet and not finished:
-            # The first event may take long. The client gets the response headers before it.
+            # The next event may take long. Return now, so that the client gets the response headers.
             return events
         return _chained(await anext(events), events)
 
     async def events(self) -> Events:
-        """Yield the events to the end, each exactly once. A broken call is resumed after the last event.
+        """Yield the events to the end, each exactly once. A broken call is resumed after the last event received.
 
         Raises grpc.aio.AioRpcError, or StreamEndedEarly if the server repeatedly ends its stream without `finished`.
         """
-        last, broken = self.asked.after_sequence, 0
+        last, broken = self.watch.after_sequence, 0
         while True:
-            resumed = pb.WatchRolloutRequest(uid=self.asked.uid, after_sequence=last, detail=self.asked.detail)
+            resumed = pb.WatchRolloutRequest(uid=self.watch.uid, after_sequence=last, detail=self.watch.detail)
             call = self.calls.rpc.WatchRollout(resumed, timeout=None)
-            fault: Exception = StreamEndedEarly(self.asked.uid)
+            fault: Exception = StreamEndedEarly(self.watch.uid)
             try:
                 async for item in call:
                     event = item.event
@@ -70,7 +71,7 @@ class RolloutFollower:
                     raise
                 fault = error
             finally:
-                # Leaving the iteration does not cancel a grpc.aio stream. Has no effect once the stream has ended.
+                # Leaving the loop does not cancel a grpc.aio stream. After its end, cancel() has no effect.
                 call.cancel()
             if broken == len(self.pauses):
                 raise fault

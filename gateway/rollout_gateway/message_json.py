@@ -1,4 +1,4 @@
-"""Messages and tools of the contract as JSON. JSON texts are passed on verbatim; typed fields are written out."""
+"""Conversion of proto messages and tools to JSON. JSON texts in them are passed on verbatim."""
 
 import base64
 from typing import Any
@@ -15,7 +15,7 @@ def message_json(message: Message) -> msgspec.Raw:
 
 
 def spliced(text: str) -> msgspec.Raw:
-    """Return a JSON text of the contract, ready to be spliced into a response; null if it is empty or malformed."""
+    """Return the JSON text of a proto field, ready to be spliced into a response; null if it is empty or malformed."""
     try:
         return msgspec.json.decode(text or "null", type=msgspec.Raw)
     except msgspec.DecodeError:

@@ -13,9 +13,9 @@ class GatewaySettings:
     max_body_bytes: int = 16 << 20
     #: A body that has not arrived completely after this time gets 408.
     body_seconds: float = 60.0
-    #: Larger `metadata` in the synchronous and asynchronous HTTP APIs gets 422. Counts bytes of JSON text.
+    #: Maximum `metadata` of the synchronous and asynchronous HTTP APIs, in bytes of JSON text; more gets 422.
     max_metadata_bytes: int = 1 << 20
     #: Deadline of short calls to the rollout server, such as tools, health and acknowledgements.
     call_seconds: float = 10.0
-    #: API key for requests of the synchronous HTTP API that carry none; empty: those requests stay without a key.
+    #: API key that the gateway adds to requests of the synchronous HTTP API without one; empty: it adds none.
     synchronous_key: str = field(default="", repr=False)

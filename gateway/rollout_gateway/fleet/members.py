@@ -65,7 +65,7 @@ class Member:
         return await getattr(self.stub, rpc)(request, **context.options(most))
 
     async def reached(self, seconds: float | None) -> bool:
-        """Return whether the server is connected, or connects within `seconds`. A call then arrives unless the link breaks."""
+        """Return whether the server is connected, or connects within `seconds`. If so, a call sent now arrives."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while (state := self._channel.get_state(try_to_connect=True)) is not _READY:
@@ -76,7 +76,7 @@ class Member:
         return False
 
     async def parted(self, seconds: float | None) -> None:
-        """Wait up to `seconds` until the channel has noticed a broken connection. An earlier call would fail on it again."""
+        """Wait up to `seconds` until the channel has noticed that its connection broke. A call before that would fail again."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._channel.wait_for_state_change(_READY)
@@ -93,7 +93,7 @@ class Recent(dict[_Key, Member]):
 
 
 def start_key(start: StartRolloutRequest) -> StartKey | None:
-    """Return what duplicates of a start have in common; None for a start without a request id, which has no duplicates."""
+    """Return the key that all duplicates of a start share; None for a start without a request id."""
     return (start.spec.completions.url.rstrip("/"), start.request_id) if start.request_id else None
 
 

@@ -50,7 +50,7 @@ async def merged_page(
     pages = await routing.call_all("ListRollouts", requests, context, "the list would be incomplete")
     following.update((member, page.next_page_token or None) for member, page in pages.items())
     merged = list(heapq.merge(*(_entries(*each) for each in pages.items()), key=_newness, reverse=True))
-    # A server with rollouts left over continues at the first of them: in reversed order, the first overwrites the others.
+    # If a server has rollouts left over, its next page starts at the first of them. Reversed, so that the first one wins.
     following.update((member, token) for _, token, member in reversed(merged[size:]))
     positions = list(following.values())
     token = base64.urlsafe_b64encode(msgspec.json.encode((fits, positions))).decode() if any(positions) else ""
@@ -61,7 +61,7 @@ _Entry = tuple[pb.Rollout, str, Member]
 
 
 def _entries(member: Member, page: pb.ListRolloutsResponse) -> Iterable[_Entry]:
-    """Return the rollouts of a server's page, each with the token of a page that begins with it."""
+    """Return the rollouts of a server's page, each with the token of a page that starts at this rollout."""
     return ((rollout, token, member) for rollout, token in zip(page.rollouts, page.page_tokens, strict=True))
 
 
@@ -83,9 +83,9 @@ def _positions(page_token: str, fits: str, count: int) -> list[str | None]:
 
 
 def summed(servers: Sequence[pb.GetServerInfoResponse]) -> pb.GetServerInfoResponse:
-    """Combine server info: capacities and counts are added, and the lowest limit of one request applies.
+    """Combine server info. Capacities and counts are added up; of the limits of a single request, the lowest applies.
 
-    A feature is included if every server has it, because a start may go to any of them. Other fields are the first server's.
+    A feature is included if every server has it, because a start may go to any of them. The first server provides the others.
     """
     total = pb.GetServerInfoResponse()
     total.CopyFrom(servers[0])

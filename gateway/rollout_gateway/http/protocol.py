@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 # Refused if sent twice: a proxy in front of this port may have used the other value.
 _ONCE: Final = (b"host", b"authorization")
-# Served even if too many connections are open: an orchestrator that restarts a busy server loses its rollouts.
+# Probes are served even if too many connections are open. Otherwise an orchestrator restarts a busy server and loses its work.
 _PROBES: Final = frozenset({b"/health", b"/healthz", b"/readyz"})
 _LEAVING_SECONDS: Final = 2.0
 _SLACK_SECONDS: Final = 10.0
@@ -160,7 +160,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _too_slow(self) -> None:
         self._timer = None
         if self.pipeline or (self._is_responding() and not self._in_body):
-            # Pipelined behind a running response, during which uvicorn pauses reading. The client is not to blame.
+            # Pipelined behind a running response, during which uvicorn pauses reading. The client is not too slow.
             self._wait(self._limits.head_seconds)
         elif self._began and not self._in_body:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)

@@ -32,8 +32,8 @@ class Overloaded(Exception):
 class RequestBodies:
     """Reads the bodies of all requests.
 
-    Bodies that are being read or parsed share `budget` bytes; a body that exceeds the rest of it is refused. Large bodies are
-    parsed one at a time: the GIL allows no parallel parsing anyway, and memory holds only one large parsed body.
+    Bodies that are being read or parsed share `budget` bytes; a body that does not fit is refused. Large bodies are parsed one
+    at a time: the GIL allows no parallel parsing anyway, and memory then holds only one large parsed body.
     """
 
     def __init__(self, keys: KeyCheck, budget: int) -> None:

@@ -1,4 +1,4 @@
-"""Outermost ASGI layer: request ids, metrics, body limits, and the end of unexpected exceptions and cancellation."""
+"""Outermost ASGI layer: request ids, metrics, body limits, and handling of unexpected exceptions and cancellation."""
 
 import asyncio
 import logging
@@ -53,7 +53,7 @@ class HttpMetrics:
         )
 
     def count(self, scope: Scope, status: int | None, seconds: float) -> None:
-        """Count a finished request; `status` None: it had no response. The route label is the template: a path contains ids."""
+        """Count a finished request by its route template, because paths contain ids. `status` None: it had no response."""
         route = getattr(scope.get("route"), "path", _NOWHERE)
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._requests.labels(route, method, str(status or _NO_ANSWER)).inc()

@@ -59,7 +59,7 @@ _INIT_FIELDS: Final[Fields] = {
 
 
 def init_fields(body: InitBody) -> Fields:
-    """Return the place in this body of `POST /v1/rollout/init` for each field of a StartRolloutRequest."""
+    """Return the place in a body of `POST /v1/rollout/init` for each field of a StartRolloutRequest."""
     return {**_INIT_FIELDS, ("request_id",): ("idempotency_key" if _own_key(body) else "rollout_id",)}
 
 
@@ -138,7 +138,7 @@ def _clamped(value: int, most: int) -> int:
 
 
 def _tool_target(url: str | None) -> spec_pb2.Target | None:
-    """Return the tool server of a body. Only gRPC URLs count: the two HTTP APIs define no protocol for tool servers."""
+    """Return the tool server of a body; None unless its URL is gRPC. The two HTTP APIs define no protocol for other servers."""
     if url is None or not url.lower().startswith(("grpc://", "grpcs://")):
         return None
     return spec_pb2.Target(url=url, dialect=spec_pb2.DIALECT_GRPC)

@@ -87,9 +87,9 @@ def synchronous_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
 def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: RequestBodies) -> APIRouter:
     """Return the routes of the asynchronous HTTP API."""
     router = APIRouter(tags=["asynchronous HTTP API"], default_response_class=JSONResponse)
-    answers: shown.Responses = {202: _ACCEPTED, **_START_ERRORS}
+    responses: shown.Responses = {202: _ACCEPTED, **_START_ERRORS}
 
-    @router.post("/v1/rollout/init", status_code=202, responses=answers, openapi_extra=_INIT_BODY)
+    @router.post("/v1/rollout/init", status_code=202, responses=responses, openapi_extra=_INIT_BODY)
     async def init_rollout(request: Request) -> Response:
         """Start a rollout, and respond at once with the tools for the model's prompt.
 
@@ -136,10 +136,10 @@ async def _run(request: Request, rollouts: Rollouts, intake: RequestBodies) -> R
         trace = await read_trace(calls, uid) if traced else None
         return uid, rollout_response(start.start.spec.rollout_id, outcome, trace)
 
-    uid, answer = await unless_hung_up(request, run())
+    uid, body = await unless_hung_up(request, run())
     # Before the response: a client that has it may reuse the rollout id at once.
     await calls.acknowledge(uid)
-    return Response(answer, media_type=_JSON, headers={"x-rollout-uid": uid})
+    return Response(body, media_type=_JSON, headers={"x-rollout-uid": uid})
 
 
 async def _init(request: Request, rollouts: Rollouts, intake: RequestBodies) -> Response:
@@ -154,8 +154,8 @@ async def _init(request: Request, rollouts: Rollouts, intake: RequestBodies) -> 
     accepted = await calls.rpc.StartRollout(start, timeout=None)
     # An existing rollout may have another id than this request. A server that returns no spec leaves the request's.
     rollout_id = accepted.rollout.spec.rollout_id or start.spec.rollout_id
-    answer = {"rollout_id": rollout_id, "tools": [*map(msgspec.Raw, accepted.function_tools_json)]}
-    return Response(msgspec.json.encode(answer), 202, {"x-rollout-uid": accepted.rollout.uid}, _JSON)
+    content = {"rollout_id": rollout_id, "tools": [*map(msgspec.Raw, accepted.function_tools_json)]}
+    return Response(msgspec.json.encode(content), 202, {"x-rollout-uid": accepted.rollout.uid}, _JSON)
 
 
 async def _server(calls: Calls) -> GetServerInfoResponse:

@@ -102,9 +102,7 @@ class StartRollout(_Strict):
     sampling: Sampling | None = None
     limits: Limits | None = None
     tokenizer: Tokenizer | None = Field(None, description="Required for dialect http_masked and for token_mode tokens.")
-    token_mode: enums.TokenMode | None = Field(
-        None, description="What the trainer receives: messages, which it renders, or tokens, which the server rendered."
-    )
+    token_mode: enums.TokenMode | None = Field(None, description="Form of the prompt: messages, or rendered token ids.")
     on_drift: enums.DriftPolicy | None = Field(
         None, description="What to do if the prompt that the trainer used differs from the ledger's prediction."
     )
@@ -129,7 +127,7 @@ class CancelRollouts(_Strict):
     states: list[enums.State] | None = Field(None, max_length=8)
     labels: dict[str, str] | None = Field(None, max_length=64, description="Rollouts with all of these labels.")
     callers: list[Name] | None = Field(
-        None, max_length=1000, description="Names of API keys. Names other than your own require an admin key."
+        None, max_length=1000, description="API key names; an admin key may name others."
     )
     all: bool | None = Field(None, description="All of your rollouts; required if no other condition is given.")
     reason: str | None = Field(None, max_length=1000, description="Recorded in the outcomes.")

@@ -67,7 +67,7 @@ class ListQuery(BaseModel):
         [], max_length=64, description="KEY=VALUE; all of these labels."
     )
     caller: list[_Word] = Field(
-        [], max_length=_MAX_SELECTED, description="Names of API keys. Names other than your own require an admin key."
+        [], max_length=_MAX_SELECTED, description="API key names; an admin key may name others."
     )
     page_size: int = Field(100, ge=1, le=1000)
     page_token: str = Field("", max_length=_MAX_TOKEN, description="`next_page_token` of the previous page.")
