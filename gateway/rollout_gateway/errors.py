@@ -49,7 +49,7 @@ class ErrorResponses:
         if isinstance(error, RequestValidationError) and not plain:
             return await request_validation_exception_handler(request, error)
         if isinstance(error, InvalidBody | RequestValidationError):
-            # A 422 describes the API, so a caller with a refused key gets that refusal in its place.
+            # A 422 describes the request's fields. A caller whose key is refused must not see it and gets the refusal.
             error = await self._refused_key(request) or error
         problem = self._problem(request, error, plain)
         return plain_response(problem, request.state.request_id) if plain else problem.response()

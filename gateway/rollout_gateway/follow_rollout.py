@@ -60,6 +60,7 @@ class RolloutFollower:
             try:
                 async for item in call:
                     event = item.event
+                    # A resumed stream may repeat events. Events with sequence 0 are not recorded, so they never repeat.
                     if 0 < event.sequence <= last:
                         continue
                     last, broken = event.sequence or last, 0

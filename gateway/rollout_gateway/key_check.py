@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 #: Statuses of a call whose key the server refuses.
 STRANGER: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-# The server checks the key of every call again. During this time a revoked key can still send bodies and read metrics, nothing
-# else.
+# The server checks the key of every call again, so during this time a revoked key can only send bodies and read metrics.
 _ACCEPTED_SECONDS: Final = 1.0
 _MOST_ACCEPTED: Final = 1024
 

@@ -154,7 +154,7 @@ def dialect_errors(*statuses: int, schema: str = "ErrorResponse") -> Responses:
 
 
 def raw_body(model: type[BaseModel], *, required: bool = True) -> Schema:
-    """Return the `openapi_extra` of a route whose handler reads the raw body, so that FastAPI does not see the model."""
+    """Return the `openapi_extra` of a route whose handler reads the raw body. FastAPI cannot find the model there."""
     content = {"application/json": {"schema": ref(model.__name__), **_WRITTEN["bodies"][model.__name__]}}
     return {"requestBody": {"required": required, "content": content}}
 

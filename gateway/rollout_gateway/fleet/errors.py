@@ -11,7 +11,7 @@ from google.rpc.status_pb2 import Status
 from rollout_client.errors import DOMAIN, failure_of
 
 _Code = grpc.StatusCode
-# Statuses that leave open whether the server has the requested rollout or agent.
+# Statuses that do not show whether the server has the requested rollout or agent.
 _UNSURE: Final = frozenset(
     {_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED, _Code.CANCELLED, _Code.RESOURCE_EXHAUSTED}
     | {_Code.UNIMPLEMENTED, _Code.UNKNOWN, _Code.INTERNAL, _Code.DATA_LOSS}
@@ -34,7 +34,7 @@ def is_missing(error: grpc.aio.AioRpcError) -> bool:
 
 
 def is_unsure(error: grpc.aio.AioRpcError) -> bool:
-    """Return whether the error leaves open if the server has the requested rollout or agent."""
+    """Return whether the error does not show if the server has the requested rollout or agent."""
     return error.code() in _UNSURE
 
 

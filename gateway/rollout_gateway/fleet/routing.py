@@ -60,6 +60,7 @@ class Routing:
         order = ranked(self.members, key)
         stray = self._strays.get(key)
         refusals: list[grpc.aio.AioRpcError] = []
+        # The sort is stable: the server that accepted a duplicate comes first, the others keep their order.
         for member in sorted(order, key=lambda each: each is not stray):
             try:
                 response = await _attempt(member, key is not None, context, start_on)
@@ -173,6 +174,7 @@ async def _attempt(
 
     Raises AioRpcError if the server refuses the start, or may have accepted it.
     """
+    # Two attempts; only one if the start has no request id, because a repeat could start a second rollout.
     for is_last in (not repeatable, True):
         if not await member.reached(context.seconds(_CONNECT_SECONDS)):
             break

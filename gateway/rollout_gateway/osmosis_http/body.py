@@ -118,9 +118,7 @@ class RolloutBody(BaseModel):
     tokenizer_name: str = Field(description="Tokenizer of the trainer's model.")
     tokenizer_revision: str | None = None
     max_turns: int = Field(TURNS, ge=1, le=100)
-    max_tokens_total: int = Field(
-        GENERATED_TOKENS, ge=1, le=1_000_000, description="Token budget: generated tokens of all turns together."
-    )
+    max_tokens_total: int = Field(GENERATED_TOKENS, ge=1, le=1_000_000, description="Token budget of all turns.")
     tool_server_url: str | None = None
     callback_api_key: Secret = Field(None, description="Bearer token for calls to the trainer.")
     metadata: Metadata = Field(default_factory=Metadata)
@@ -141,9 +139,7 @@ class InitBody(BaseModel):
     )
     tool_server_url: str | None = Field(None, description="A gRPC server with more tools; any other URL is ignored.")
     max_turns: int | None = TURNS
-    max_tokens_total: int | None = Field(
-        GENERATED_TOKENS, description="Token budget: generated tokens of all turns together."
-    )
+    max_tokens_total: int | None = Field(GENERATED_TOKENS, description="Token budget of all turns.")
     metadata: Hints | None = None
     api_key: Secret = Field(None, description="Bearer token for calls to the trainer.")
     idempotency_key: Annotated[str, Field(max_length=MAX_ROLLOUT_ID)] | None = Field(

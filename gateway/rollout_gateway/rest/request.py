@@ -27,7 +27,7 @@ _QUERY: Final = {
     "delivery_states": "delivery",
 }
 
-#: Place in the body for each proto field. Fields with the same name in both, also in their parts, are left out.
+#: Place in the body for each proto field. A field is left out if its name and those of its parts are the same in both.
 BODY_FIELDS: Final[Fields] = {
     ("messages",): ("messages",),
     ("sampling", "extra_json"): ("sampling", "extra"),
